@@ -1,1 +1,1 @@
-"""Settings of a run: validation, defaults, TOML files, and checks before a run."""
+"""The settings of a run: their types, default values, TOML files, and the checks before a run."""

@@ -1,4 +1,4 @@
-"""Checks that refuse a run before it begins."""
+"""Checks that refuse an invalid run before it begins."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from fedsynth.seeding import torch_generator
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
-    """Returns the requested mechanism, or the method's first one.
+    """Returns the mechanism that the privacy settings request, or the method's first one if they
+    name none.
 
     Raises:
-        UnknownNameError: the method has no such mechanism.
+        UnknownNameError: if the method does not have the requested mechanism.
     """
     mechanism = privacy.mechanism or method.dp_mechanisms[0]
     if mechanism not in method.dp_mechanisms:
@@ -37,10 +38,10 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns the public bound on the number of records of all clients.
+    """Returns the public upper bound on the number of records of all clients together.
 
     Raises:
-        PrivacySettingError: it is below the number that the data set declares.
+        PrivacySettingError: if the bound is below the number of records that the data set declares.
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
@@ -50,11 +51,14 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses shared noise over machines for a method without secure sums: the server sees each
-    upload, which has only a share of the noise.
+    """Refuses a deployment in which several clients contribute to the noise, if the method has no
+    secure sums.
+
+    The server would see each upload with only a part of the noise.
 
     Raises:
-        PrivacySettingError: states what to set.
+        PrivacySettingError: if the plans divide the noise among several clients. The message states
+            what to set.
     """
     shares = max(plan.shares for plan in plans)
     if shares > 1:
@@ -66,10 +70,11 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
 
 
 def check_method(method: Method) -> None:
-    """Refuses a method with an upload field that is neither released nor public.
+    """Refuses a method whose upload has a field that is neither public nor released by a mechanism.
 
     Raises:
-        UnaccountedReleaseError: names the method, the field and the reason.
+        UnaccountedReleaseError: if there is such a field, or if the method has no mechanism. The
+            message names the method and the reason.
     """
     declared = dict(privacy_of_fields(method.upload))
     if method.first_upload is not None:
@@ -80,28 +85,31 @@ def check_method(method: Method) -> None:
             unprotected.append(f"{name} ({kind})")
     if unprotected or not method.dp_mechanisms:
         fields = ", ".join(unprotected)
-        why = method.refusal or f"its upload has fields that no mechanism protects: {fields}"
+        why = method.refusal or f"no mechanism protects these fields of its upload: {fields}"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
-    """Refuses partial participation for a method whose rounds release different things, and if
-    every round would lack a part of the shared noise because of absent clients.
+    """Refuses partial participation where the privacy guarantee would not hold.
+
+    This is the case if the releases of a client differ between rounds, or if a round has too few
+    clients to add all of the noise.
     """
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
     if not method.same_releases_every_round:
-        reason = f"must be 1 with {method.name}: its rounds have different releases for each client"
+        reason = (
+            f"must be 1 with {method.name}, because a client's releases differ between its rounds"
+        )
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"selects {active} of {settings.partition.clients} clients per round, but "
-            f"{shares} clients besides the attacked one must share the noise: set "
-            f"method.honest below {active}, raise run.participation, or set "
-            "method.aggregation=own"
+            f"selects {active} of {settings.partition.clients} clients in each round, but the "
+            f"noise needs {shares} clients besides the attacked one: set method.honest below "
+            f"{active}, raise run.participation, or set method.aggregation=own"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
 
@@ -119,42 +127,50 @@ def check_custom_model(
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses public images for distillation that are the clients' private images."""
+    """Refuses to use the clients' private data set as the public images for distillation."""
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {spec.name} with differential privacy: it "
-            "consists of the clients' images; name a public data set (method.proxy=noise, "
-            "or another data set)"
+            f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
+            "clients' private images come from it: set method.proxy=noise or another data set"
         )
 
 
 def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of clients in a sum: a majority; and with shared noise, H clients
-    besides one that may be the attacker, which knows its own noise.
+    """Returns the smallest number of clients in a secure sum.
+
+    It is a majority of the round's clients. If each client adds 1/H of the noise, it is also at
+    least H. In a private run of several clients it is at least H + 1, because one of them may be
+    the attacker, who knows the noise that the attacker adds.
 
     Args:
-        method: a method whose server sees only sums.
+        method: a method whose server sees only sums of uploads.
         taking: the number of clients in a round.
         clients: K, the number of all clients.
-        private: the run has differential privacy.
+        private: whether the run has differential privacy.
     """
     observers = int(private and clients > 1)
     return max(taking // 2 + 1, method.noise_shares(clients) + observers)
 
 
 def check_quorum(settings: RunSettings) -> None:
-    """Refuses a quorum that is too small for a secure sum.
+    """Refuses a participation or a quorum that is too small for a secure sum.
 
     Raises:
-        SettingError: states what to set.
+        SettingError: if a setting is too small. The message states what to set.
     """
     taking = active_clients(settings.partition.clients, settings.participation)
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
-        reason = f"selects {taking} clients per round, but a secure sum needs {needed}: raise it"
+        reason = (
+            f"selects {taking} clients in each round, but a secure sum needs {needed}: set a larger "
+            "participation"
+        )
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
-        reason = f"must be at least {enough:g}: a secure sum needs {needed} of {taking} clients"
+        reason = (
+            f"must be at least {enough:g}, because a secure sum needs {needed} of the {taking} clients "
+            "in a round"
+        )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

@@ -1,5 +1,5 @@
-"""Determines the clients of each round, the clients that fail, and the rounds after which a plan
-states ε.
+"""Determines which clients take part in each round, which clients fail, and after which rounds a
+privacy plan states ε.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """Returns the number of clients in a round (`Participation` refuses less than one)."""
+    """Returns the number of clients in a round. (`Participation` refuses a share that selects less
+    than one client.)
+    """
     return max(1, round(share * clients))
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Draws m = max(1, round(C·K)) clients for each round, from the run's seed.
+    """Draws m = max(1, round(C·K)) clients for each round, from the seed of the run.
 
-    The draw is public, so it is no source of privacy: a client's ε counts the rounds that it takes
-    part in, without amplification. Draws by size (FedProx) show n_k and are refused with
+    The draw is public and does not amplify privacy: a client's ε counts each round in which it
+    takes part. Draws in proportion to size (FedProx) reveal n_k and are therefore refused with
     differential privacy.
 
     Attributes:
-        seed: the run's.
-        clients: K.
-        share: C.
-        sizes: draws in proportion to n_k; None: uniform.
+        seed: the seed of the run.
+        clients: K, the number of clients.
+        share: C, the share of the clients in a round.
+        sizes: the sizes n_k, to draw clients in proportion to them. None: draws are uniform.
     """
 
     seed: int
@@ -46,19 +48,21 @@ class Participation:
     def __post_init__(self) -> None:
         if round(self.share * self.clients) < 1:
             reason = (
-                f"{self.share:g} of {self.clients} clients is less than one client: it must "
-                f"be at least {1 / self.clients:.3g}"
+                f"must be at least {1 / self.clients:.3g} with {self.clients} clients, so that a "
+                f"round has at least one client; got {self.share:g}"
             )
             raise SettingError("run", "participation", reason)
 
     def in_round(self, number: int) -> tuple[int, ...]:
-        """Returns the clients of the round with this number (1, 2, …), ascending."""
+        """Returns the clients of the round with this number (1, 2, …), in ascending order."""
         if self.share >= 1:
             return tuple(range(self.clients))
         return tuple(sorted(self._drawn(number).tolist()))
 
     def _drawn(self, number: int) -> Counts:
-        """Returns the clients of a round in the order of the draw, if not all take part."""
+        """Draws the clients of a round, in random order. It is used only if not all clients take
+        part.
+        """
         count = active_clients(self.clients, self.share)
         weights = None
         if self.sizes is not None and np.count_nonzero(self.sizes) >= count:
@@ -68,7 +72,7 @@ class Participation:
         )
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
-        """Returns the rounds, among the first `rounds`, in which a client takes part."""
+        """Returns those of the first `rounds` rounds in which a client takes part."""
         if self.share >= 1:
             return tuple(range(1, rounds + 1))
         return tuple(n for n in range(1, rounds + 1) if client in self.in_round(n))
@@ -78,13 +82,15 @@ class Participation:
 def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    """Returns the number of the first n rounds in which the busiest client of each group takes
-    part, for each n in `rounds`.
+    """Counts for each group of clients the rounds of its busiest client, the one that takes part
+    most often.
+
+    The counts are for the first n rounds, for each n in `rounds`.
 
     Args:
-        participation: the schedule.
+        participation: the schedule of the clients.
         groups: the group index of each client (0, 1, …).
-        rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
+        rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last one is drawn once.
 
     Returns:
         int64 [len(rounds), number of groups].
@@ -113,7 +119,8 @@ class Failure:
 
     Attributes:
         kind: one of `KINDS`.
-        phase: the exchange in which it fails, if the round has two; otherwise it is the main one.
+        phase: the exchange in which the client fails, if the round has two exchanges. Otherwise the
+            client fails in the main exchange.
     """
 
     kind: str
@@ -122,15 +129,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """Simulated client failures: the clients, rounds and kinds, drawn from the run's seed.
+    """Simulates failures of clients. The failing clients and the kinds of failure are drawn from
+    the run's seed.
 
-    Every client of a round fails with probability `share`, in one of three ways with equal
-    probability. `crashed`: it stops before its step, so nothing is computed, released or charged.
-    `timed out`: it hangs in its step; the step's releases are charged, its memory is unchanged.
-    `too late`: its step is done and charged and its memory is updated, but the server no longer
-    waits for its answer. In a round of two exchanges it fails in one of them and is absent for the
-    rest of the round. Failures are public, so a private run's plan knows which rows are missing in
-    ledgers.
+    Every client in a round fails with probability `share`, in one of three ways with equal
+    probability. `crashed`: the client stops before its step, so nothing is computed, released or
+    charged. `timed out`: the client hangs in its step. The step's releases are charged, and the
+    client's memory is unchanged. `too late`: the client completes its step, is charged for it and
+    updates its memory, but the server no longer waits for its answer. In a round of two exchanges,
+    the client fails in one of them and is absent for the rest of the round. Failures are public, so
+    the plan of a private run knows which entries are missing in ledgers.
 
     >>> failures = Failures(seed=0, share=0.3)
     >>> failing = [failures.of(1, client) for client in range(1000)]
@@ -142,7 +150,9 @@ class Failures:
     share: float
 
     def of(self, number: int, client: int) -> Failure | None:
-        """Returns the failure of this client in the round with this number, or None."""
+        """Returns the failure of this client in the round with this number. Returns None if the
+        client does not fail.
+        """
         if not self.share:
             return None
         draws = numpy_generator(self.seed, "client failures", number, client)
@@ -152,13 +162,14 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, phase: str, *, two: bool) -> bool:
-        """Returns whether the client takes its step in this exchange, and so is charged for it.
+        """Returns True if the client takes its step in this exchange, in which case it is charged
+        for the step.
 
         Args:
-            number: the round number.
-            client: the client index.
-            phase: the exchange.
-            two: whether the round has a first exchange.
+            number: the number of the round.
+            client: the index of the client.
+            phase: the exchange of the round.
+            two: whether the round has two exchanges.
         """
         failure = self.of(number, client)
         if failure is None:
@@ -170,15 +181,15 @@ class Failures:
 
 
 ALL_SHOWN = 1000
-"""Maximum number of rounds for which a plan states ε after each round."""
+"""The maximum number of rounds for which a privacy plan states ε after every round."""
 
 
 def shown_rounds(rounds: int) -> tuple[int, ...]:
-    """Returns the rounds after which a plan of `rounds` rounds states ε, ascending; a public
-    choice.
+    """Returns the rounds after which a privacy plan for `rounds` rounds states ε, in ascending
+    order.
 
-    All of them, if there are at most `ALL_SHOWN`. Otherwise 1, 2, 5, 10, 20, 50, …, every fifth of
-    the run, and the last.
+    These are all rounds if there are at most `ALL_SHOWN`. Otherwise they are the rounds 1, 2, 5,
+    10, 20, 50, …, every fifth of the run, and the last round. The choice is public.
     """
     if rounds <= ALL_SHOWN:
         return tuple(range(1, rounds + 1))
@@ -189,14 +200,14 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
 
 
 class PlannedEpsilon(Mapping[int, float]):
-    """A lazy mapping from a round number to ε after that round.
+    """A mapping from a round number to ε after that round. Each value is computed when it is first
+    read.
 
-    A value costs a composition, up to a second with subsampling, so each is computed at its first
-    access.
+    The computation of one value can take up to a second with subsampling.
 
     Args:
-        rounds: the keys, ascending.
-        epsilon_after: maps a position in `rounds` to ε.
+        rounds: the keys of the mapping, ascending.
+        epsilon_after: a function that maps a position in `rounds` to ε.
     """
 
     def __init__(self, rounds: Sequence[int], epsilon_after: Callable[[int], float]) -> None:

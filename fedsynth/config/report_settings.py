@@ -1,5 +1,5 @@
-"""Settings of a privacy report's first page: user-supplied texts, such as the party responsible for
-the run, printed unchanged.
+"""Settings for the first page of a privacy report. They are texts from the user, such as the party
+responsible for the run, and are printed unchanged.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from typing import ClassVar
 from fedsynth.errors import SettingError
 
 MAX_LENGTH = 300
-"""Maximum number of characters of a text."""
+"""The maximum number of characters in a text."""
 MAX_PERSON_LENGTH = 40
-"""Maximum number of characters of the name for a person."""
+"""The maximum number of characters in the name for one person."""
 
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Texts for a run's privacy report that do not follow from the run. All of them are public.
+    """Texts for the privacy report of a run, which only the user can provide. All of them are
+    public.
 
     Args:
-        responsible: the party that answers for the run, for the report's first page.
-        purpose: the run's purpose, for the report's first page.
-        sites: names of the clients' sites for the report, comma-separated, in the clients' order.
-            A single client may name several sites.
-        person: the report's name for one person in the data, such as "patient"; empty: "person".
+        responsible: the party that is responsible for the run, for the report's first page.
+        purpose: the purpose of the run, for the report's first page.
+        sites: the names of the clients' sites for the report, comma-separated, in the order of the
+            clients. A single client may name several sites.
+        person: the report's word for one person in the data, such as "patient". If it is empty, the
+            word is "person".
 
     >>> ReportSettings(sites="Mitte,Nord").site_names(2), ReportSettings(sites="A,B").site_names(1)
     (('Mitte', 'Nord'), ('A, B',))
@@ -53,23 +55,27 @@ class ReportSettings:
                 reason = f"must have at most {limit} characters, got {len(text)}"
                 raise SettingError("report", name, reason)
         if "" in self._sites:
-            raise SettingError("report", "sites", "must name each site, but one name is empty")
+            raise SettingError("report", "sites", "must not contain an empty name between commas")
 
     @property
     def _sites(self) -> tuple[str, ...]:
         return tuple(map(str.strip, self.sites.split(","))) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises SettingError if there are several clients and not one site for each."""
+        """Raises a SettingError if there are several clients and the number of named sites is
+        another one.
+        """
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = (
-                f"must name each of the {clients} clients' sites, comma-separated; got "
-                f"{len(self._sites)}"
+                f"must name one site for each of the {clients} clients, separated by commas; got "
+                f"{len(self._sites)} names"
             )
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
-        """Returns the site, or sites, of each of a run's clients; empty if none was given."""
+        """Returns the site of each client in a run. A single client may have several. Returns an
+        empty tuple if no site was named.
+        """
         if clients == 1 and self.sites:
             return (", ".join(self._sites),)
         return self._sites

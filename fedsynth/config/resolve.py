@@ -1,5 +1,8 @@
-"""Resolves a run's settings: the user's values over the data set's preset over the method's
-defaults (the papers' values), all validated; and hashes those that determine a result.
+"""Builds the settings of a run from the user's values, and hashes the settings that determine a
+result.
+
+The user's values take precedence over the defaults for the data set, and these over the defaults of
+the method, which are the values in its paper. All values are validated.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """Returns the defaults that a data set changes, as sections of settings."""
+    """Returns the default values that depend on the data set, as sections of settings."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     sections["method"] = {}
@@ -50,7 +53,7 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
 
 
 def model_is_set(settings: RunSettings) -> bool:
-    """Returns whether the model settings differ from the run's defaults."""
+    """Returns True if the model settings differ from the defaults of the run."""
     preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
     return settings.model not in (ModelSettings(), ModelSettings(**preset))
 
@@ -61,20 +64,22 @@ def resolve(
     own_method: type[Method] | None = None,
     own_data: str | None = None,
 ) -> RunSettings:
-    """Returns settings from sections of plain values, over the data set's preset and the method's
-    defaults.
+    """Builds the settings of a run from sections of plain values.
+
+    Values that are not given come from the defaults for the data set, and then from the defaults of
+    the method.
 
     Args:
-        sections: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
-            converted to a setting's type.
-        own_method: a custom method class, in place of the method that `sections` names.
-        own_data: the name of custom images, in place of the data set that `sections` names; it has
-            no preset.
+        sections: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`. Text is
+            converted to the type of the setting.
+        own_method: a custom method class. It replaces the method that `sections` names.
+        own_data: the name of custom images. It replaces the data set that `sections` names, and has
+            no special default values.
 
     Raises:
-        UnknownNameError: an unknown section, setting, method, data set or model (with the near
-            matches).
-        SettingError, PrivacySettingError: a value of the wrong type or outside its range.
+        UnknownNameError: if a section, setting, method, data set or model is unknown. The message
+            suggests similar names.
+        SettingError, PrivacySettingError: if a value has the wrong type or is out of range.
 
     >>> settings = resolve({"run": {"method": "fedkf", "rounds": "5"}, "method": {"lr": 0.1}})
     >>> settings.rounds, settings.method.lr, settings.method.generator_width  # of digits' preset
@@ -129,7 +134,8 @@ def resolve(
 
 
 def section_of(key: str) -> str | None:
-    """Returns the first section, except the method's, that has this setting, or None.
+    """Returns the first section that has this setting. The method's section is not searched.
+    Returns None if no section has the setting.
 
     >>> section_of("alpha"), section_of("clients"), section_of("ipc")
     ('partition', 'partition', None)
@@ -145,7 +151,9 @@ def section_of(key: str) -> str | None:
 
 
 def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> None:
-    """Refuses a setting that is not the method's but another section's, and names that section."""
+    """Refuses a setting in the method's section that belongs to another section. The error names
+    that section.
+    """
     for key in values.keys() - field_types(method).keys():
         section = section_of(key)
         if section is not None:
@@ -155,16 +163,18 @@ def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> N
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a custom method that is missing, or comes from another file than stated."""
+    """Refuses a run whose custom method is missing, or was defined in another file than the
+    settings state.
+    """
     if stated is None or own_method is not None:
         return
     try:
         method_class(name)
     except UnknownNameError:
         reason = (
-            f"is {name} of {short_repr(stated)}, from a custom file: name that file again "
-            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or "
-            "fedsynth.register_method)"
+            f"is {name}, which was defined in the custom file {short_repr(stated)}: name that file "
+            f"again (run.method=PATH/{str(stated).partition('@')[0]:.200}), or register the class with "
+            "fedsynth.register_method"
         )
         raise SettingError("run", "method", reason) from None
     source = own_source(name)
@@ -172,15 +182,15 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"is from {short_repr(stated)}, but the code that you named is another: {source.label}",
+            f"was defined in {short_repr(stated)}, but the code that you named is {source.label}",
         )
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the data set's name, and the folder settings if the data are custom images.
+    """Returns the name of the data set, and the folder settings if the data are custom images.
 
     Args:
-        data: the section, without `data_root`.
+        data: the values of the section "data", without `data_root`.
     """
     values = dict(data)
     name = values.pop("dataset", None)
@@ -189,7 +199,9 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "is for user data: set data.folder too")
+        raise SettingError(
+            "data", next(iter(values)), "applies only to your own images: set data.folder too"
+        )
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = (
@@ -201,16 +213,16 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 
 
 SPEED = ("compile", "memory_gb", "threads", "device", "data_root")
-"""Settings that change the duration of a run or the location of its data, but not its result."""
+"""Settings that change how long a run takes or where its data are stored, but not its result."""
 FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
-"""By method, the original defaults of settings whose defaults have changed since."""
+"""The original default values of settings whose default values have changed since, by method."""
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
-    """Returns eight hexadecimal digits that identify the settings that determine a result.
+    """Returns eight hexadecimal digits that identify the settings which determine a result.
 
     Args:
-        settings: the run's settings.
+        settings: the settings of the run.
         without: the names of further settings to leave out.
     """
     config = json.dumps(distinctive(settings, without), sort_keys=True)
@@ -218,11 +230,11 @@ def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
 
 
 def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the non-default settings that affect the result. Defaults are left out, so that rows
-    of older versions still match after a setting is added.
+    """Returns the settings that affect the result and differ from their default values.
 
-    A default here is the original one: if you change a default, add the old value to `FIRST`, so
-    that existing rows keep their fingerprint.
+    Default values are left out, so that the fingerprints of results from older versions still match
+    after a setting was added. The default values here are the original ones. If you change a
+    default value, add the old one to `FIRST`, so that earlier results keep their fingerprints.
     """
     method = type(settings.method)()
     privacy = settings.privacy and PrivacySettings(epsilon=1.0)

@@ -1,6 +1,6 @@
-"""All settings of a run, in one frozen object that converts to TOML and back.
+"""All settings of a run, in one immutable object that can be converted to TOML and back.
 
-`fedsynth.config.resolve` creates one from the user's values.
+`fedsynth.config.resolve` creates this object from the user's values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_fields, check_ranges, field_types, in_range, one_of
 
 QUORUM = 0.5
-"""The default smallest share of a round's clients whose uploads make a round."""
+"""The default quorum: the smallest share of a round's clients that must send uploads."""
 MAX_ROUNDS = 1_000_000
 MOST_GB = 1_000_000
 MAX_THREADS = 4096
@@ -46,56 +46,65 @@ _OPTIONAL = ("privacy", "folder")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """One run.
+    """The settings of one run.
 
     Args:
-        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a custom class.
-            In Python, an object with its settings.
+        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a custom class. In
+            Python, it is an object with the method's settings.
         dataset: name of the data set.
-        data_root: folder of the data sets; default: the environment variable FEDSYNTH_DATA.
+        data_root: folder of the data sets; the default is the environment variable FEDSYNTH_DATA.
         rounds: number of communication rounds.
-        seed: seed of everything but privacy's noise and masks.
-        device: "auto" (CUDA if there is one), "cpu" or "cuda".
-        precision: "fp32" or "bf16" for the most expensive passes. These are condensation's passes
-            over real images (and what mechanism `gradient` pulls back for each of them), clients'
-            plain training by cross-entropy (but not of dense networks, which train together), a
-            server's training on synthetic images by cross-entropy, and distillation by the server
-            (DENSE, FedDF, FedHydra but for its U) or on generated images (FedKF). Weights, losses
-            and everything else are fp32, DP-SGD's gradients of examples too.
-        compile: compile condensation's passes with torch.compile (long runs gain; not with
-            differential privacy). These are the passes over real images, and what is between the
-            convolutions of those over synthetic ones: up to twice as fast on a CPU, after some
-            seconds of compiling. Only whole passes are compiled, so that shapes never depend on
-            data. Needs a C++ compiler (on a GPU, Triton). Has no effect with batch norm.
-        memory_gb: memory in GiB that a round's steps stay within, by fewer clients sharing a step;
-            default: 4 on a CPU, half of the card's memory on a GPU. The data set is not counted.
-        threads: threads that compute on the CPU; default: torch's choice. Another number rounds
-            sums differently, so a run is repeated exactly only with the same one.
-        evaluate_every: rounds between evaluations on the test set; the last round is always
-            evaluated.
-        participation: share C of the clients that takes part in a round, drawn from the seed.
-        sampling: how these clients are drawn: "uniform", or in proportion to their "size" n_k
-            (FedProx; not with differential privacy).
-        client_failures: probability with which each client of a round fails, drawn from the seed.
-            It crashes before its step, hangs in it, or answers too late
-            (`fedsynth.config.participation`).
-        quorum: smallest share of a round's clients whose uploads make a round. With fewer, the
-            server keeps its state, and the round's row states it; one upload is needed in any case.
-        robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
-            (mean) or clip. "median" and "trimmed" are of each coordinate, "clip" is of the norms of
-            updates. All clients then have the same weight, whatever n_k. For methods that average
-            models; for the others, the error states the reason.
-        robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
-            end, at least the share of malicious clients.
-        partition: which client has which examples.
-        model: the architecture; also a module, or a class or function that makes one
+        seed: seed of all random numbers except privacy noise and the masks that sample private
+            records.
+        device: "auto" (CUDA if it is available), "cpu" or "cuda".
+        precision: number format of the most expensive passes, "fp32" or "bf16". These are
+            condensation's passes over real images (including the per-image gradients of the
+            mechanism `gradient`), the clients' training with cross-entropy (except dense networks,
+            which are trained together), the server's training on synthetic images with
+            cross-entropy, and distillation by the server (DENSE, FedDF, and FedHydra except for its
+            matrix U) or on generated images (FedKF). Weights, losses and all other computations are
+            fp32, including the per-example gradients of DP-SGD.
+        compile: compile the passes of condensation with torch.compile, which makes long runs
+            faster. It cannot be used with differential privacy. It compiles the passes over real
+            images, and the operations between the convolutions in the passes over synthetic images.
+            On a CPU, these are up to twice as fast after some seconds of compiling. Only whole
+            passes are compiled, so that shapes never depend on data. Compiling needs a C++
+            compiler, or Triton on a GPU. The setting has no effect with batch norm.
+        memory_gb: memory in GiB that the steps of a round may use; the default is 4 on a CPU, and
+            half of the memory on a GPU. If it is small, fewer clients are computed at the same
+            time. The data set is not counted.
+        threads: number of CPU threads for computations; the default is chosen by torch. Another
+            number rounds sums differently, so results are exactly repeatable only with the same
+            number.
+        evaluate_every: number of rounds between evaluations on the test set. The last round is
+            always evaluated.
+        participation: share C of the clients that takes part in each round, drawn from the seed.
+        sampling: how the clients of a round are drawn: "uniform", or in proportion to their "size"
+            n_k (FedProx; not with differential privacy).
+        client_failures: probability with which each client of a round fails in simulation, drawn
+            from the seed. A failing client crashes before its step, hangs in its step, or answers
+            too late (`fedsynth.config.participation`).
+        quorum: smallest share of a round's clients that must send uploads for the round to count.
+            With fewer uploads, the server keeps its state, and the metrics of the round record
+            this. At least one upload is always needed.
+        robust: aggregation rule that limits the influence of malicious clients: none, median,
+            trimmed (mean) or clip. "median" and "trimmed" apply to each coordinate, and "clip"
+            limits the norm of each update. All clients then have the same weight, whatever n_k. The
+            setting is for methods that average models. For other methods, the error states the
+            reason.
+        robust_share: β of the rule "trimmed", which leaves out this share of a coordinate's values
+            at each end. It should be at least the share of malicious clients.
+        partition: how the examples are distributed among the clients.
+        model: the architecture, as settings, as a module, or as a class or function that makes one
             (see `register_model`).
-        privacy: differential privacy; None: none.
-        report: who answers for the run, for the first page of its privacy report.
-        ledger: without privacy, the folder of the clients' kept ledgers, which then state that no
-            later run on the same data can have an ε. With privacy the folder is named there.
-        folder: your own images, in place of a named data set; `dataset` is then their name. With
-            `PartitionSettings("given")` each site's folder is a client.
+        privacy: the settings of differential privacy. None: the run has no differential privacy.
+        report: texts for the first page of the privacy report, such as the party responsible for
+            the run.
+        ledger: the folder of the clients' permanent ledgers in a run without privacy. The ledgers
+            then state that no later run on the same data can have an ε. In a run with privacy, name
+            the folder in `privacy` instead.
+        folder: custom images, in place of a named data set. `dataset` is then their name. With
+            `PartitionSettings("given")`, the folder of each site is a client.
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -137,7 +146,7 @@ class RunSettings:
             object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
-                reason = "is for runs without privacy: set privacy.ledger for private runs"
+                reason = "must be left out of a private run: set PrivacySettings.ledger instead"
                 raise SettingError(None, "RunSettings.ledger", reason)
             folder = ledger_setting(self.ledger)
             object.__setattr__(self, "ledger", None if folder == NO_LEDGER else folder)
@@ -154,8 +163,8 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields section, key and reason for settings that are out of range or exclude
-        each other.
+        """Yields a section, a key and a reason for each setting that is out of range or conflicts
+        with another setting.
         """
         if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
             reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
@@ -165,10 +174,10 @@ class RunSettings:
         if not 0 <= self.robust_share < 0.5:
             yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
         if self.sampling == "size" and self.privacy is not None:
-            reason = "sampling by size reveals the clients' numbers of examples"
+            reason = "sampling by size reveals how many examples each client has"
             yield "run", "sampling", f"must be uniform with differential privacy: {reason}"
         if self.sampling == "size" and self.participation == 1:
-            reason = "by size samples a part of the clients: it needs run.participation below 1"
+            reason = "must be uniform if run.participation is 1, because all clients then take part"
             yield "run", "sampling", reason
         method = self.method
         if self.robust != "none":
@@ -176,35 +185,36 @@ class RunSettings:
                 yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
-                reason = "with two clients, a malicious one cannot be identified"
-                required = f"needs at least {FEWEST} clients in a round, got {active}"
+                reason = "with fewer, a malicious client cannot be identified"
+                required = f"must be none in rounds of fewer than {FEWEST} clients, got {active}"
                 yield "run", "robust", f"{required}: {reason}"
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
         if self.model.client_names and not method.heterogeneous:
-            reason = f"must be left out: {method.name} needs one architecture for all"
+            reason = f"must be left out: {method.name} needs the same architecture for all clients"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
             reason = "clients with different architectures cannot start from the server's model"
-            yield "model", "clients", f"needs one round (run.rounds=1): {reason}"
+            yield "model", "clients", f"must be left out unless run.rounds is 1: {reason}"
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition, with the run's seed if it has none."""
+        """The partition settings. If they have no seed, the seed of the run is used."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
     @property
     def failures(self) -> Failures:
-        """The schedule of client failures."""
+        """The schedule of the simulated client failures."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
         """Returns the schedule of the clients that take part in each round.
 
         Args:
-            sizes: n_k of all clients, if known; used only if clients are drawn by size.
+            sizes: the sizes n_k of all clients, if they are known. They are used only if clients
+                are drawn by size.
         """
         by_size = sizes if self.sampling == "size" else None
         return Participation(self.seed, self.partition.clients, self.participation, by_size)
@@ -220,7 +230,9 @@ class RunSettings:
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """Custom code that computes with clients' examples, in words."""
+        """Descriptions of the custom code that computes with the clients' examples, such as "the
+        model NAME".
+        """
         names = []
         if is_own_method(self.method):
             names.append(f"the method {self.method.name}")
@@ -231,8 +243,8 @@ class RunSettings:
         return tuple(names)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
-        """Returns sections of plain values, without those that are None; `resolve` converts them
-        back to the same settings.
+        """Converts the settings to sections of plain values, without values that are None.
+        `resolve` converts them back.
         """
         run = {"method": self.method.name}
         for name in RUN_KINDS:
@@ -266,11 +278,11 @@ _OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
-"""The fields of `RunSettings` in the section "run", with their types."""
+"""Maps the fields of `RunSettings` in the section "run" to their types."""
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are set, with paths as text."""
+    """Returns the values that are not None, with paths converted to text."""
     plain = {}
     for name, value in values.items():
         if value is not None:

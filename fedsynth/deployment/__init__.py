@@ -1,1 +1,3 @@
-"""Federations over machines: nodes, policies, frames, secure aggregation and Flower."""
+"""Federations across machines: data owners' nodes, their policies, the wire format, secure
+aggregation and Flower.
+"""

@@ -1,4 +1,4 @@
-"""A server's connection to nodes: the transport of its messages, and how long it waits."""
+"""The server's connection to the nodes: the transport of messages and the timeouts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from fedsynth.validation import MAX_SECONDS, check_number
 
 
 class Transport(Protocol):
-    """Carries messages to nodes and back. It identifies nodes by its own numbers.
+    """Carries the server's messages to the nodes and their answers back.
+
+    A transport identifies each node by a number that it chooses itself. This number is not the
+    client's index.
 
     Attributes:
-        run: the run of the messages; set before anything is sent.
+        run: the name of the run that the messages belong to. The server sets it before it sends
+            anything.
     """
 
     run: str
 
     def nodes(self) -> Sequence[int]:
-        """Returns the nodes that are connected."""
+        """Returns the transport's numbers of the nodes that are connected."""
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
-        """Returns the nodes' answers. A node that does not answer in time has a reason instead
-        of an answer, or no entry."""
+        """Sends a message to each node, waits, and returns the answers.
+
+        If a node does not answer in time, the result contains a reason (text) in place of its
+        answer, or no entry for this node.
+        """
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,13 @@ class Timeouts:
     """The timeouts of a server, in seconds.
 
     Args:
-        join: until all clients have joined.
-        answer: until a message is answered, including the client's step.
-        poll: between two polls for connected nodes.
+        join: how long the server waits for all clients to join.
+        answer: how long the server waits for the answer to a message. This includes the client's
+            computation.
+        poll: the time between two checks for newly connected nodes.
 
     Raises:
-        SettingError: a number that is negative, not finite or more than three years.
+        SettingError: if a number is negative, not finite, or more than three years.
     """
 
     join: float = 600.0
@@ -50,13 +58,13 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Connection:
-    """The server's connection to nodes.
+    """The server's connection to the nodes.
 
     Args:
         transport: carries messages to the nodes.
-        timeouts: how long the server waits for them.
-        clients: node -> client, by the keys that nodes authenticate with; empty: each node states
-            its client.
+        timeouts: how long the server waits for the nodes.
+        clients: maps each node to its client, according to the key that the node authenticates
+            with. If it is empty, each node states which client it is.
     """
 
     transport: Transport

@@ -1,8 +1,8 @@
-"""A networked run over data owners' nodes: the rounds, their checkpoint, and the run's outputs.
+"""A run across data owners' nodes: its rounds, its checkpoints and its outputs.
 
-It does what `fedsynth.simulation.run` does, without what only a simulation may show: the server sees no
-partition, no record, and no client's test split. The server's checkpoint holds its own state and
-its metrics; the clients' state stays with them.
+The module corresponds to `fedsynth.simulation.run`, but the server here sees no partition, no
+records and no client's test split. Its checkpoint contains only its own state and metrics. The
+clients store their state themselves.
 """
 
 from __future__ import annotations
@@ -48,23 +48,26 @@ from fedsynth.toml_file import to_toml
 
 
 class NetworkedRun:
-    """A run of a federation over nodes.
+    """A run of a federation across nodes.
 
     Args:
-        proposal: the run; its name is replaced by a new one, or that of the resumed run.
-        connection: to the nodes.
+        proposal: the proposed run. Its name is replaced by a new name, or by that of the resumed
+            run.
+        connection: the connection to the nodes.
         output: the parent folder of run folders.
         observer: receives the progress.
-        resume: the folder of a run of the same settings that did not finish; None: a new run.
+        resume: the folder of an unfinished run with the same settings. None: a new run begins.
 
     Attributes:
         record: the run's metrics and deviations.
-        histories: the clients' final ledgers, as they state them; from `run` on.
-        report: the server's privacy report, over released values; None without privacy.
+        histories: the clients' final ledgers, as the clients state them. The attribute exists once
+            `run` has finished.
+        report: the server's privacy report, which covers the released values. It is None without
+            differential privacy.
 
     Raises:
-        FedsynthError, PrivacyError: as `fedsynth.simulate`.
-        TooFewClientsError: too few nodes have joined.
+        FedsynthError, PrivacyError: in the same cases as `fedsynth.simulate`.
+        TooFewClientsError: if too few nodes have joined.
     """
 
     def __init__(
@@ -100,7 +103,9 @@ class NetworkedRun:
             planned = partial(_initial_plan, start, settings, context)
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
-            raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
+            raise CheckpointError(
+                f"the run in {self.folder.path} cannot be resumed, because its checkpoint is missing"
+            )
         rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
             replace(proposal, run=run),
@@ -138,7 +143,7 @@ class NetworkedRun:
             self.record.go_on(self.folder, rows)
 
     def _begin(self) -> None:
-        """Announces a private run, and writes its initial state."""
+        """Announces a private run and writes its initial state."""
         plan = self.agreed.plan
         if plan is None:
             return
@@ -163,12 +168,12 @@ class NetworkedRun:
             self.folder.release()
 
     def _round_context(self, number: int) -> RoundContext:
-        """Returns the context of the server's steps in this round."""
+        """Returns the context in which the server computes this round."""
         participants = self.participation.in_round(number)
         return replace(self.context, round=number, participants=participants)
 
     def _store(self, context: RoundContext, played: RoundResult, started: float) -> None:
-        """Records the round's metrics, and writes the checkpoint."""
+        """Records the metrics of a round and writes the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)
         state = self.server.state
@@ -193,10 +198,10 @@ class NetworkedRun:
         return self.folder.path
 
     def _charged_histories(self) -> list[History]:
-        """Returns the clients' ledgers, with rows added for steps whose charge was never stated.
+        """Returns the clients' ledgers, including charges that a client made but could not state.
 
-        A client that was asked for a step and never answered again may have been charged for it,
-        and its upload may have been seen: the report must include it.
+        If a client was asked for a step and never answered again, it may have been charged, and
+        somebody may have seen its upload. The report must include this charge, so it is added here.
         """
         plan = self.agreed.plan
         if plan is None:
@@ -223,8 +228,8 @@ class NetworkedRun:
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
-    """Returns the public test images of a published data set; None: the server does not have
-    them.
+    """Loads the public test images of a published data set. Returns None if the server does not
+    have them.
     """
     if is_published(proposal.spec):
         with suppress(DataFilesMissingError):
@@ -233,7 +238,7 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _folder(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
-    """Returns the run's folder, with its settings and its name."""
+    """Creates or reopens the run folder. A new folder receives the run's settings and name."""
     if resume is not None:
         return RunFolder.reopen(resume)
     folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
@@ -244,10 +249,10 @@ def _folder(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
 
 
 def _run_name(folder: RunFolder, proposal: Proposal) -> str:
-    """Returns the run's name.
+    """Reads the name of the run from its folder.
 
     Raises:
-        CheckpointError: the run has other settings, or its file is damaged.
+        CheckpointError: if the run in the folder has other settings, or its file is damaged.
     """
     file = folder.path / SERVED
     try:
@@ -256,7 +261,9 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
     if agreed != proposal.agreement:
-        raise CheckpointError(f"the run in {folder.path} has other settings")
+        raise CheckpointError(
+            f"the run in {folder.path} cannot be resumed, because it was started with other settings"
+        )
     return name
 
 
@@ -266,16 +273,20 @@ def _initial_plan(
     context: RoundContext,
     histories: Sequence[History],
 ) -> PrivacyPlan:
-    """Returns the run's original plan: with its σ, and the ledgers' rows at that time.
+    """Rebuilds the privacy plan with which a resumed run began, from the σ and the ledger lengths
+    of that time.
 
     Raises:
-        LedgerError: a ledger has lost rows.
+        LedgerError: if a ledger has fewer entries now than when the run began.
     """
     initial: list[History] = []
     for history in histories:
         rows = start.ledgers[history.client].rows
         if len(history.releases) < rows:
-            raise LedgerError(f"{history.client}: its ledger has lost earlier rows")
+            raise LedgerError(
+                f"the ledger of {history.client} has {len(history.releases)} entries, fewer than the "
+                f"{rows} at the start of the run"
+            )
         initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
     privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)

@@ -1,9 +1,10 @@
-"""A data owner's node: it answers a server's messages under its owner's policy and its own ledger.
+"""A data owner's node, which answers a server's messages within the owner's policy and privacy
+budget.
 
 A server proposes a run when it asks the client to join. The node shows its owner the planned
-releases and their cost, and joins if the owner allows it. From then on the client uses the proposed
-settings, whatever the server sends later, and charges its ledger before each release. Only public
-parameters, released values, and the ledger's rows leave the node.
+releases and their cost, and joins if the owner allows the run. From then on the client uses the
+proposed settings, whatever the server sends later, and charges its ledger before each release. Only
+public parameters, released values and the entries of the ledger leave the node.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ from fedsynth.privacy.releases import Release
 
 RUNS = "runs"
 LOCK = ".answering"
-CANNOT = "this client cannot take part; its owner is notified of the reason"
-"""The only text that a server receives about errors that are not of its own message: they may depend
-on an owner's files, records or machine."""
+CANNOT = "this client cannot take part; the reason is shown only to its owner"
+"""The text that a server receives for every error that its own message did not cause.
+
+The text of such an error may depend on the owner's files, records or machine, so only the owner
+sees it.
+"""
 
 
 class RecordsError(FedsynthError):
-    """The owner's records, or their ledger, cannot be used for a run."""
+    """Raised if the owner's records or their ledger cannot be used for a run."""
 
 
 @dataclass
@@ -53,24 +57,26 @@ class Node:
 
     Args:
         number: the client's index in the federation, from 0.
-        home: the owner's folder of ledgers, shared by all runs; it also holds the node's runs.
-        source: the source of its records.
-        owner: decides on proposals.
-        device: as in a run's settings.
+        home: the owner's folder for ledgers, which all runs share. The node also stores its runs
+            there.
+        source: the source of the owner's records.
+        owner: decides whether to accept a proposal.
+        device: "auto", "cpu" or "cuda", as in the settings of a run.
         say: receives messages for the owner.
-        secret: makes the generator of a run's noise, for the owner's own tests: a report over
-            repeatable noise states "not private". Nothing that a server sends, no setting
-            and no environment variable sets it. None: each run has a fresh key.
-        identities: of all clients by index, exchanged without the server, for secure sums;
-            None: the server is trusted to relay keys unchanged.
+        secret: makes the noise generator of a run. It is for the owner's own tests: a report over
+            repeatable noise states "not private". No message from a server, no setting and no
+            environment variable can set it. None: each run has a fresh secret key.
+        identities: the identity keys of all clients, for secure sums. The owners must have
+            exchanged them without the server. None: the server is trusted to pass on the clients'
+            keys unchanged.
         ended: the number of runs that have ended.
 
     Attributes:
-        name: the client's name in its ledger and reports.
-        refused: the reason why a run's server rejected this client; "": none has.
+        name: the client's name in its ledger and in reports.
+        refused: the reason why a server rejected this client. It is empty if no server did.
 
     Raises:
-        LedgerError: a ledger that existed is gone.
+        LedgerError: if a ledger that existed is missing.
     """
 
     number: int
@@ -91,11 +97,11 @@ class Node:
             LedgerFolder(self.home).check_whole()
 
     def answer(self, run: str, sent: bytes) -> bytes:
-        """Returns the answer to a server's frame; errors are returned as answers, too.
+        """Answers a server's frame. An error is also returned as an answer.
 
         Args:
-            run: the run that the message claims to belong to.
-            sent: the frame.
+            run: the name of the run that the message claims to belong to.
+            sent: the received frame.
         """
         number = None
         with self._locked():
@@ -115,9 +121,10 @@ class Node:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Locks the owner's folder, so that one process at a time answers and sees the state that
-        the last one left: a question that may be answered once is answered once by all of them
-        together.
+        """Locks the owner's folder, so that only one process answers at a time.
+
+        Each process then sees the state that the previous one left. A question that may be answered
+        only once is therefore answered once, even if several processes receive it.
         """
         if not self.home.is_dir():  # nothing is created before the owner has joined a run
             yield
@@ -138,18 +145,26 @@ class Node:
         return session.answer(frame)
 
     def _join(self, run: str, request: JoinFacts) -> Frame:
-        """Joins a run if the owner allows it, for the first time or after its server was
-        restarted.
+        """Joins a run if the owner allows it.
+
+        This also happens when a client that has already joined is asked again because the server
+        was restarted.
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(f"the proposal belongs to another run, {proposal.run}")
+            raise MessageError(
+                f"the message is for run {run:.16}, but its proposal is for run {proposal.run}"
+            )
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(f"the run of {clients} clients has no client {self.number}")
+            raise MessageError(
+                f"the run has {clients} clients, numbered from 0, so client {self.number} cannot join"
+            )
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError("the run was approved with other settings")
+            raise MessageError(
+                "the proposal has other settings than the ones with which this client joined the run"
+            )
         objections = self._objections(proposal)
         warnings: list[str] = []
         if state is None and not objections:
@@ -174,8 +189,10 @@ class Node:
         return answer
 
     def _objections(self, proposal: Proposal) -> list[str]:
-        """Returns why the client does not take part, by public values and by what the owner has
-        written; empty: it does.
+        """Returns the reasons why the client does not take part, or an empty list if it does.
+
+        The reasons depend only on public values and on what the owner has written (the policy and
+        the declaration).
         """
         policy = self.owner.policy
         identified = policy is not None and policy.describes_images
@@ -191,18 +208,22 @@ class Node:
         return objections
 
     def _trial_warnings(self, proposal: Proposal) -> list[str]:
-        """Returns the warnings of a trial of the client's step on public images, on its device.
+        """Runs a trial of the client's step on public images, on the node's device, and returns its
+        warnings.
 
         Raises:
-            SettingError: user code whose result for an example depends on more than that example.
+            SettingError: if user code computes a result for one example that depends on other
+                examples.
         """
         run = proposal.settings
         context = public_context(run, proposal.spec, resolve_device(self.device))
         return check_private_steps(run, context, self.number)
 
     def _approval_used(self, proposal: Proposal) -> list[str]:
-        """Returns an objection if a manual approval was already used: it is valid for one run
-        unless an ε bounds their number.
+        """Returns an objection if the owner's manual approval was already used for another run.
+
+        A manual approval is valid for one run only, unless a bound on ε limits what several runs
+        can spend together.
         """
         privacy = proposal.settings.privacy
         if privacy is None and not proposal.settings.method.requires_secure_sum:
@@ -217,27 +238,32 @@ class Node:
             state = read_state(folder)
             if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
-                    f"it approved only run {folder.name}, and without a bound on ε each run "
-                    "needs a separate approval"
+                    f"the owner's approval was already used for run {folder.name}: without a bound "
+                    "on ε, each run needs a separate approval"
                 ]
         return []
 
     def _rows_before(self) -> tuple[Release, ...]:
-        """Returns the rows of the current ledger, if there is one; creates nothing."""
+        """Returns the releases in the current ledger, or none if there is no ledger yet. Creates no
+        files.
+        """
         if not self.home.is_dir():
             return ()
         ledger = LedgerFolder(self.home).ledgers().get(self.name)
         return ledger.releases if ledger else ()
 
     def folder(self, run: str) -> Path:
-        """Returns the folder of a run; its name is not checked here."""
+        """Returns the folder of a run. The caller must have checked the run's name."""
         return self.home / RUNS / run
 
     def _session(self, run: str) -> Session:
-        """Returns the run's session, from this process or restored from another one's files.
+        """Returns the client's session in a run.
+
+        If another process has answered for this client meanwhile, the session is restored from the
+        files that the other process wrote.
 
         Raises:
-            MessageError: the client has not joined it.
+            MessageError: if the client has not joined the run.
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
@@ -252,10 +278,10 @@ class Node:
         return session
 
     def _open(self, proposal: Proposal, state: State | None) -> Session:
-        """Reads the owner's records for a run, and opens the persistent ledger of these records.
+        """Reads the owner's records for a run, and opens the permanent ledger of these records.
 
         Raises:
-            RecordsError: any error in them; only the owner sees the cause.
+            RecordsError: if reading or opening fails for any reason. Only the owner sees the cause.
         """
         try:
             data = self.source.read(proposal, self.number)
@@ -265,15 +291,15 @@ class Node:
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(f"its records: {error}") from None
+            raise RecordsError(f"cannot use the owner's records for this run: {error}") from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
-        """Ends the run and writes its owner's report."""
+        """Ends the run and writes the owner's report."""
         session.accept(request.terms)
         statement = session.statement()
         folder = session.folder
         result = write_owner_report(session, request.rounds, folder)
-        self.say(f"run {folder.name} has ended after {request.rounds} rounds: {result}")
+        self.say(f"run {folder.name} ended after {request.rounds} rounds: {result}")
         del self._sessions[folder.name]
         self.ended += 1
         return Frame(frames.ANSWER, statement)

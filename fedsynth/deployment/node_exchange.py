@@ -1,8 +1,8 @@
-"""A server's exchange with data owners' nodes: one message to each node for each question.
+"""The server's communication with data owners' nodes. Each question is one message to each node.
 
-A node that does not connect, or whose owner declines, is excluded from the run. A client that does
-not answer, answers with invalid bytes or has exhausted its budget is lost for the round. The round
-continues with the others while they are a quorum.
+A node that does not connect, or whose owner declines, does not take part in the run. A client is
+dropped for the current round if it does not answer, sends invalid bytes, or has exhausted its
+budget. The round continues with the other clients while they are a quorum.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ from fedsynth.federation.round_loop import needed_uploads
 from fedsynth.privacy.ledger.ledger import History
 
 REFUSAL_SECONDS = 10.0
-"""How long the server waits for a refused node to receive the refusal."""
+"""How many seconds the server waits for a node to confirm that it was refused."""
 
 
 class TooFewClientsError(FedsynthError):
-    """Fewer clients have joined than the quorum."""
+    """Raised if fewer clients have joined than the quorum requires."""
 
 
 class NodeExchange:
-    """A server's exchange with nodes.
+    """The server's communication with the nodes of one run.
 
     Args:
-        proposal: the run's.
-        connection: to the nodes.
-        device: the device of uploads.
-        file: of the run's clients.
-        last_round: the last completed round of a resumed run; 0: the run begins.
-        names: the clients' names when a private run began, in their order; empty: it begins now.
-        note: receives lines for the server's operator.
+        proposal: the proposal of the run.
+        connection: the connection to the nodes.
+        device: the device to which uploads are moved.
+        file: the file of the clients that have joined the run.
+        last_round: the last completed round of a resumed run. 0: the run is new.
+        names: the names of all clients, in order, at the time when a private run began. Empty: the
+            run is new.
+        note: receives messages for the server's operator.
 
     Attributes:
-        clients: those that have joined the run, in this process or in an earlier one.
-        absent: client -> why it does not take part.
+        clients: the clients that have joined the run, in this process or in an earlier one.
+        absent: maps each client that does not take part to the reason.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class NodeExchange:
     # ------------------------------------------------------------------------------ joining
 
     def join(self) -> list[ClientInfo]:
-        """Waits until every client has joined or declined, or the timeout has passed.
+        """Waits until every client has joined or declined, or until the timeout has passed.
 
         Raises:
-            TooFewClientsError: fewer clients have joined than the quorum.
-            OutputError: the clients' file cannot be written.
+            TooFewClientsError: if fewer clients have joined than the quorum requires.
+            OutputError: if the file of joined clients cannot be written.
         """
         invited: set[int] = set()
         deadline = time.monotonic() + self._connection.timeouts.join
@@ -128,7 +129,7 @@ class NodeExchange:
         needed = needed_uploads(self._settings.quorum, len(self._numbers))
         if len(present) < needed:
             joined_of = f"{len(present)} of {len(self._numbers)} clients have joined"
-            raise TooFewClientsError(f"{joined_of}, but the quorum is {needed}")
+            raise TooFewClientsError(f"{joined_of}, but the run needs at least {needed}")
         write_clients(self._file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
@@ -138,11 +139,11 @@ class NodeExchange:
 
     @property
     def _present(self) -> list[int]:
-        """Clients that have joined this process of the server."""
+        """The clients that have joined this server process."""
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
-        """Asks nodes to join, and notifies those that may not."""
+        """Asks nodes to join, and notifies the nodes that are refused."""
         self._request += 1
         proposal = self._proposal.to_json()
         facts = {"proposal": proposal, "last_round": self._last_round, "number": self._request}
@@ -162,18 +163,26 @@ class NodeExchange:
         """Processes a node's answer to the request to join.
 
         Raises:
-            MessageError: it is not the answer of a client that may join.
+            MessageError: if the answer does not come from a client that may join.
         """
         frame = _frame(answer, frames.LONGEST_HEADER)
         stated = JoinAnswer.of(frame)
         number = stated.client
         if number not in self._numbers:
-            raise MessageError(f"there is no client {number!s:.20} in this run")
+            raise MessageError(
+                f"the node claims to be client {number!s:.20}, but the run has the clients 0 to "
+                f"{len(self._numbers) - 1}"
+            )
         client_of_node = self._connection.clients
         if client_of_node and client_of_node.get(node) != number:
-            raise MessageError(f"claims to be client {number}, but its key is another client's")
+            raise MessageError(
+                f"the node claims to be client {number}, but its key belongs to another client"
+            )
         if number in self._present:
-            raise MessageError(f"claims to be client {number}, which another node is")
+            raise MessageError(
+                f"the node claims to be client {number}, but another node has already joined as "
+                "this client"
+            )
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -182,56 +191,71 @@ class NodeExchange:
         self._check_name(number, history)
         client = self.clients.setdefault(number, JoinedClient(stated.size, history))
         if client.size != stated.size:
-            raise MessageError(f"it had {client.size} examples, and joins with {stated.size}")
+            raise MessageError(
+                f"the client had {client.size} examples before, and now states {stated.size}"
+            )
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
 
     def _check_name(self, number: int, history: History | None) -> None:
-        """Checks that a client states a ledger, under its own name.
+        """Checks that a client in a private run states a ledger, and that the ledger has this
+        client's name.
 
         Raises:
-            MessageError: it states none, or one under another name.
+            MessageError: if the client states no ledger in a private run, or a ledger with another
+                name.
         """
         if history is None:
             if self._settings.privacy is not None:
-                raise MessageError("it does not state its ledger")
+                raise MessageError("the client states no ledger, which a private run requires")
             return
         if self._resumed and history.client != self._names[number]:
-            raise MessageError(f"its name was {self._names[number]!r} when the run began")
+            raise MessageError(
+                f"the client's name is {history.client!r:.80}, but it was {self._names[number]!r} "
+                "when the run began"
+            )
         other_names = set(self._names) - {self._names[number]}
         for other, client in self.clients.items():
             if other != number and client.history is not None:
                 other_names.add(client.history.client)
         if history.client in other_names:
-            raise MessageError(f"its name {history.client!r:.80} belongs to another client")
+            raise MessageError(
+                f"the client's name {history.client!r:.80} belongs to another client of the run"
+            )
 
     @property
     def never_joined(self) -> dict[int, str]:
-        """Clients that take no part in the run's releases, with the reasons."""
+        """The clients that never joined the run and so release nothing, with the reasons."""
         return {k: reason for k, reason in self.absent.items() if k not in self.clients}
 
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: RunTerms) -> None:
-        """Stores the terms, which come with each question."""
+        """Stores the settings that are agreed once all clients have joined. Each question repeats
+        them.
+        """
         self._terms = terms
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        """Asks no client before the step: a client that cannot take part declines the step."""
+        """Begins a round without asking the clients. A client that cannot take part declines the
+        step instead.
+        """
         self._lost = dict(self.absent)
         return []
 
     def begin(self, context: RoundContext) -> None:
-        """Tells no client: a question of the round begins it."""
+        """Does nothing, because a client begins the round when it receives the first question of
+        the round.
+        """
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """Sends a step; see `Exchange.step`.
+        """Sends a step to the clients and collects their replies (see `Exchange.step`).
 
-        If no client answers and some decline, the run ends regularly. If all that answer refuse the
-        request as invalid, it is the server's error.
+        If no client answers and some decline because of their budgets, the run ends regularly. If
+        all clients that answer refuse the request as invalid, the error is the server's.
         """
         self._refusals = []
         collect = self._sum if self._settings.method.requires_secure_sum else self._uploads
@@ -243,7 +267,7 @@ class NodeExchange:
         return Replies(refusals=refusals) if refusals else replies
 
     def _facts(self, context: RoundContext) -> dict[str, Any]:
-        """Returns the facts of a question in a round."""
+        """Returns the header fields that all questions of a round have."""
         participants = list(context.active)
         return {"round": context.round, "participants": participants, **asdict(self._terms)}
 
@@ -268,7 +292,7 @@ class NodeExchange:
     def _sum(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """Returns the sum of the uploads; the server sees none of them."""
+        """Collects the secure sum of the clients' uploads. The server sees no single upload."""
         facts = {**self._facts(context), "phase": phase}
         agreed = agreement(self._settings)
         exchange = SecureStep(self._settings.method, phase, context, facts, agreed, self._ask)
@@ -284,23 +308,24 @@ class NodeExchange:
         return Replies(lost=lost, rejected=rejected, total=total)
 
     def facts(self, context: RoundContext, clients: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Returns no facts: only a simulation asks for them."""
+        """Returns an empty list, because only a simulation asks for these facts."""
         return []
 
     def histories(self) -> list[History]:
-        """Returns the ledgers of all clients that have ever joined, as they last stated them."""
+        """Returns the last stated ledgers of all clients that have ever joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[ClientEvaluation]:
-        """Returns no results: only a simulation tests models on clients' own test splits."""
+        """Returns an empty list, because only a simulation can test models on clients' test splits."""
         return []
 
     def end(self, rounds: int) -> None:
-        """Tells the clients that the run is over, and receives their final ledgers: they were
-        charged also for uploads that never arrived.
+        """Tells the clients that the run is over, and receives their final ledgers.
+
+        The final ledgers also contain the charges for uploads that never arrived.
         """
         self._lost = dict(self.absent)
         frame = Frame(frames.END, {"rounds": rounds, **asdict(self._terms)})
@@ -309,12 +334,14 @@ class NodeExchange:
     # ------------------------------------------------------------------------------ messages
 
     def _ask(self, questions: Mapping[int, Frame], max_bytes: int = 0) -> dict[int, Frame]:
-        """Returns the answers of the clients that are not lost. The others are lost from now on.
+        """Asks the clients, and returns the answers that can be used.
 
-        The request of a step is written to the file first: from then on the client may be charged.
+        A client that does not answer properly is dropped for the rest of the round, as is a client
+        that refuses. Before a step is sent, the request is written to the file of joined clients,
+        because the client may be charged from then on.
 
         Args:
-            questions: one for each client.
+            questions: one question for each client.
             max_bytes: the size limit of a payload.
         """
         self._request += 1
@@ -347,18 +374,21 @@ class NodeExchange:
         return answers
 
     def _read(self, number: int, answer: bytes | str, max_bytes: int) -> Frame:
-        """Returns a client's answer or refusal, and stores what it states.
+        """Reads a client's answer or refusal, and stores the ledger that it states.
 
         Raises:
-            MessageError: there is none, it is an error, or its ledger does not continue the one
-                that was stated before.
+            MessageError: if the client did not answer, if the answer is an error, or if the stated
+                ledger does not continue the one that the client stated before.
         """
         frame = _frame(answer, max_bytes)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
-            raise MessageError(f"received request {self._request}, but answers {stated!r:.80}")
+            raise MessageError(
+                f"sent an answer for (client, request) = {stated!r:.80}, but was asked "
+                f"({number}, {self._request})"
+            )
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
-            raise MessageError(f"answers with an error: {frame.facts.get('text')!s:.200}")
+            raise MessageError(f"answered with an error: {frame.facts.get('text')!s:.200}")
         client = self.clients[number]
         if "history" in frame.facts:
             client.update(parse_history(frame.facts["history"]))
@@ -375,13 +405,13 @@ class NodeExchange:
 
 
 def _frame(answer: bytes | str, max_bytes: int) -> Frame:
-    """Returns the frame that a node has sent.
+    """Decodes the frame that a node has sent.
 
     Raises:
-        MessageError: it has sent none, or one above the size limit.
+        MessageError: if the node has sent no frame, or one above the size limit.
     """
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"sends {len(answer)} bytes, above the limit of {max_bytes}")
+        raise MessageError(f"sent {len(answer)} bytes, but at most {max_bytes} are allowed")
     return Frame.from_bytes(answer)

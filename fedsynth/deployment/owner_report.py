@@ -1,5 +1,8 @@
-"""Texts for a data owner: before its client joins a run, the planned releases and their cost; after
-the run, a privacy report over its own ledger, with the files that `fedsynth privacy verify` needs.
+"""The texts that a data owner receives.
+
+Before the client joins a run, the owner sees the planned releases and their cost. After the run,
+the owner receives a privacy report on the client's own ledger, with the files that `fedsynth
+privacy verify` needs.
 """
 
 from __future__ import annotations
@@ -37,40 +40,44 @@ if TYPE_CHECKING:
 
 
 def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] = ()) -> list[str]:
-    """Returns the lines that describe a proposal to the owner.
+    """Describes a proposal to the owner, in lines of text.
 
     Args:
-        proposal: the server's.
-        number: the client's index.
-        rows: those of the current ledger.
+        proposal: the server's proposal.
+        number: the index of the client.
+        rows: the releases in the client's current ledger.
     """
     run = proposal.settings
     method = run.method
     lines = [
         f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
         f"{pluralize(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
-        f"  agreement {proposal.agreement}, which its owner can use to approve exactly these "
-        "settings",
+        f"  agreement {proposal.agreement}: the owner can approve exactly these settings with this "
+        "hash",
     ]
     masking = ""
     if method.requires_secure_sum:
-        masking = ", masked, so that the server receives only sums"
+        masking = " (masked, so that the server sees only sums)"
     for upload in (method.first_upload, method.upload):
         if upload is None:
             continue
         labels = {name: f" ({kind})" for name, (kind, _) in privacy_of_fields(upload).items()}
         fields = [f"{name}{label}" if run.privacy else name for name, label in labels.items()]
-        lines.append(f"  it sends in each round{masking}: {', '.join(fields)}")
+        lines.append(f"  the client sends in each round{masking}: {', '.join(fields)}")
     return lines + _cost(proposal, rows)
 
 
 def _cost(proposal: Proposal, rows: tuple[Release, ...]) -> list[str]:
-    """Returns the cost by the client's own ledger; the server sends σ when all have joined."""
+    """Describes the cost of the run for this client's own ledger.
+
+    The cost is planned here from the proposal, because the server sends σ only after all clients
+    have joined.
+    """
     run = proposal.settings
     if run.privacy is None:
         return [
-            "  no differential privacy: its uploads are not protected, and no later run on "
-            "these records can state an ε"
+            "  no differential privacy: the client's uploads are not protected, and no later run "
+            "on these records can state an ε"
         ]
     history = History("this client", rows)
     try:
@@ -78,28 +85,29 @@ def _cost(proposal: Proposal, rows: tuple[Release, ...]) -> list[str]:
         plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
         return [f"  {line}" for line in headline(plan, simulated=False)]
     except (FedsynthError, PrivacyError) as error:
-        return [f"  it cannot take part: {error}"]
+        return [f"  the client cannot take part: {error}"]
 
 
 def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
-    """Writes the report, if the run was private.
+    """Writes the owner's privacy report if the run was private.
 
     Args:
-        session: the client's.
-        rounds: the completed rounds, as the server states them; charges are from the ledger.
-        folder: receives the report.
+        session: the client's session in the run.
+        rounds: the number of completed rounds, as the server states it. The charges are those of
+            the client's own ledger.
+        folder: the folder for the report.
 
     Returns:
         A summary for the owner.
 
     Raises:
-        PrivacyError: the ledger cannot be read.
-        OSError: the report cannot be written.
+        PrivacyError: if the ledger cannot be read.
+        OSError: if the report cannot be written.
     """
     runtime = session.runtime
     budget = runtime.budget
     if budget is None:
-        return "the run had no differential privacy, which the ledger records"
+        return "the run had no differential privacy, and the ledger records this"
     plan = budget.plan
     initial = session.history
     if budget.ledger.path is not None:  # with its chain hash at that time
@@ -118,7 +126,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     facts = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
     write_report(build_report(facts, [current], start.ledgers), folder)
     if not plan.guaranteed([current]):
-        return f"no ε can be stated; the report is in {folder}"
+        return f"no ε can be stated for this client's ledger; the report is in {folder}"
     return (
         f"this client's ledger has spent ε = {format_epsilon(plan.epsilon([current]))} at δ "
         f"= {plan.privacy.delta:g}; the report is in {folder}"

@@ -1,16 +1,16 @@
-"""A data owner's policy: a file that the owner writes, and the decision on a proposal.
+"""A data owner's policy, and the owner's decision on a proposed run.
 
-A policy is TOML. It does not limit what it does not name, except for runs without differential
-privacy, which it allows only with `open = true`:
+A policy is a TOML file that the owner writes. Settings that the policy does not name are not
+limited, with one exception: runs without differential privacy need `open = true`.
 
-    methods = ["feddm", "fedaf"]     # names of methods
+    methods = ["feddm", "fedaf"]     # the allowed methods
     epsilon = 8.0                    # the budget of all runs on these records together ...
-    delta = 1e-5                     # ... at this δ, which is also a run's largest δ
-    rounds = 20                      # a run's largest number of rounds
+    delta = 1e-5                     # ... at this δ, which is also the largest δ of a run
+    rounds = 20                      # the largest number of rounds of a run
     open = false                     # whether runs without differential privacy are allowed
 
-    classes = ["healthy", "ill"]     # what a run may know of the images: a run that differs
-    height = 64                      # is refused before any is read
+    classes = ["healthy", "ill"]     # the properties of the images that a run may know; a run
+    height = 64                      # that proposes others is refused before an image is read
     width = 64
     channels = 1
 
@@ -18,9 +18,9 @@ privacy, which it allows only with `open = true`:
     "model.name" = ["convnet", "linear"]
     "model.width" = [1, 128]
 
-Noise that clients share, each adding a part, is allowed if the other owners' keys are known, or if
-the policy names `"method.aggregation"`: a server that invents clients sees an upload with only this
-part of the noise.
+In a secure sum, each client may add only a part of the noise. The node accepts this only if it
+knows the other owners' keys, or if the policy names `"method.aggregation"`. The reason is that a
+server which invents clients could otherwise see an upload that has only this part of the noise.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ class Policy:
     """An owner's policy.
 
     Args:
-        methods: names; None: all.
-        epsilon: the budget of all runs on the owner's records together, whatever a run's own cap
-            is. It is enforced at each charge, too. None: only the runs' own caps apply.
-        delta: the δ of that ε, and the largest δ of a run. An ε without its δ is meaningless:
-            with a larger δ, which the server sets, the same releases have a smaller ε.
-        rounds: the most rounds of a run.
-        open: whether runs without a guarantee are allowed.
-        classes: the images' classes, in a run's order; None: not stated.
-        height: of the images, in pixels; None: not stated.
-        width: of the images, in pixels; None: not stated.
-        channels: 1 or 3; None: not stated.
-        settings: by "section.key" the allowed values of a setting: a list of values, or two
-            numbers, the minimum and the maximum.
+        methods: the names of the allowed methods. None: all methods are allowed.
+        epsilon: the privacy budget of all runs on the owner's records together. It applies in
+            addition to each run's own cap, and is also enforced at each charge. None: only the caps
+            of the runs apply.
+        delta: the δ at which `epsilon` holds, and the largest δ that a run may have. It is required
+            with `epsilon`, because the server sets a run's δ, and the same releases have a smaller
+            ε at a larger δ.
+        rounds: the largest number of rounds of a run. None: no limit.
+        open: whether runs without a privacy guarantee are allowed.
+        classes: the classes of the images, in the order that a run uses. None: not stated.
+        height: the height of the images in pixels. None: not stated.
+        width: the width of the images in pixels. None: not stated.
+        channels: the number of channels, 1 or 3. None: not stated.
+        settings: maps "section.key" to the allowed values of that setting. The values are a list,
+            or two numbers that are the minimum and the maximum.
 
     >>> Policy(methods=("feddm",), epsilon=8.0, delta=1e-5).open
     False
@@ -84,15 +86,16 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("epsilon needs delta: the budget holds at this δ")
+            raise ValueError("epsilon is set without delta: set the δ at which the budget holds")
         return self
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Policy:
-        """Returns the policy of a parsed file.
+        """Creates a policy from the contents of a parsed file.
 
         Raises:
-            SettingError: an unknown name, or a value of another type: a typo must not allow more.
+            SettingError: if a name is unknown or a value has the wrong type. Unknown names are
+                errors so that a typo cannot allow more than the owner intended.
         """
         try:
             return cls(**mapping)
@@ -104,10 +107,11 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        """Returns the policy in a file.
+        """Reads a policy from a file.
 
         Raises:
-            SettingError: it cannot be read, is not TOML, or as `from_mapping`.
+            SettingError: if the file cannot be read, is not TOML, or is not a valid policy
+                (`from_mapping`).
         """
         try:
             table = load_toml(path)
@@ -117,32 +121,40 @@ class Policy:
 
     @property
     def describes_images(self) -> bool:
-        """Returns whether the policy states everything that determines if images fit a run."""
+        """Returns True if the policy states the classes, height, width and channels of the images.
+
+        Whether the images fit a run then follows from the policy alone.
+        """
         return None not in (self.classes, self.height, self.width, self.channels)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
-        """Returns why the owner does not take part; empty: the owner does.
+        """Returns the reasons why the policy forbids a run, or an empty list if it allows the run.
 
-        The ledger is not considered here; it is checked at each charge.
+        The ledger is not considered here. It is checked at each charge.
 
         Args:
-            proposal: the run's.
-            identified: the other owners' keys are known, so that a server cannot invent clients.
+            proposal: the proposed run.
+            identified: whether the other owners' keys are known, so that a server cannot invent
+                clients.
         """
         run = proposal.settings
         objections = self._image_objections(proposal)
         if self.methods is not None and run.method.name not in self.methods:
             allowed = ", ".join(self.methods)
-            objections.append(f"method {run.method.name} is not allowed ({allowed})")
+            objections.append(
+                f"the owner does not allow the method {run.method.name} (allowed: {allowed})"
+            )
         if self.rounds is not None and run.rounds > self.rounds:
-            objections.append(f"{run.rounds} rounds are above the {self.rounds} allowed")
+            objections.append(
+                f"the run has {run.rounds} rounds, and the owner allows at most {self.rounds}"
+            )
         objections += self._privacy_objections(proposal, identified)
         sections = run.to_mapping()
         for name, values in self.settings.items():
             section, _, key = name.partition(".")
             value = sections.get(section, {}).get(key)
             if not _allows(values, value):
-                objections.append(f"{name} = {value!r:.80} is not allowed")
+                objections.append(f"the owner does not allow {name} = {value!r:.80}")
         return objections
 
     def _image_objections(self, proposal: Proposal) -> list[str]:
@@ -154,7 +166,7 @@ class Policy:
             "channels": (self.channels, spec.channels),
         }
         return [
-            f"{name} = {proposed!r:.80} differs from the owner's value"
+            f"the run's {name} = {proposed!r:.80} differs from the owner's policy"
             for name, (stated, proposed) in pairs.items()
             if stated not in (None, proposed)
         ]
@@ -165,26 +177,27 @@ class Policy:
         if privacy is None:
             if self.open:
                 return []
-            return ["runs without differential privacy are not allowed"]
+            return ["the owner does not allow runs without differential privacy"]
         objections = []
         if self.delta is not None and privacy.delta > self.delta:
-            objections.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
+            objections.append(
+                f"the owner allows at most δ = {self.delta:g}, and the run has δ = {privacy.delta:g}"
+            )
         mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
         if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
-            objections.append(f"mechanism {mechanism} has no guarantee")
+            objections.append(f"the run's mechanism {mechanism} has no privacy guarantee")
         shares = method.noise_shares(proposal.settings.partition.clients)
         if shares > 1 and not identified and "method.aggregation" not in self.settings:
             objections.append(
-                f"each client adds only its share of the noise of {shares} clients, and "
-                "a server that invents clients could see an upload with only that "
-                "noise: verify the other owners' keys, or allow it "
-                '("method.aggregation" = ["secure"])'
+                f"each client adds only 1/{shares} of the noise, and a server that invents "
+                "clients could see an upload with only this part: verify the other owners' "
+                'keys, or allow this in the policy ("method.aggregation" = ["secure"])'
             )
         return objections
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
-    """Returns whether a setting's value is in a list, or between two numbers."""
+    """Returns True if a value is in a list of allowed values, or between two allowed numbers."""
     if [type(item) in (int, float) for item in allowed] == [True, True]:
         return type(value) in (int, float) and allowed[0] <= value <= allowed[1]
     return any(type(item) is type(value) and item == value for item in allowed)
@@ -192,11 +205,12 @@ def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Owner:
-    """Decides on a proposal: by a policy, an approval of one agreement, or both.
+    """Decides on proposals by a policy, by manual approvals, or by both.
 
     Args:
-        policy: the owner's; None: only approved runs are accepted.
-        approved: agreements that were approved by hand; `ANY` in it approves all.
+        policy: the owner's policy. None: only runs that the owner has approved are accepted.
+        approved: the agreement hashes that the owner has approved by hand. `ANY` approves every
+            proposal.
     """
 
     policy: Policy | None = None
@@ -204,17 +218,19 @@ class Owner:
 
     @property
     def cap(self) -> EpsilonCap | None:
-        """The budget of all runs together, in addition to each run's own cap."""
+        """The budget of all runs together. It applies in addition to each run's own cap."""
         if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
             return None
         return EpsilonCap(self.policy.epsilon, self.policy.delta)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
-        """Returns why the owner does not take part; empty: the owner does."""
+        """Returns the reasons why the owner does not take part in a run, or an empty list if the
+        owner does.
+        """
         if self.policy is not None:
             objections = self.policy.objections(proposal, identified=identified)
             if objections or not self.approved:
                 return objections
         if {ANY, proposal.agreement} & self.approved:
             return []
-        return ["its owner has not approved this run"]
+        return ["the owner has not approved this run"]

@@ -1,7 +1,9 @@
-"""A server's proposal to data owners: a run's settings and the public facts of its data.
+"""A server's proposal to data owners, which contains the settings of a run and public facts about
+its data.
 
-It is untrusted input: nothing in it names a file, a device or a ledger of the owner's machine, and
-nothing is built from it before it was checked (`fedsynth.deployment.policy`).
+A proposal is untrusted input. Nothing in it names a file, a device or a ledger on the owner's
+machine, and the owner's records are not read before the proposal was checked
+(`fedsynth.deployment.policy`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ LOCAL_SETTINGS = {
     "data": ("data_root",),
     "privacy": ("ledger",),
 }
-"""Settings of where a party computes and what it stores: each party has its own values."""
+"""The settings that each party chooses for its own machine, such as the device and the folders."""
 RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -46,9 +48,9 @@ class Proposal:
     """A run as a server proposes it.
 
     Args:
-        run: the run's name, which a restarted server keeps: 16 hexadecimal digits.
-        settings: without the settings in `LOCAL_SETTINGS`.
-        spec: the data set's specification, public.
+        run: the name of the run, 16 hexadecimal digits. A restarted server keeps this name.
+        settings: the settings of the run, without those in `LOCAL_SETTINGS`.
+        spec: the public specification of the data set.
     """
 
     run: str
@@ -57,12 +59,14 @@ class Proposal:
 
     @property
     def agreement(self) -> str:
-        """A hash of all that an owner agrees to; runs of the same settings have the same hash."""
+        """A hash of everything that an owner agrees to. Runs with the same settings have the same
+        hash.
+        """
         text = json.dumps([agreement(self.settings), asdict(self.spec)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON-able mapping; `from_json` is its inverse."""
+        """Converts the proposal to a mapping of JSON values. `from_json` is the inverse."""
         return {
             "run": self.run,
             "settings": shared_sections(self.settings.to_mapping()),
@@ -71,10 +75,10 @@ class Proposal:
 
     @classmethod
     def from_json(cls, stated: Any) -> Proposal:
-        """Returns the proposal that a server sent.
+        """Reads a proposal that a server has sent.
 
         Raises:
-            MessageError: it is not a valid proposal.
+            MessageError: if it is not a valid proposal.
         """
         try:
             run = str(stated["run"])
@@ -82,24 +86,24 @@ class Proposal:
             sections = shared_sections(stated["settings"])
             settings = resolve(sections, own_data=_custom_name(spec))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise MessageError(f"the proposal of a run is damaged: {error!r:.120}") from None
+            raise MessageError(f"the received proposal is damaged: {error!r:.120}") from None
         except FedsynthError as error:
-            raise MessageError(f"the proposal of a run has invalid settings: {error}") from None
+            raise MessageError(f"the received proposal has invalid settings: {error}") from None
         if not RUN_NAME.fullmatch(run):
-            raise MessageError(f"a run's name has 16 hexadecimal digits, got {run!r:.80}")
+            raise MessageError(f"the run's name must be 16 hexadecimal digits, got {run!r:.80}")
         return cls(run, settings, spec)
 
 
 def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
-    """Returns the proposal of a server for a new run with these settings.
+    """Creates a server's proposal for a new run.
 
     Args:
-        sections: as `resolve` takes them.
-        spec: a TOML file with the specification of custom data; None: that of the data set in
-            `sections`.
+        sections: the settings, in sections as for `resolve`.
+        spec: a TOML file with the specification of custom data. None: the data set named in
+            `sections` is used.
 
     Raises:
-        FedsynthError: invalid settings, or a file without a specification.
+        FedsynthError: if the settings are invalid, or the file contains no specification.
     """
     if spec is None:
         dataset = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
@@ -107,7 +111,7 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         try:
             dataset = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"is not a valid specification: {one_line(error)}"
+            reason = f"is not a valid data set specification: {one_line(error)}"
             raise SettingError(None, str(spec), reason) from None
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.method.requires_secure_sum:
@@ -116,15 +120,15 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
 
 
 def check_executable(proposal: Proposal, context: RoundContext) -> None:
-    """Refuses a run that no client may take part in, by public values.
+    """Refuses a run that no client may take part in. The check uses only public values.
 
     Args:
-        proposal: the run's.
-        context: public, of round 1.
+        proposal: the proposed run.
+        context: the public context of round 1.
 
     Raises:
-        FedsynthError, PrivacyError: the method cannot run privately, its plan is invalid, or its
-            noise needs a sum that is not made.
+        FedsynthError, PrivacyError: if the method cannot run privately, if its privacy plan is
+            invalid, or if its noise is designed for a secure sum that the run does not use.
     """
     run = proposal.settings
     if run.privacy is None:
@@ -137,19 +141,19 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
 
 
 def new_run() -> str:
-    """Returns a unique name for a run."""
+    """Creates a unique name for a run."""
     return secrets.token_hex(8)
 
 
 def _custom_name(spec: DatasetSpec) -> str | None:
-    """Returns the name of a data set that is not in the package; None: it is in the package."""
+    """Returns the name of a custom data set, or None if the data set comes with the package."""
     if DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic("):
         return None
     return spec.name
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns sections of settings without the settings in `LOCAL_SETTINGS`.
+    """Removes the settings in `LOCAL_SETTINGS` from sections of settings.
 
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}

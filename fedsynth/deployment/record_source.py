@@ -1,9 +1,11 @@
-"""A data owner's records: a folder of images by class, or, for trials, a part of a data set.
+"""The source of a data owner's records, and the server's file of the clients that have joined.
 
-The clients of a networked run, and the server's file of them, which persists across restarts.
+The records come from a folder with one subfolder per class. For trials, they can also be a part of
+a published data set.
 
-A client that does not come back after a restart cannot state its ledger. So before the server asks
-a client for a step, it records the client's last stated ledger and the request.
+The server's file persists across restarts. A client that does not come back after a restart cannot
+state its ledger any more. Therefore, before the server asks a client for a step, it writes the
+client's last stated ledger and the request to this file.
 """
 
 from __future__ import annotations
@@ -33,18 +35,19 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER
 
 FILE = "clients.json"
-"""In the folder of the run's checkpoint."""
+"""The name of the file of joined clients, in the folder of the run's checkpoint."""
 
 
 @dataclass
 class JoinedClient:
-    """A client that has joined the run, in this process of the server or in an earlier one.
+    """A client that has joined the run, either in this server process or in an earlier one.
 
     Attributes:
-        size: n_k; None with differential privacy.
-        history: its last stated ledger; None: it has none.
-        unstated: (round, exchange) of each step that was requested since that statement.
-        node: the transport's number of its node; None: it has not joined this process.
+        size: the number of examples n_k. None with differential privacy.
+        history: the ledger as the client last stated it. None: the client has no ledger.
+        unstated: the (round, exchange) pairs of all steps that were requested since that statement.
+        node: the transport's number of the client's node. None: the node has not joined this server
+            process.
     """
 
     size: int | None
@@ -53,15 +56,18 @@ class JoinedClient:
     node: int | None = None
 
     def update(self, history: History | None) -> None:
-        """Accepts a new statement of its ledger, which may only add rows to the previous one.
+        """Accepts a new statement of the client's ledger. The statement may only add entries to the
+        previous one.
 
         Raises:
-            MessageError: it does not continue the ledger that the client stated before.
+            MessageError: if the new statement does not continue the previous one.
         """
         previous = self.history
         if previous is not None and (history is None or not _continues(previous, history)):
             rows = len(previous.releases)
-            raise MessageError(f"its ledger does not continue the {rows} rows that it had stated")
+            raise MessageError(
+                f"the client's ledger does not continue the {rows} entries that it stated before"
+            )
         self.history = history
         self.unstated = []
 
@@ -74,10 +80,11 @@ def _continues(previous: History, history: History) -> bool:
 
 
 def read_clients(file: Path) -> dict[int, JoinedClient]:
-    """Returns the clients by number, none of them connected; empty without a file.
+    """Reads the joined clients, by index. None of them is connected yet. Returns an empty
+    dictionary if the file does not exist.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: if the file is damaged.
     """
     if not file.exists():
         return {}
@@ -96,10 +103,10 @@ def read_clients(file: Path) -> dict[int, JoinedClient]:
 
 
 def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
-    """Replaces the file and flushes it to the disk.
+    """Replaces the file of joined clients and flushes it to the disk.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: if the file cannot be written.
     """
     stated: dict[str, Any] = {}
     for number, client in sorted(clients.items()):
@@ -119,24 +126,28 @@ def _digest(clients: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """An owner's images, in the layout of `fedsynth.load_folder` (CLASS/files, or a manifest, whose
-    sites are ignored here), at the run's size. Classes that the owner does not have may be missing.
-    Names from a server are compared with the folders' names, and never used as paths.
+    """An owner's images, in the folder layout of `fedsynth.load_folder`.
+
+    The folder contains CLASS/files, or a manifest whose sites are ignored here. The images are read
+    at the image size of the run. Folders of classes that the owner does not have may be missing.
+    Names that a server sends are only compared with the names of the folders and never used as
+    paths.
 
     Args:
-        folder: the owner's.
+        folder: the owner's folder.
     """
 
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns an objection unless the owner has stated the classes and image size. A server
-        that could choose them freely would learn from the clients that join which folders and
-        images exist.
+        """Returns an objection unless the owner has stated the classes and the image size.
+
+        If a server could choose these freely, it would learn from the clients that join which
+        folders and images exist.
 
         Args:
-            proposal: the server's.
-            identified: whether the owner's policy states which images fit.
+            proposal: the server's proposal.
+            identified: whether the owner's policy states the classes and the size of the images.
         """
         file = self.folder / DECLARATION
         if file.is_file():
@@ -146,19 +157,20 @@ class ClassFolders:
                 stated = (spec.class_names, spec.image_shape)
                 if stated == (proposal.spec.class_names, proposal.spec.image_shape):
                     return []
-                return ["classes or image size differ from its owner's declaration"]
+                return ["the run's classes or image size differ from the owner's declaration"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
-            f"its owner declares no classes and image size (put a signed {DECLARATION} next "
-            "to the images, or classes, height, width and channels into the policy)"
+            "the owner has not declared the classes and the image size: put a signed "
+            f"{DECLARATION} next to the images, or set classes, height, width and channels in the "
+            "policy"
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
-        """Returns the records of the client with this index, in a run.
+        """Reads the client's records for a run.
 
         Raises:
-            DataError: they do not exist, or do not fit the run's specification.
+            DataError: if the records do not exist, or do not fit the specification in the proposal.
         """
         privacy = proposal.settings.privacy
         if privacy is None:
@@ -167,12 +179,14 @@ class ClassFolders:
         return read_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the name of the records for their ledger, the same in all runs on them."""
+        """Returns the name of the records in their ledger. It is the same in all runs on these
+        records.
+        """
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
 class DatasetPart:
-    """A part of a published data set, partitioned as in a simulation: for trials."""
+    """A part of a published data set, for trials. The data set is partitioned as in a simulation."""
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns no objection, because the data set is published."""
@@ -183,7 +197,9 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the server has another specification of {spec.name}")
+            raise DataError(
+                f"the server's specification of {spec.name} differs from the one on this machine"
+            )
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         data = replace(train, may_be_empty=True)

@@ -1,15 +1,20 @@
-"""The server's side of an exchange of which it sees only the sum of the uploads: four questions
-instead of one, and clients may be lost before each (`fedsynth.deployment.secure_aggregation`).
+"""The server's side of an exchange in which it sees only the sum of the clients' uploads.
 
-    keys      the client's keys for this sum
-    shares    brings the others' keys; shares of the client's secrets, encrypted for each of them
-    step      brings the others' shares; the step itself, charged as usual, and its masked upload
-    unmask    one share of each client's secrets, depending on who is present
+The exchange has four questions instead of one (`fedsynth.deployment.secure_aggregation`), and
+clients may fail before each question:
 
-Each is answered once per sum, and a sum is for one exchange of one round: if the same upload could
-be requested twice, with other clients present, the difference would reveal it. In between, the
-server holds public keys, encrypted shares, masked vectors, and shares that remove masks. Only the
-sum persists after the exchange.
+    keys      The client answers with its public keys for this sum.
+    shares    The question brings the other clients' keys. The client answers with shares of its
+              secrets, encrypted for each other client.
+    step      The question brings the other clients' shares. The client computes the step, which is
+              charged as usual, and answers with its masked upload.
+    unmask    The question lists the clients whose uploads have arrived. The client answers with
+              one share for each client, with which the server removes the masks.
+
+Each question is answered once per sum, and a sum belongs to one exchange of one round. If the same
+upload could be requested twice with different clients present, the difference of the two sums would
+reveal it. During the exchange, the server holds public keys, encrypted shares, masked vectors, and
+shares that remove masks. It keeps only the sum.
 """
 
 from __future__ import annotations
@@ -36,28 +41,32 @@ from fedsynth.deployment.secure_aggregation.server import SumServer
 from fedsynth.federation.protocol import SecureSum
 
 PARCEL_BYTES = 4096
-"""The size of a small parcel, and of each client's part in one that grows with their number."""
+"""The maximum size of a short message in bytes. A message that contains something for each client
+may have this size for each client.
+"""
 P = TypeVar("P", Keys, Sealed, Masked, Shares)
 
 Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
-"""(each client's question, the size limit of an answer) -> the answers received."""
+"""A function that maps (each client's question, the size limit of an answer) to the received
+answers.
+"""
 
 
 @dataclass
 class SecureStep:
-    """One exchange.
+    """One exchange with a secure sum.
 
     Args:
-        method: one whose server sees only sums.
-        phase: the exchange.
-        context: the round's.
-        facts: those of a question in this exchange.
+        method: a method whose server sees only sums of uploads.
+        phase: the exchange of the round, "first" or "main".
+        context: the context of the round.
+        facts: the header fields of all questions in this exchange.
         agreement: the hash of the run's settings.
-        ask: asks clients.
+        ask: asks the clients.
 
     Attributes:
-        rejected: client -> why its answer cannot be used.
-        server: of the sum.
+        rejected: maps each client whose answer cannot be used to the reason.
+        server: the server of the secure sum.
     """
 
     method: Method
@@ -76,8 +85,8 @@ class SecureStep:
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
-        """Returns the sum over the remaining clients, or None if too few remain; then nothing is
-        revealed.
+        """Computes the sum over the remaining clients. Returns None if too few clients remain, and
+        reveals nothing in this case.
 
         Args:
             clients: the clients that are asked.
@@ -89,7 +98,7 @@ class SecureStep:
         except SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             for client in clients:
-                self.rejected.setdefault(client, f"the sum was not computed: {error}")
+                self.rejected.setdefault(client, f"the secure sum was not computed: {error}")
         for position, reason in self.server.rejected.items():
             self.rejected[self.context.active[position]] = reason
         return total
@@ -121,14 +130,16 @@ class SecureStep:
         max_bytes: int,
         relayed: Mapping[int, Sealed] | None = None,
     ) -> dict[int, P]:
-        """Asks clients a question, and returns the received answers; both by position.
+        """Asks the clients a question, and returns the received answers.
+
+        Questions and answers are indexed by the clients' positions in the round.
 
         Args:
-            kind: of the question.
-            payloads: of each client's question.
+            kind: the kind of the question.
+            payloads: the payload of each client's question.
             expected: the type of the answers.
             max_bytes: the size limit of an answer.
-            relayed: the others' shares for each client, if the question brings them.
+            relayed: the other clients' shares for each client, if the question brings them.
         """
         active = self.context.active
         questions = {}

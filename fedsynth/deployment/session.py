@@ -1,15 +1,17 @@
-"""A client of one run at a data owner's node: it answers the server's questions
-(`fedsynth.deployment.frames`), and its state is in files.
+"""A client's session in one run at a data owner's node.
 
-Whatever a question states, the client uses its own settings, and charges its own ledger first. Its
-files never leave the machine, and persist across processes. The client memory of the last rounds is
-stored, so that a server that resumes from its checkpoint finds the memory of that round.
+The session answers the server's questions (`fedsynth.deployment.frames`) and stores its state in
+files. Whatever a question states, the client uses the settings that its owner accepted, and charges
+its ledger first. The files never leave the machine, and other processes can continue from them. The
+client's memory after each of the last rounds is stored, so that a server which resumes from a
+checkpoint finds the memory of that round.
 
     HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
     HOME/runs/RUN/memory-ROUND           the client's memory after that round
-    HOME/runs/RUN/first-ROUND            its memory of that round's first exchange
-    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    its answer, for a server that repeats the
-                                         question: that costs nothing and releases nothing new
+    HOME/runs/RUN/first-ROUND            the client's memory after the first exchange of that round
+    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    the client's answer to that question. If the
+                                         server repeats the question, this answer is sent again,
+                                         which costs nothing and releases nothing new.
     HOME/runs/RUN/sum.json               the state of an unfinished secure sum, with its secrets
 """
 
@@ -63,11 +65,13 @@ if TYPE_CHECKING:
 STATE = "session.json"
 SUM_FILE = "sum.json"
 MAX_ATTEMPTS = 3
-"""How often an exchange of a private run is answered, over all joins: a server that was killed
-resumes from its checkpoint and repeats a round. Each answer is charged; without a cap, only one is
-given."""
+"""How often the client answers one exchange of a private run, counted across restarts.
+
+A server that was killed resumes from its checkpoint and repeats a round. Each answer is charged.
+Without a cap on ε, the client gives only one answer.
+"""
 STORED_ROUNDS = 3
-"""The number of rounds whose files are stored: a resumed server lacks at most the last one."""
+"""The number of rounds whose files are stored. A resumed server has lost at most the last round."""
 HASH_BYTES = 32
 _ROUND_FILE = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
@@ -79,18 +83,19 @@ def _stored_proposal(stated: Any) -> Proposal:
 
 
 class State(BaseModel):
-    """The data that a client's next process needs, in addition to its memory.
+    """The data that the client's next process needs, in addition to the client's memory.
 
     Args:
         proposal: the proposal that the owner has accepted.
-        initial_rows: the number of rows in the ledger when the client first joined the run.
-        warnings: of the trial of the client's step when it joined.
-        sigma: σ, which is calibrated once for a run; None: not received yet.
-        attempts: how often each step was taken, over all joins, by "ROUND-frames.EXCHANGE".
-        steps: (round, exchange) of each step since the client joined.
-        memory: the round whose memory it has; 0: none.
+        initial_rows: the number of entries in the ledger when the client first joined the run.
+        warnings: the warnings from the trial of the client's step when it joined.
+        sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
+        attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
+        steps: the (round, exchange) pairs of all steps since the client joined.
+        memory: the round after which the client's current memory was stored. 0: the client has no
+            memory.
         recorded: see `ResumeState`.
-        pending: the round of `ResumeState.pending`.
+        pending: the round in `ResumeState.pending`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -109,10 +114,11 @@ class State(BaseModel):
 
 
 def read_state(folder: Path) -> State | None:
-    """Returns the state in the folder of a run; None: none was written yet.
+    """Reads the state in a run's folder. Returns None if no state was written yet.
 
     Raises:
-        CheckpointError: it is damaged; that does not count as having answered nothing.
+        CheckpointError: if the state is damaged. A damaged state is not treated as a missing one,
+            because the client may already have answered questions.
     """
     if not (folder / STATE).is_file():
         return None
@@ -130,19 +136,20 @@ def damage_is_named(folder: Path) -> Iterator[None]:
 
 
 class Session:
-    """A client of one run.
+    """A client's session in one run.
 
     Args:
-        node: the owner's.
+        node: the owner's node.
         proposal: the proposal that the owner has accepted.
-        data: its records.
-        ledger: its own.
-        state: what an earlier process has left; None: the client joins for the first time.
+        data: the owner's records.
+        ledger: the client's ledger.
+        state: the state that an earlier process has stored. None: the client joins for the first
+            time.
 
     Attributes:
-        folder: of the run.
-        runtime: the client, with its own copy of the run's settings.
-        history: the ledger when the client first joined the run.
+        folder: the folder of the run.
+        runtime: the client, with a separate copy of the run's settings.
+        history: the ledger at the time when the client first joined the run.
     """
 
     def __init__(
@@ -178,26 +185,30 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns whether no other process has answered for this client since this one did."""
+        """Returns True if this process was the last one that answered for the client."""
         return self._stamp == _stamp(self.folder)
 
     def join(self, last_round: int) -> Frame:
-        """Begins after a round: 0, or the one after which a restarted server resumes.
+        """Joins the run after a given round. A new run starts after round 0, and a restarted server
+        after the last round in its checkpoint.
 
-        The client continues with the memory of its last round until then. That may be an earlier
-        one: it takes part in some rounds only, and may have been lost in others.
+        The client continues with the latest memory that it stored up to that round. This memory may
+        be older than the given round, because the client takes part only in some rounds and may
+        have failed in others.
 
         Returns:
-            Its join message.
+            The message with which the client joins the run.
 
         Raises:
-            MessageError: the memory of its last round until then was pruned.
+            MessageError: if the client no longer stores a memory from that round or an earlier one.
         """
         files = self._files()
         memories = {n for name, n in files.items() if name == f"memory-{n}"}
         last = max((number for number in memories if number <= last_round), default=0)
         if last_round and not last and len(memories) >= STORED_ROUNDS:
-            raise MessageError(f"this client no longer stores its memory of round {last_round}")
+            raise MessageError(
+                f"this client no longer stores its state after round {last_round} or an earlier one"
+            )
         for number in memories:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -211,10 +222,10 @@ class Session:
         return Frame(frames.ANSWER, {"size": joined.size, **self.statement()})
 
     def resume(self) -> None:
-        """Restores the state that another process has left.
+        """Restores the state that another process has stored.
 
         Raises:
-            CheckpointError: the folder is damaged.
+            CheckpointError: if the folder is damaged.
         """
         state = self.state
         with damage_is_named(self.folder):
@@ -228,42 +239,52 @@ class Session:
                 self.runtime.memory = self._read(f"memory-{state.memory}")
 
     def statement(self) -> dict[str, Any]:
-        """Returns the fact that states the client's ledger."""
+        """Returns the field of an answer that states the history of the client's ledger."""
         return {"history": history_to_json(self.runtime.history())}
 
     def accept(self, terms: RunTerms) -> None:
-        """Accepts the terms, which are the same in all questions of a run.
+        """Accepts the settings that the server fixes after all clients have joined: the clients'
+        sizes and σ.
 
-        Each charge uses the σ that noise is drawn with, so the ledger would be right with another
-        σ, too; but the owner has not agreed to such a run.
+        The server repeats these settings in every question of the run. Another σ would not make the
+        ledger wrong, because each charge uses the σ of the noise. But the owner has not agreed to a
+        run with another σ.
 
         Raises:
-            MessageError: they are not of this run, or σ is not the one that it was begun with.
-            RequestRefusedError: others were received before; or as `ClientRuntime.start`.
-            LedgerError: as `ClientRuntime.start`.
+            MessageError: if the settings do not belong to this run, or if σ differs from the σ with
+                which the run began.
+            RequestRefusedError: if other settings were received before, or in the same cases as in
+                `ClientRuntime.start`.
+            LedgerError: in the same cases as in `ClientRuntime.start`.
         """
         if terms == self._terms:
             return
         if terms.sizes is not None and len(terms.sizes) != self.runtime.context.clients:
-            raise MessageError("the terms need the size of every client")
+            raise MessageError(
+                f"received the sizes of {len(terms.sizes)} clients, but the run has "
+                f"{self.runtime.context.clients} clients"
+            )
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError("the run was begun with another noise multiplier")
+            raise MessageError(
+                f"received another noise multiplier than {self.state.sigma:g}, with which the run began"
+            )
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
 
     def answer(self, frame: Frame) -> Frame:
-        """Returns the answer to a question of a round, after storing it and the client's state.
+        """Answers a question of a round. The answer and the client's state are stored before the
+        method returns.
 
-        The ledger is not consulted for a repeated question, because nothing new is released.
+        A repeated question does not need the ledger, because its answer releases nothing new.
 
         Raises:
-            MessageError, RequestRefusedError: the question is invalid.
-            OutputError: the state cannot be written.
-            Exception: of any kind, whose text may depend on records.
+            MessageError, RequestRefusedError: if the question is invalid.
+            OSError: if the state cannot be written.
+            Exception: any other error. Its text may depend on the owner's records.
         """
         if frame.kind not in frames.EXCHANGE:
-            raise MessageError(f"no client answers {frame.kind!r:.40}")
+            raise MessageError(f"received a question of the unknown kind {frame.kind!r:.40}")
         question = RoundFacts.of(frame)
         context = self._context(question)
         phase = question.phase
@@ -284,27 +305,35 @@ class Session:
         return replace(answer, facts={**answer.facts, **self.statement()})
 
     def _context(self, question: RoundFacts) -> RoundContext:
-        """Accepts the terms of a question, and returns the context of its round."""
+        """Accepts the agreed settings in a question, and returns the context of the question's
+        round.
+        """
         self.accept(question.terms)
         runtime = self.runtime
         clients = runtime.context.clients
         rounds = runtime.settings.rounds
         participants = tuple(question.participants)
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(f"participants must be ascending and below {clients}")
+            raise MessageError(
+                f"the numbers of the participants must be ascending and below {clients}"
+            )
         if not 1 <= question.round <= rounds:
-            raise RequestRefusedError(f"the run has {rounds} rounds, not {question.round!s:.20}")
+            raise RequestRefusedError(
+                f"received a question for round {question.round!s:.20} of a run with {rounds} rounds"
+            )
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
-            raise RequestRefusedError(f"other clients take part in round {question.round}")
+            raise RequestRefusedError(
+                f"the clients of round {question.round} differ from those that the run's seed draws"
+            )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)
 
     # ----------------------------------------------------------------------------- an exchange
 
     def _new_answer(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
-        """Returns the answer to a question that was not asked before."""
+        """Computes the answer to a question that was not asked before."""
         begun = any(number == context.round for number, _ in self.state.steps)
         if frame.kind in (frames.KEYS, frames.STEP) and not begun:
             refusal = self.runtime.prepare(context)
@@ -326,11 +355,15 @@ class Session:
         return _answered(shares)
 
     def _step(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
-        """Returns the client's upload, masked in a sum, or its refusal."""
+        """Computes the client's upload, or returns its refusal. In a secure sum, the upload is
+        masked.
+        """
         method = self.runtime.method
         phase = question.phase
         if self.runtime.sends_sums and question.sum is None:
-            raise RequestRefusedError("this client's uploads are seen only in sums")
+            raise RequestRefusedError(
+                "this client sends uploads only in secure sums, but was asked for a single upload"
+            )
         message = declared(method, phase, "downlink").from_bytes(frame.payload)
         self._position(context)
         step = (context.round, phase)
@@ -338,7 +371,9 @@ class Session:
         attempts = self.state.attempts.get(key, 0)
         limited = self.runtime.private or question.sum is not None
         if limited and (step in self.state.steps or attempts >= self._max_attempts):
-            raise RequestRefusedError(f"round {context.round} was answered before")
+            raise RequestRefusedError(
+                f"this client has already answered the {phase} exchange of round {context.round}"
+            )
 
         def reply() -> Message | Refusal:
             self.state.steps.add(step)
@@ -360,13 +395,17 @@ class Session:
             return _answered(client.mask(upload_layout(method, phase, context).encode(upload)))
 
     def _position(self, context: RoundContext) -> int:
-        """Returns the client's position among those of the round."""
+        """Returns the client's position among the clients of the round."""
         if self.runtime.number not in context.active:
-            raise RequestRefusedError("this client does not take part in the round")
+            raise RequestRefusedError(
+                f"this client does not take part in round {context.round}, but was asked for its upload"
+            )
         return context.active.index(self.runtime.number)
 
     def _identities(self, context: RoundContext) -> Identities | None:
-        """Returns the identities of the round's clients, by their positions among them."""
+        """Returns the identity keys of the round's clients, indexed by the clients' positions in
+        the round.
+        """
         identities = self._node.identities
         if identities is None:
             return None
@@ -377,21 +416,27 @@ class Session:
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not method.requires_secure_sum:
-            raise MessageError(f"{method.name} does not use secure aggregation")
+            raise MessageError(
+                f"received a question of a secure sum, but {method.name} does not use secure sums"
+            )
         name = question.sum or ""
         return sum_terms(method, question.phase, context, name, self._agreement)
 
     @contextmanager
     def _open_sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
-        """Opens the sum under way, and stores its state afterwards: no answer leaves before, so
-        that no two uploads leave under the same masks.
+        """Opens the current secure sum and stores its state afterwards.
+
+        No answer leaves the node before the state is stored. Otherwise two uploads could be sent
+        under the same masks.
 
         Raises:
-            SecureSumError: it was not begun here, or is another one.
+            SecureSumError: if this client did not begin the sum, or if another sum is in progress.
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise SecureSumError("this client does not take part in such a sum")
+            raise SecureSumError(
+                "received a question of a secure sum that this client did not begin"
+            )
         state = SumState.from_bytes(read_regular(file))
         client = SumClient(self._position(context), terms, self._identities(context), state)
         try:
@@ -402,7 +447,7 @@ class Session:
     # ------------------------------------------------------------------------------- its files
 
     def _restore(self, phase: str, context: RoundContext) -> None:
-        """Restores the client's state after its stored step."""
+        """Restores the client's state after a step whose answer is stored."""
         name = _memory_file(phase, context)
         memory = self._read(name) if (self.folder / name).is_file() else {}
         self.runtime.store_memory(phase, memory, context)
@@ -410,7 +455,7 @@ class Session:
         self.state.steps.add((context.round, phase))
 
     def _store_memory(self, phase: str, context: RoundContext) -> None:
-        """Stores the memory that a step has left."""
+        """Stores the client's memory after a step."""
         memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
             self._write(_memory_file(phase, context), ClientMemory(memory).to_bytes())
@@ -418,11 +463,12 @@ class Session:
             self.state.memory = context.round
 
     def store(self) -> None:
-        """Writes the client's state, and removes the files of all but the last rounds; an answer
-        leaves the node only afterwards.
+        """Writes the client's state, and deletes the files of all rounds but the last ones.
+
+        An answer leaves the node only after this.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: if the state cannot be written.
         """
         resume_state = self.runtime.resume_state
         self.state.recorded = resume_state.recorded
@@ -436,7 +482,7 @@ class Session:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _files(self) -> dict[str, int]:
-        """Returns the names of the files of rounds, with their rounds."""
+        """Returns the names of all files that belong to a round, with the number of the round."""
         matches = (_ROUND_FILE.fullmatch(path.name) for path in self.folder.glob("*"))
         return {match[0]: int(match[1]) for match in matches if match}
 
@@ -445,23 +491,23 @@ class Session:
         write_whole(self.folder / name, content, secret=True)
 
     def _read(self, name: str) -> Memory:
-        """Returns a stored memory, on the client's device."""
+        """Loads a stored memory to the client's device."""
         stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
         return stored.to(self.runtime.context.device).memory
 
 
 class OwnerReporter(Silent):
-    """Reports what happens in a step to the owner.
+    """Passes the messages of a step to the owner.
 
     Args:
-        say: receives the lines.
+        say: receives the messages.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def note(self, text: str) -> None:
-        """Passes a line to the owner."""
+        """Passes a message to the owner."""
         self._say(text)
 
 
@@ -470,17 +516,18 @@ def _memory_file(phase: str, context: RoundContext) -> str:
 
 
 def _digest(question: Frame) -> bytes:
-    """Returns a hash of the whole question except its number."""
+    """Computes a hash of a question, without its number."""
     facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()
 
 
 def _stored_answer(file: Path, question: Frame) -> Frame | None:
-    """Returns the stored answer to exactly this question; None: it was not asked before.
+    """Loads the stored answer to exactly this question. Returns None if the question was not asked
+    before.
 
     Raises:
-        CheckpointError: the file is damaged, so that the answer cannot be repeated.
+        CheckpointError: if the file is damaged, so that the answer cannot be repeated.
     """
     if not file.is_file():
         return None
@@ -503,7 +550,9 @@ def _refused(refusal: Refusal) -> Frame:
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Returns a stamp that changes with each write of the state; None: it was not written yet."""
+    """Returns a value that changes whenever the state file is written, or None if there is no file
+    yet.
+    """
     try:
         status = (folder / STATE).stat()
     except FileNotFoundError:

@@ -1,1 +1,3 @@
-"""Entry points for one machine: runs, synthesis, distillation, students and audits."""
+"""Functions that run on one machine: simulated federations, synthesis, distillation, student
+training and audits.
+"""

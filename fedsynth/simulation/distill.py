@@ -1,5 +1,4 @@
-"""One-shot distillation of models from files: the server step with models that were trained
-elsewhere."""
+"""Distils models from files into a student in one step. The models were trained elsewhere."""
 
 from __future__ import annotations
 
@@ -40,27 +39,28 @@ def distil_files(
     evaluate: bool,
     output: Path,
 ) -> Iterator[str]:
-    """Reads the models, distils them, and writes the student; yields lines for people.
+    """Reads models from files, distils them, and writes the student. Yields lines of text that
+    report the progress.
 
     Args:
-        files: the models' files.
-        architectures: one for all models, or one each.
-        student: the student's architecture.
-        dataset: the data set that defines the models' inputs and classes.
-        method: a method that needs no data.
-        settings: the method's settings.
+        files: the files of the models.
+        architectures: one architecture for all models, or one for each model.
+        student: the architecture of the student.
+        dataset: the data set that defines the inputs and classes of the models.
+        method: a method that distils without data.
+        settings: the settings of the method.
         sizes: the model settings that all architectures share (width, depth, norm).
-        seed: of the generator and of all random draws.
+        seed: the seed of the generator and of all random draws.
         device: "auto", "cpu" or "cuda".
         data_root: the folder of the data sets.
-        evaluate: also test the models and the student on the data set.
-        output: the file to write.
+        evaluate: whether to test the models and the student on the data set.
+        output: the file for the student.
 
     Raises:
-        SettingError: a method that needs data, or numbers of files and architectures that differ.
-        DataFilesMissingError, DataFilesCorruptError: a file does not exist, or is not a model of
-            its architecture.
-        OutputError: the student cannot be written, or its training has diverged.
+        SettingError: if the method needs data, or if the numbers of files and architectures differ.
+        DataFilesMissingError, DataFilesCorruptError: if a file does not exist, or does not contain
+            a model of its architecture.
+        OutputError: if the student cannot be written, or if its training has diverged.
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
@@ -75,8 +75,8 @@ def distil_files(
         architectures = [*architectures] * len(files)
     if len(architectures) != len(files):
         reason = (
-            f"must be one name for all {len(files)} model files, or one each; got "
-            f"{len(architectures)}"
+            f"must be one name for all {len(files)} model files, or one name for each file; got "
+            f"{len(architectures)} names"
         )
         raise SettingError(None, "architectures", reason)
 
@@ -130,6 +130,6 @@ def _read(file: Path, network: nn.Module) -> nn.Module:
         restore(network, read_tensors(file)[0])
     except (OSError, ValueError) as error:
         raise DataFilesCorruptError(
-            f"{file} is not a model of this architecture: {one_line(error, 300)}"
+            f"{file} is not a model of the given architecture: {one_line(error, 300)}"
         ) from None
     return network

@@ -1,14 +1,15 @@
-"""One simulated run, from checked settings and resident data: its rounds and its results.
+"""One simulated run, from checked settings and loaded data to its results.
 
     1. Each client of the round states whether it can take part. With differential privacy, a client
-       whose cap would be exceeded refuses, and the run ends with the results so far.
-    2. In each exchange of the round, the server's request goes to the clients, whose steps run in
-       groups, and the server computes its next state from their replies.
-    3. The models are measured, and the round's metrics are written.
+       refuses if the round would exceed its cap, and the run ends with the results so far.
+    2. In each exchange of the round, the server's request goes to the clients. Their steps are
+       computed in groups, and the server computes its next state from their replies.
+    3. The models are evaluated, and the metrics of the round are written.
 
-`Server` sees only messages, and each `ClientRuntime` only its own records, memory and ledger, as in
-a real federation; an `Exchange` transports the messages. Only a simulation can measure models on
-clients' own test splits, and draw the distribution of classes over clients.
+As in a real federation, `Server` sees only messages, and each `ClientRuntime` sees only its own
+records, memory and ledger. An `Exchange` carries the messages. Unlike a real server, a simulation
+can also test models on the clients' test splits and draw how the classes are distributed among the
+clients.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ from fedsynth.toml_file import to_toml
 
 
 class Simulation:
-    """One run, from checked settings and resident data; `simulate` creates it.
+    """One simulated run with checked settings and data in memory. `simulate` creates it.
 
     Args:
-        settings: the run's settings.
+        settings: the settings of the run.
         clients: the clients, with data on the CPU.
         train: the training images, on the run's device.
-        test: the test images on the run's device, and their kind.
+        test: the test images on the run's device, and their kind ("public", "private" or "none").
         observer: receives the progress.
-        output: the folder for run folders; None: nothing is written.
-        download: let torchvision download missing public images.
-        resumed: the folder of the run to resume; None: a new run.
+        output: the parent folder of run folders. None: nothing is written.
+        download: whether torchvision may download missing public images.
+        resumed: the folder of the run to resume. None: a new run begins.
         trained: the folder in which one-round runs share trained clients.
     """
 
@@ -140,19 +141,21 @@ class Simulation:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan of a private run.
+        """The privacy plan of the run.
 
         Raises:
-            PrivacySettingError: the run is not private.
+            PrivacySettingError: if the run is not private.
         """
         if self.agreed.plan is None:
-            raise PrivacySettingError(None, "privacy", "is not set, so the run has no plan")
+            raise PrivacySettingError(None, "privacy", "is not set, so the run has no privacy plan")
         return self.agreed.plan
 
     def _make_clients(
         self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None
     ) -> InProcess:
-        """Returns all clients with their data and ledgers, which a resumed run already has."""
+        """Creates all clients with their data and ledgers. A resumed run already has ledgers, which
+        are reopened.
+        """
         settings = self.settings
         training, held_out = divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
@@ -177,8 +180,8 @@ class Simulation:
     def _original_plan(
         self, resumed: RunFolder | None, checkpoint: Checkpoint | None
     ) -> Callable[[Sequence[History]], PrivacyPlan] | None:
-        """Returns a function that rebuilds the plan with which a resumed run started; None: the run
-        has no plan yet.
+        """Returns a function that rebuilds the privacy plan with which a resumed run began. Returns
+        None if there is no such plan yet.
         """
         if resumed is None or (checkpoint is None and not resumed.has_begun):
             return None
@@ -189,7 +192,7 @@ class Simulation:
         """Notifies the observer before the first round.
 
         Args:
-            new: False for a resumed run.
+            new: whether the run is new rather than resumed.
         """
         lines = run_messages.warnings(self.settings)
         if not self.over:
@@ -202,7 +205,7 @@ class Simulation:
             self.observer.note(line)
 
     def run(self) -> RunResult:
-        """Runs the remaining rounds, and returns the result."""
+        """Runs the remaining rounds and returns the result."""
         summary = None
         try:
             result = self._rounds()
@@ -236,7 +239,7 @@ class Simulation:
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
-        """Returns the context of this round's steps."""
+        """Returns the context in which the steps of this round are computed."""
         context = self._plain_context(number)
         keeper = self.checkpoints.steps_of(number)
         return context if keeper is None else replace(context, keeper=keeper)
@@ -250,7 +253,9 @@ class Simulation:
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
-        """Runs one round; a client's refusal ends it."""
+        """Runs one round. If a client refuses, the round is not completed and its refusal is
+        returned.
+        """
         played = run_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
             self.played = played
@@ -262,7 +267,7 @@ class Simulation:
     # ------------------------------------------------------------------ checkpoints, interruption
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-        """Restores the state of the server and the clients from the checkpoint."""
+        """Restores the server and the clients from the checkpoint."""
         rows: Sequence[dict[str, Any]] = ()
         if checkpoint is not None:
             rows = checkpoint.rows
@@ -286,7 +291,7 @@ class Simulation:
         self.checkpoints.keep(checkpoint, self.exchange.clients, context, next_clients)
 
     def _spent(self) -> str:
-        """Returns the text on the cost so far; empty without a guarantee."""
+        """Describes the ε spent so far. Returns an empty string if the run has no guarantee."""
         plan = self.agreed.plan
         if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
@@ -294,7 +299,7 @@ class Simulation:
         return f"; spent: ε = {spent} at δ = {plan.privacy.delta:g}"
 
     def _interrupted(self, reason: str) -> str:
-        """Returns the progress and the cost of an interrupted run, and how to resume it."""
+        """Describes the progress and the cost of an interrupted run, and how to resume it."""
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}; nothing was written"
@@ -304,7 +309,7 @@ class Simulation:
         return f"{progress}{self._spent()}{charge_note}; to resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
-        """Returns a new run folder with the settings, fresh ledgers and checkpoints."""
+        """Creates the run folder with the settings, new ledgers and checkpoints."""
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
@@ -327,7 +332,7 @@ class Simulation:
             self.observer.note(f"{message}{self._spent()}; {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
-        """Warns in the first round of classes without images, for example because each client has
+        """Warns in the first round if a class has no images, for example because each client has
         too few examples.
         """
         if context.round == 1 and len(self.uploads) == context.clients:
@@ -366,8 +371,9 @@ class Simulation:
         )
 
     def _draw_round(self, number: int) -> None:
-        """Draws the images that were sent in this round. A failure is only noted: it must not end
-        the run, because the round is charged.
+        """Draws a picture of the images that were sent in this round.
+
+        An error is only noted and does not end the run, because the round has already been charged.
         """
         sets = []
         for client, images in synthetic_sets(self.uploads).items():
@@ -381,15 +387,18 @@ class Simulation:
 
 
 def _may_share(settings: RunSettings) -> bool:
-    """Returns True if runs can share trained client models: runs of one round without privacy,
-    whose models and methods are built in, so that their settings identify them."""
+    """Returns True if this run can share trained client models with other runs.
+
+    This is the case for runs of one round without privacy, if their models and methods are built
+    in. The settings then identify the trained models.
+    """
     custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not custom
 
 
 @dataclass(frozen=True)
 class _RoundReporter:
-    """Passes the steps of one round to an observer."""
+    """Passes the progress of one round to an observer."""
 
     observer: Observer
     number: int

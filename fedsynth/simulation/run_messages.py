@@ -1,4 +1,4 @@
-"""Messages of a simulation: before its first round, and about classes that no client sends."""
+"""Messages of a simulation: the privacy guarantee, and warnings about settings and missing classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_LATER_EPSILON = "no later run on these data can state an ε"
 
 
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
-    """Returns the lines on the run's guarantee, or on its absence."""
+    """Returns the lines that state the run's privacy guarantee, or that it has none."""
     if plan is not None:
         return privacy_summary.headline(plan)
     lines: list[str] = [UNPROTECTED]
@@ -34,12 +34,12 @@ def warnings(settings: RunSettings) -> list[str]:
     texts: list[str] = []
     if method.personal and not settings.partition.local_test:
         texts.append(
-            f"warning: {method.name}'s clients have personal models, which this run does not "
-            "test (set partition.local_test=0.2)"
+            f"warning: {method.name} trains personal models for the clients, but this run does not "
+            "test them (set partition.local_test=0.2)"
         )
     if not method.takes_model and model_is_set(settings):
         texts.append(
-            f"warning: {method.name} uses its own model: the settings in section model have "
+            f"warning: {method.name} uses a fixed model, so the settings in section model have "
             "no effect"
         )
     return texts
@@ -48,19 +48,19 @@ def warnings(settings: RunSettings) -> list[str]:
 def missing_classes(
     sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
 ) -> list[str]:
-    """A warning, where the clients' sets lack a class.
+    """Returns a warning if no client sends images of some class, and an empty list otherwise.
 
     Args:
-        sets: of all clients; none where the method has none.
-        spec: the data set's.
-        guaranteed: counts are released with noise.
+        sets: the synthetic sets of all clients. Empty if the method sends no images.
+        spec: the specification of the data set.
+        guaranteed: whether the clients release the counts of their classes with noise.
     """
     sent = {label for synthetic in sets for label in synthetic.labels.unique().tolist()}
     missing = sorted(set(range(spec.classes)) - sent) if sets else []
     if not missing:
         return []
     names = ", ".join(spec.class_names[c] for c in missing)
-    why = "no client has at least min_examples examples of it (try method.min_examples=1)"
+    why = "no client has method.min_examples examples of such a class: try method.min_examples=1"
     if guaranteed:
-        why = "no client's released count of it is clearly above the noise (a larger budget helps)"
-    return [f"warning: no client sends images of {names}: {why}"]
+        why = "the released counts of such a class are not clearly above the noise: try a larger ε"
+    return [f"warning: no client sends images of these classes: {names} ({why})"]

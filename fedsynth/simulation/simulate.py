@@ -1,5 +1,8 @@
-"""A federation on one machine: `simulate` checks the user's arguments, divides one data set among
-the clients, and runs a `Simulation`."""
+"""Simulates a federation on one machine.
+
+`simulate` checks the user's arguments, divides a data set among the clients, and runs a
+`Simulation`.
+"""
 
 from __future__ import annotations
 
@@ -41,43 +44,45 @@ def simulate(
     quiet: bool = False,
     trained: Path | str | None = None,
 ) -> RunResult:
-    """Runs a federation.
+    """Simulates a federation on one machine.
 
     Args:
         settings: the settings of the run.
-        data: user data as (train, test), where test may be None, or the result of `load_folder`,
-            whose sites become the clients. None loads `settings.folder` or `settings.dataset`. With
-            differential privacy all of `train.spec` is public: declare a rounded `train_size`, not
-            the true one, or set `nominal_size` and `max_records`. Differential privacy then needs
-            `PrivacySettings(ledger=...)`, unless the specification is of a published data set.
-        parts: custom clients: the indices of each client's examples in the training data. Only
-            `local_test` of `settings.partition` is then used.
-        names: the clients' names, one per part, in ledgers and in the privacy report. They are
-            public. None: client-000, client-001, ….
+        data: custom data, either as (train, test), where test may be None, or as the result of
+            `load_folder`, whose sites become the clients. None loads `settings.folder` or
+            `settings.dataset`. With differential privacy, everything in `train.spec` is public, so
+            do not declare the exact `train_size`: declare a rounded one, or set `nominal_size` and
+            `max_records`. Custom data then also need `PrivacySettings(ledger=...)`, unless their
+            specification is that of a published data set.
+        parts: custom clients, as the indices of each client's examples in the training data. Of
+            `settings.partition`, only `local_test` is then used.
+        names: the names of the clients in ledgers and in the privacy report, one per part. They are
+            public. None: the names are client-000, client-001, ….
         test: the kind of the test images: "public", "private", or "none" to ignore them. None:
-            "public" for a published data set, "private" for user data. With differential privacy,
-            metrics on private test images are only in `simulation_only`.
-        output: the folder for run folders; None writes nothing.
-        observer: receives the progress. None prints a line per round on stderr.
-        download: let torchvision download a missing data set.
+            "public" for a published data set, and "private" for custom data. With differential
+            privacy, metrics on private test images are written only to `simulation_only`.
+        output: the parent folder of run folders. None: nothing is written.
+        observer: receives the progress. None: one line for each round is printed on stderr.
+        download: whether torchvision may download a missing data set.
         resume: the folder of an unfinished run with the same settings, data and parts. The run
-            resumes after its last finished round, with the results of an uninterrupted run. An
-            interrupted round is repeated, and with differential privacy it is charged again.
-            `output` is then ignored.
-        quiet: print nothing if there is no observer.
-        trained: a folder in which one-round runs without differential privacy and with `output`
-            share their trained clients. A run loads the clients that another run trained from the
-            same weights on the same data in the same order. A round's seconds include the original
-            training time.
+            continues after its last finished round and gives the same results as an uninterrupted
+            run. An interrupted round is repeated, and with differential privacy it is charged
+            again. `output` is then ignored.
+        quiet: whether to print nothing if there is no observer.
+        trained: a folder in which runs share their trained clients. It is used only for runs of one
+            round without differential privacy and with `output`. A run loads a client that another
+            run has trained from the same weights on the same data in the same order. The recorded
+            seconds of the round include the original training time.
 
     Returns:
-        The result. It has no rounds (`metrics` is empty, `deviations` states the reason) if earlier
-        runs on the same ledgers have exhausted the cap.
+        The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
+        rounds: `metrics` is empty, and `deviations` states the reason.
 
     Raises:
-        FedsynthError, PrivacyError: invalid input, before the run folder is created; DivergedError
-            later; CheckpointError if a run cannot be resumed.
-        KeyboardInterrupt: passed on after the observer was notified of the run's progress and cost.
+        FedsynthError, PrivacyError: if an argument is invalid (before the run folder is created),
+            if training diverges (DivergedError), or if a run cannot be resumed (CheckpointError).
+        KeyboardInterrupt: if the user interrupts the run. The observer is first notified of the
+            progress and the cost.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)

@@ -1,4 +1,6 @@
-"""The progress of a run on stderr: a line for each note and each round, and the remaining time."""
+"""Prints the progress of a run on stderr: a line for each note and each round, and the remaining
+time.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from fedsynth.results.disclosed import lost_in_words
 LONG_PHASE = 1000  # steps
 DAY = 86400.0
 PRINT_SECONDS = 30.0
-"""Seconds without output after which a step is printed."""
+"""The number of seconds without output after which the next step is printed."""
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as hours, minutes and seconds.
+    """Formats a duration as hours, minutes and seconds.
 
     >>> duration(125), duration(200000)
     ('0:02:05', '2 days, 7:33:20')
@@ -35,10 +37,13 @@ def _percent(value: float) -> str:
 
 
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
-    """Returns the accuracies in a metrics record or a summary, as names and values.
+    """Returns the names and formatted values of the accuracies in the metrics of a round or in a
+    summary.
 
     Args:
-        personal: clients have personal models, so the accuracy on their test splits comes first.
+        row: the metrics of a round, or the summary of a run.
+        personal: whether clients have personal models. The accuracy on the clients' test splits
+            then comes first.
     """
     pairs = []
     if row.get("test_accuracy") is not None:
@@ -59,7 +64,7 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """Returns the line on one round, from a metrics record without hidden values."""
+    """Formats the metrics of a round as one line. The metrics must not contain hidden values."""
     parts = [f"round {row['round']}/{settings.rounds}"]
     for name, value in accuracies(row, settings.method.personal):
         parts.append(f"{name} {value}")
@@ -75,14 +80,16 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
 
 
 class StderrObserver(Observer):
-    """Prints a line on stderr for each note and each round, and some steps of long rounds.
+    """Prints a line on stderr for each note and each round, and for some steps of long rounds.
 
-    Steps are printed every 30 seconds. With differential privacy the time may depend on private
-    data: then steps are printed at each tenth of a long phase, and no times are printed.
+    A step is printed if nothing else was printed for 30 seconds. With differential privacy,
+    computing times may depend on private data. Steps are then printed at each tenth of a long phase
+    instead, and no times are printed.
 
     Args:
-        settings: the run's settings.
-        first: printed before the first line, so that an error before it remains one line.
+        settings: the settings of the run.
+        first: a text that is printed before the first line. It is not printed earlier, so that an
+            error before the first line is a single line.
     """
 
     def __init__(self, settings: RunSettings, first: str = "") -> None:
@@ -126,6 +133,6 @@ class StderrObserver(Observer):
         self._remaining = f"about {duration(seconds)} left"
         if self._finished_rounds == 1 and seconds >= DAY:
             self.note(
-                f"note: at this speed, the run takes {duration(seconds)} more; it can be "
-                "stopped and resumed"
+                f"note: at this speed, the run takes another {duration(seconds)}; you can stop "
+                "it and resume it later"
             )

@@ -1,4 +1,4 @@
-"""Training of a network only on an exported synthetic set."""
+"""Trains a network only on an exported synthetic set."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ NO_TEACHER = "none"
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A trained network, and the data and settings of its training.
+    """A network that was trained on a synthetic set, with the data and settings of its training.
 
     Attributes:
-        network: the network in evaluation mode, which maps normalised images to logits.
+        network: the network in evaluation mode. It maps normalised images to logits.
         architecture: the architecture of the network.
         synthetic: the synthetic set.
-        labels: "soft" or "hard".
+        labels: the labels of the training, "soft" or "hard".
         settings: the settings of the training.
-        taught: True if a teacher labelled augmented copies.
-        guaranteed: True if the set's guarantee holds for the network: only the set and its own
-            model were used. It is False with other teachers and with initial weights of unknown
-            origin. A custom class is trusted to have none.
+        taught: True if a teacher labelled augmented copies of the images.
+        guaranteed: True if the privacy guarantee of the set also holds for the network, because
+            only the set and its exported model were used. It is False with another teacher, or if
+            the initial weights of the network were trained elsewhere. A custom class is trusted to
+            have no trained weights.
     """
 
     network: nn.Module
@@ -61,10 +62,11 @@ class Student:
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes weights, architecture and the facts of the training, for `load_model`.
+        """Writes the weights, the architecture and a description of the training. `load_model`
+        reads the file.
 
         Raises:
-            OutputError: the file cannot be written, or would be inside a synthetic set.
+            OutputError: if the file cannot be written, or would be inside a synthetic set.
         """
         epsilon = delta = None
         if self.guaranteed:
@@ -80,7 +82,7 @@ class Student:
         write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
     def accuracy_on(self, test: ImageData) -> float:
-        """Returns the accuracy on test images, which may be on any device."""
+        """Computes the accuracy on test images, which may be on any device."""
         return accuracy(self.network, test.to(next(self.network.parameters()).device))
 
 
@@ -88,14 +90,14 @@ def require_place(file: Path) -> Path:
     """Refuses a path that is a folder, or a file that would change an exported synthetic set.
 
     Raises:
-        OutputError: names it.
+        OutputError: if the path is refused. The message names the path.
     """
     if file.is_dir():
-        raise OutputError(f"{file} is a folder: name a file instead")
+        raise OutputError(f"{file} is a folder, but the model needs a file name")
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(
-            f"{file} would be inside a synthetic set, which lists the hashes of all its "
-            "files: choose another folder"
+            f"{file} is inside a synthetic set, which must not get further files: choose "
+            "another folder"
         )
     return file
 
@@ -110,29 +112,30 @@ def student_of_set(
     device: str = "auto",
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Student:
-    """Trains a network on an exported folder.
+    """Trains a network on an exported synthetic set.
 
     Args:
-        folder: an output of `export_run` or `synthesize`; its hashes are checked.
-        model: the network: settings, or a custom module or class as in `RunSettings.model`. None:
-            `network_for` the specification of the set.
-        student_settings: the settings of the training; their seed also initialises the network.
+        folder: the output of `export_run` or `synthesize`. The hashes of its files are checked.
+        model: the network, as settings, or as a custom module or class as in `RunSettings.model`.
+            None: `network_for` chooses a network for the images.
+        student_settings: the settings of the training. Their seed also initialises the network.
             None: `StudentSettings()`.
         labels: "soft" for the labels stored with the images, "hard" for their classes, or "auto"
             for soft labels if there are any.
-        teacher: the model that labels augmented copies of the images: a model, or a path for
-            `load_model`; "auto" for the exported model of the set, if it was not trained on these
-            images; "none" if copies have the label of their image.
+        teacher: the model that labels augmented copies of the images. It is a model or a path for
+            `load_model`. "auto" uses the model that was exported with the set, unless it was
+            trained on these images. "none" gives each copy the label of its image.
         device: "auto", "cpu" or "cuda".
-        report: called with the number of finished steps and the total.
+        report: called with the number of finished steps and the total number of steps.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
-        SettingError: soft labels of a set that has none, a network that cannot take its images, or
-            a teacher of other images, or of classes with other names.
-        UnknownNameError: other labels than those.
-        DeviceError: no such device.
-        OutputError: a teacher that cannot be read, or the training has diverged.
+        DataFilesMissingError, DataFilesCorruptError: if there is no synthetic set, or if its files
+            were changed.
+        SettingError: if soft labels are requested of a set that has none, if the network cannot
+            take the images, or if the teacher was trained for other images or class names.
+        UnknownNameError: if `labels` has another value.
+        DeviceError: if the device does not exist.
+        OutputError: if the teacher cannot be read, or if the training has diverged.
 
     >>> import tempfile
     >>> from fedsynth import StudentSettings, owner_settings, synthesize
@@ -148,7 +151,9 @@ def student_of_set(
     if labels not in LABELS:
         raise unknown_value(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        raise SettingError(None, "labels", "cannot be soft: the set has no soft labels")
+        raise SettingError(
+            None, "labels", "must be hard or auto, because the set has no soft labels"
+        )
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
         kind, target = SOFT, synthetic.soft_labels
@@ -185,11 +190,12 @@ def student_of_set(
 
 
 def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
-    """Returns the settings of a network for a set's images: a ConvNet of width 32 by default.
+    """Returns the settings of a network for a set's images. By default, it is a ConvNet of width
+    32.
 
     Args:
-        spec: the set's specification.
-        settings: model settings that replace the defaults.
+        spec: the specification of the set.
+        settings: model settings that replace the default values.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> network_for(dataset_spec("digits"), width=8).depth
@@ -201,7 +207,9 @@ def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
-    """Returns the teacher, if any, and whether the set's guarantee covers it."""
+    """Returns the teacher, or None if there is none, and whether the privacy guarantee of the set
+    still holds.
+    """
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False
     model_of_set = folder / MODEL
@@ -230,21 +238,26 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        raise SettingError(None, "teacher", f"of {name} does not fit the images of the set")
+        raise SettingError(
+            None,
+            "teacher",
+            f"must map images of shape {spec.image_shape} to {spec.classes} logits, which {name} "
+            "does not",
+        )
     return model
 
 
 def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
-    """Refuses a teacher with other class names or normalisation constants than the set's, whose
-    labels would be wrong.
+    """Refuses a teacher whose class names or normalisation constants differ from those of the set.
+    Its labels would be wrong.
     """
     other = images_of_model(place)
     if other is None:
         return
     if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
         reason = (
-            f"of {place} is for images of {other.name}, but the set has images of {spec.name}: "
-            "the classes or normalisation constants differ"
+            f"must be trained for images like those of {spec.name}, but {place} is for "
+            f"{other.name}, whose class names or normalisation constants differ"
         )
         raise SettingError(None, "teacher", reason)
 
@@ -260,26 +273,28 @@ def real_images(
     download: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> ImageData | None:
-    """Returns real test images: those of a folder, or the test images of a data set.
+    """Loads real test images, either from a folder or from a data set.
 
     Args:
-        spec: the specification of the synthetic set, whose image size and classes are required.
-        folder: a folder of CLASS/files; the images are resized.
-        skip_corrupt, skip_other: as for `load_folder`.
+        spec: the specification of the synthetic set. The test images must have its image size and
+            classes.
+        folder: a folder of CLASS/files. The images are resized.
+        skip_corrupt, skip_other: as in `load_folder`.
         dataset: the name of a data set.
         data_root: the folder of the data sets.
-        download: let torchvision download the data set.
+        download: whether torchvision may download the data set.
         note: receives the names of skipped files.
 
     Returns:
-        The images, or None if neither folder nor data set is named.
+        The images, or None if neither a folder nor a data set is named.
 
     Raises:
-        SettingError: both are named, or a data set of other images.
-        DataError: the files are missing or damaged, or of other classes.
+        SettingError: if both a folder and a data set are named, or if the data set has other
+            images.
+        DataError: if the files are missing or damaged, or have other classes.
     """
     if folder is not None and dataset is not None:
-        raise SettingError("data", "dataset", "and data.test_folder are both set: use only one")
+        raise SettingError("data", "dataset", "must not be set together with data.test_folder")
     if folder is not None:
         return read_as(Path(folder), spec, note, skip_corrupt=skip_corrupt, skip_other=skip_other)
     if dataset is None:
@@ -287,6 +302,6 @@ def real_images(
     loaded = load_dataset(dataset, data_root, download=download)[1]
     other = loaded.spec
     if (other.image_shape, other.class_names) != (spec.image_shape, spec.class_names):
-        reason = "does not have the same image shape and classes as the synthetic set"
+        reason = "must have the same image shape and classes as the synthetic set"
         raise SettingError("data", "dataset", reason, value=dataset)
     return ImageData(loaded.images, loaded.labels, spec)  # normalised as the synthetic ones are

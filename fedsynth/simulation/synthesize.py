@@ -1,5 +1,7 @@
-"""One data owner's private synthetic set: a run of FedDM or FedStats with a single client, and the
-export of its results."""
+"""Creates one data owner's private synthetic set.
+
+The owner runs FedDM or FedStats with a single client and exports the results.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,23 @@ PRESETS: Mapping[str, Preset] = {
     },
     "fedstats": {"run": {"rounds": 32}, "method": {"ipc": 100, "drawn_ipc": 400}},
 }
-"""What differs from a method's defaults (of others: `TWO_ROUNDS`). FedDM's 20 × 1000 releases leave
-nothing at any ε that one would state; FedStats makes no images unless they are asked for."""
+"""The values that replace a method's default values when one owner creates a synthetic set.
+
+Methods that are not listed use `TWO_ROUNDS`. FedDM's defaults of 20 rounds and 1000 iterations
+would make so many releases that a useful ε leaves too little signal. FedStats creates no images by
+default.
+"""
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 
 def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSettings:
-    """Returns the settings of one owner's synthetic set, from sections as for `resolve`.
+    """Builds the settings of one owner's synthetic set, from sections as in `resolve`.
 
-    Unset values come from `PRESETS`. All images belong to one client, even if the folder has
-    several sites.
+    Values that are not given come from `PRESETS`. All images belong to one client, even if the
+    folder has several sites.
 
     Raises:
-        DataError: the set must be private, but the images have no declaration of public facts.
+        DataError: if the set must be private, but the images have no declaration of public facts.
 
     >>> settings = owner_settings({"method": {"ipc": 20}, "privacy": {"epsilon": 8}})
     >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
@@ -72,20 +78,21 @@ def synthesize(
     observer: Observer | None = None,
     download: bool = False,
 ) -> RunResult:
-    """Creates one owner's synthetic set, and exports it.
+    """Creates one owner's synthetic set and exports it.
 
     Args:
         settings: the result of `owner_settings`.
-        out: the folder to create (`export_run`). It contains only what may be shared.
-        runs: the folder for the run folder. Do not share it, because it contains private data.
-        unprotected: also export without differential privacy.
-        with_model: also export the run's model.
+        out: the folder to create, as in `export_run`. It contains only files that may be shared.
+        runs: the parent folder of run folders. Do not share a run folder, because it contains
+            private data.
+        unprotected: whether to export the set even without differential privacy.
+        with_model: whether to export the model of the run, too.
         observer: receives the progress.
-        download: let torchvision download a named data set.
+        download: whether torchvision may download a named data set.
 
     Raises:
-        FedsynthError, PrivacyError: as `simulate` and `export_run`; errors that can be detected in
-            advance are raised before any release.
+        FedsynthError, PrivacyError: in the same cases as `simulate` and `export_run`. Errors that
+            can be detected in advance are raised before any release.
 
     >>> synthesize(owner_settings({}), "share")
     Traceback (most recent call last):
@@ -95,8 +102,8 @@ def synthesize(
     require_new(target)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be set: without it, the images may reveal real ones and have no guarantee "
-            f"(to create them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
+            "must be set, because images without differential privacy may reveal real ones "
+            f"(to create such images nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True)"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     _check_images(settings.method)
@@ -110,10 +117,12 @@ def synthesize(
 
 
 def _check_images(method: Method) -> None:
-    """Refuses a method that would leave no synthetic images, before it releases anything."""
+    """Refuses a method that would create no synthetic images, before it releases anything."""
     if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
         return
     if method.images_from:
-        raise SettingError("method", "ipc", f"must be set: images need {method.images_from}")
+        raise SettingError(
+            "method", "ipc", f"must be set, because the images need {method.images_from}"
+        )
     reason = "must be one that makes synthetic images: feddm, fedstats or fedaf"
     raise SettingError("run", "method", reason, value=method.name)

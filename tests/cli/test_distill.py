@@ -48,11 +48,11 @@ def test_models_of_different_architectures_become_one(
     [
         (
             "--models a,b --arch convnet,convnet,convnet",
-            "architectures must be one name for all 2 model files, or one each; got 3",
+            "architectures must be one name for all 2 model files, or one name for each file; got 3 names",
         ),
-        ("--models a --arch resnet8", "is not a model of this architecture"),
+        ("--models a --arch resnet8", "is not a model of the given architecture"),
         ("--models a --arch convent", "did you mean convnet"),
-        ("--models broken", "is not a model of this architecture"),
+        ("--models broken", "is not a model of the given architecture"),
         ("--models nan", "not finite"),
         ("--models complex", "complex64"),
         ("--models whole", "int32"),

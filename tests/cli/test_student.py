@@ -60,8 +60,11 @@ def test_it_prints_training_data_guarantee_and_accuracy(
         ("--copies -1", "views must be at least 0"),
         ("--width 0", "model.width must be at least 1"),
         ("--teacher nowhere", "nowhere is neither a model file"),
-        ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) does not have the same"),
-        ("--dataset digits --test-data x", "data.dataset and data.test_folder are both set"),
+        ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) must have the same"),
+        (
+            "--dataset digits --test-data x",
+            "data.dataset must not be set together with data.test_folder",
+        ),
     ],
 )
 def test_mistakes_are_one_line(options: str, text: str, share: Path, fedsynth: Call) -> None:

@@ -54,7 +54,7 @@ def test_a_participation_below_one_client_is_refused() -> None:
     settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
     with pytest.raises(
         SettingError,
-        match=r"run.participation 0.01 of 10 clients is less than one client: it must .* 0.1",
+        match=r"run.participation must be at least 0.1 with 10 clients.* got 0.01",
     ):
         simulate(settings, quiet=True)
 

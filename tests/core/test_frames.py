@@ -71,8 +71,10 @@ def test_what_is_no_number_is_not_sent() -> None:
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", None, [1]])
 def test_a_whole_number_is_one(value: Any) -> None:
     """Catches: True as 1, and 1.0 as 1."""
-    with pytest.raises(MessageError, match="rounds of 'end': Input should be"):
+    with pytest.raises(MessageError, match=r"rounds of .*'end' is not valid: Input should be"):
         EndFacts.of(Frame("end", {"rounds": value}))
-    with pytest.raises(MessageError, match=r"participants\.1 of 'step': Input should be"):
+    with pytest.raises(
+        MessageError, match=r"participants\.1 of .*'step' is not valid: Input should be"
+    ):
         RoundFacts.of(Frame("step", {"round": 1, "participants": [0, value]}))
     assert EndFacts.of(Frame("end", {"rounds": 3, "other": value})).rounds == 3

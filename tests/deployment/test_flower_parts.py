@@ -112,7 +112,7 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     found = transport.ask(dict.fromkeys(range(5), b"?"), 0.3)
     assert time.monotonic() - started < 5
     assert found[0] == b"yes"
-    assert found[1] == "answers for run 'other'"
+    assert found[1] == "answered for another run, 'other'"
     assert "it broke" in found[2]
     assert 3 not in found
     assert found[4] == "is gone"
@@ -238,7 +238,7 @@ class Attempts:
 
 
 NOBODY = ("no server listens", "", False)
-TAKEN = ("", "a client with this key is connected", False)
+TAKEN = ("", "a client with this key is already connected", False)
 LOST = ("", "the server no longer answers", True)
 WORKS = ("", "", True)
 
@@ -250,8 +250,8 @@ WORKS = ("", "", True)
         ([NOBODY, NOBODY, WORKS], ["no server listens"], 106),
         ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
-        ([NOBODY], ["no server listens", "no connection"], 60),
-        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "no connection"], 160),
+        ([NOBODY], ["no server listens", "cannot connect"], 60),
+        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "cannot connect"], 160),
     ],
 )
 def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
@@ -384,7 +384,10 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
     [
         (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data"),
         (["server"], "--keys is required"),
-        (["deploy", "init", "A", "--spec", "/nothing.toml"], "is not a valid specification"),
+        (
+            ["deploy", "init", "A", "--spec", "/nothing.toml"],
+            "is not a valid data set specification",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
@@ -412,5 +415,5 @@ def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> 
     flwr()
     from fedsynth.deployment.flower.client_app import node_of
 
-    with pytest.raises(MessageError, match="needs its own home"):
+    with pytest.raises(MessageError, match="must also set home"):
         node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))

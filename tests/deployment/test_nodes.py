@@ -205,13 +205,19 @@ def decided(place: Place, policy: Policy, given: Any) -> NetworkedRun:
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        ({"methods": ["fedavg"]}, "method feddm is not allowed (fedavg)"),
-        ({"rounds": 1}, "2 rounds are above the 1 allowed"),
-        ({"delta": 1e-6}, "δ = 1e-05 is above"),
-        ({"settings": {"model.width": [8, 64]}}, "model.width = 4 is not allowed"),
-        ({"settings": {"model.name": ["linear"]}}, "model.name = 'convnet' is not allowed"),
-        ({"settings": {"partition.clients": [4, 9]}}, "partition.clients = 3 is not allowed"),
-        ({"settings": {"method.nothing": ["x"]}}, "method.nothing = None is not allowed"),
+        ({"methods": ["fedavg"]}, "the owner does not allow the method feddm (allowed: fedavg)"),
+        ({"rounds": 1}, "the run has 2 rounds, and the owner allows at most 1"),
+        ({"delta": 1e-6}, "the owner allows at most δ = 1e-06, and"),
+        ({"settings": {"model.width": [8, 64]}}, "the owner does not allow model.width = 4"),
+        (
+            {"settings": {"model.name": ["linear"]}},
+            "the owner does not allow model.name = 'convnet'",
+        ),
+        (
+            {"settings": {"partition.clients": [4, 9]}},
+            "the owner does not allow partition.clients = 3",
+        ),
+        ({"settings": {"method.nothing": ["x"]}}, "the owner does not allow method.nothing = None"),
     ],
 )
 def test_a_policy_names_what_it_does_not_allow(policy: dict[str, Any], why: str) -> None:
@@ -223,9 +229,9 @@ def test_a_policy_names_what_it_does_not_allow(policy: dict[str, Any], why: str)
 def test_a_policy_declines_and_the_run_continues(place: Place) -> None:
     served = decided(place, Policy(methods=("fedavg",)), sections("feddm", privacy=PRIVATE))
     for row in served.record.rows:
-        assert "method feddm is not allowed" in row["lost"]["2"]
+        assert "does not allow the method feddm" in row["lost"]["2"]
     assert not list((place.folder / "owner-2").glob("*.jsonl"))  # not even a ledger was made
-    assert any("declines: method feddm" in one for one in place.said)
+    assert any("does not allow the method feddm" in one for one in place.said)
     assert len(served.histories) == 2
     assert any("client 2 did not take part" in one for one in served.record.deviations)
 
@@ -234,7 +240,7 @@ def test_a_policy_declines_and_the_run_continues(place: Place) -> None:
     ("method", "more", "why"),
     [
         ("fedavg", {}, "without differential privacy"),
-        ("feddm", {"privacy": {**PRIVATE, "mechanism": "paper"}}, "has no guarantee"),
+        ("feddm", {"privacy": {**PRIVATE, "mechanism": "paper"}}, "has no privacy guarantee"),
     ],
 )
 def test_open_runs_need_to_be_allowed(method: str, more: Any, why: str) -> None:
@@ -344,7 +350,7 @@ def test_an_owner_reads_what_it_is_asked_for() -> None:
         given = {"run": {"method": method, "rounds": 2}, "partition": {"clients": CLIENTS}}
         lines = "\n".join(describe_request(new_proposal(given), 1))
         assert f"asks client 1 of 3: {method}, 2 rounds, data set digits" in lines
-        assert "no differential privacy: its uploads are not protected" in lines
+        assert "no differential privacy: the client's uploads are not protected" in lines
 
 
 def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> None:
@@ -391,15 +397,15 @@ WAYS = {
     "is gone": "is gone",
     "empty": "not a valid fedsynth frame",
     "junk": "not a valid fedsynth frame",
-    "unnumbered": "received request",
-    "another client": "received request",
-    "an earlier request": "received request",
-    "long": "bytes, above the",
-    "error": "answers with an error: xxx",
+    "unnumbered": "sent an answer for",
+    "another client": "sent an answer for",
+    "an earlier request": "sent an answer for",
+    "long": "bytes, but at most",
+    "error": "answered with an error: xxx",
     "refusal": "refuses: no",
     "declined": "declines: spent",
-    "damaged ledger": "the history of a client is damaged",
-    "damaged row": "the history of a client is damaged",
+    "damaged ledger": "ledger history is damaged",
+    "damaged row": "ledger history is damaged",
 }
 
 
@@ -441,7 +447,9 @@ def test_silent_clients_are_not_a_quorum(place: Place) -> None:
 
 
 def test_no_client_starts_below_the_quorum(place: Place) -> None:
-    with pytest.raises(TooFewClientsError, match="1 of 3 clients have joined, but the quorum is 2"):
+    with pytest.raises(
+        TooFewClientsError, match="1 of 3 clients have joined, but the run needs at least 2"
+    ):
         place.serve(sections("fedavg"), place.hand(place.node(0)))
 
 
@@ -473,12 +481,12 @@ def test_a_client_index_belongs_to_only_one_node(place: Place) -> None:
     served = NetworkedRun(proposal, post, place.folder / "more", observer=Notes())
     served.run()
     assert set(served.record.rows[0]["lost"]) == {"2"}  # 200 holds the key of client 1
-    assert any("but its key is another client's" in one for one in notes)
+    assert any("but its key belongs to another client" in one for one in notes)
 
 
 def test_a_resumed_run_has_its_settings_and_checkpoint(place: Place) -> None:
     folder = killed(place, sections("fedavg"), place.hand(), CLIENTS + 1)
-    with pytest.raises(CheckpointError, match="has other settings"):
+    with pytest.raises(CheckpointError, match="with other settings"):
         place.serve(sections("fedavg", run={"rounds": 5}), resume=folder)
     for file in (folder / "checkpoint").iterdir():
         file.unlink()
@@ -630,7 +638,7 @@ def test_a_server_does_not_learn_which_images_fit(tmp_path: Path, declared: bool
         assert "owner" in told.facts["reason"]
     if not declared:
         told = answer(9, Owner(approved=frozenset({ANY})), scans())
-        assert "declares no classes and image size" in told.facts["reason"]
+        assert "has not declared the classes" in told.facts["reason"]
 
 
 def test_data_that_cannot_be_read_as_a_whole_are_one_answer(tmp_path: Path) -> None:
@@ -698,7 +706,7 @@ def test_joining_again_gives_no_more_releases(place: Place) -> None:
             node = Node(0, home, DatasetPart(), owner, device="cpu", say=place.said.append)
             joined(node, proposal)
             told = again(node, proposal.run, asked)
-            refused.append("was answered before" in told.facts.get("text", ""))
+            refused.append("has already answered" in told.facts.get("text", ""))
             asked = otherwise(asked)
         assert refused == [False] * most + [True] * (5 - most)
         once = len(place.ledger(0)) // 2
@@ -803,7 +811,7 @@ def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
             answers.add(again(node, proposal.run, caught[0]).to_bytes())
         assert any(f"{type(error).__name__}: {error}" in one for one in said)
     assert len(answers) == 1
-    assert "is notified of the reason" in Frame.from_bytes(answers.pop()).facts["text"]
+    assert "is shown only to its owner" in Frame.from_bytes(answers.pop()).facts["text"]
 
 
 def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:

@@ -243,7 +243,7 @@ def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
     ("change", "why"),
     [
         (lambda node: setattr(node, "name", "client-001"), "belongs to another client"),
-        (lambda node: setattr(node, "number", 7), "the run of 3 clients has no client 7"),
+        (lambda node: setattr(node, "number", 7), "client 7 cannot join"),
     ],
 )
 def test_a_refused_client_receives_the_reason(

@@ -306,7 +306,7 @@ def test_too_few_clients_for_the_noise_give_no_sum(
     served = place.serve(of_four("fedsum"), hand)
     assert (1, "main") not in seen.totals
     assert served.record.rows[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 3}
-    assert "the sum was not computed" in served.record.rows[0]["rejected"]["0"]
+    assert "the secure sum was not computed" in served.record.rows[0]["rejected"]["0"]
     assert "not_counted" not in served.record.rows[1]
     # who has not answered a step has paid nothing
     spent = 2 if question in ("keys", "shares") else 4
@@ -334,9 +334,11 @@ def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> No
 def test_a_quorum_below_what_a_sum_needs_is_refused_at_the_start(place: Place) -> None:
     """By the command, before anything is started, and by the run itself; a quorum of H is none."""
     given = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
-    said = r"quorum=0\.6 must be at least 0\.8: a secure sum needs 4 of 5 clients"
+    said = r"quorum=0\.6 must be at least 0\.8, because a secure sum needs 4 of the 5 clients"
     usual = {**given, "method": {**given["method"], "honest": 0}}
-    with pytest.raises(SettingError, match="at least 1: a secure sum needs 5 of 5 clients"):
+    with pytest.raises(
+        SettingError, match="at least 1, because a secure sum needs 5 of the 5 clients"
+    ):
         new_proposal(usual)
     with pytest.raises(SettingError, match=said) as error:
         new_proposal(given)
@@ -448,7 +450,7 @@ def test_an_upload_is_sent_only_in_a_sum(asked: Asked) -> None:
 
     node = asked.nodes[0]
     told = asked.ask(node, "step", asked.message, sum=None)
-    assert "only in sums" in told.facts["text"]
+    assert "only in secure sums" in told.facts["text"]
     assert asked.step(0, Sealed(of={})).kind == "error"
     passed = asked.shared()
     assert asked.step(0, Sealed(of={})).kind == "error"
@@ -554,10 +556,7 @@ def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Pla
     proposal = new_proposal(sections("fedstats", 100, run={"quorum": 1.0}, privacy=PRIVATE))
     policy = Policy(epsilon=1.0, delta=1e-5)
     [said] = policy.objections(proposal)
-    assert (
-        "each client adds only its share of the noise of 99 clients, and a server that invents"
-        in said
-    )
+    assert "each client adds only 1/99 of the noise, and a server that invents" in said
     assert not policy.objections(proposal, identified=True)
     assert not replace(policy, settings={"method.aggregation": ("secure",)}).objections(proposal)
     own = new_proposal(sections("fedstats", 100, method={"aggregation": "own"}, privacy=PRIVATE))
@@ -613,7 +612,7 @@ def test_an_approval_by_hand_is_of_one_open_run_of_sums(place: Place) -> None:
     assert asked.step(0, passed[0]).kind == "answer"
     again = joined(node, replace(asked.proposal, run="0123456789abcdef"))
     assert again.kind == "refusal"
-    assert "it approved only run" in again.facts["reason"]
+    assert "approval was already used" in again.facts["reason"]
 
 
 def test_an_invalid_round_number_ends_no_process(asked: Asked) -> None:

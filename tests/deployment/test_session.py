@@ -207,7 +207,7 @@ def test_a_process_that_takes_over_knows_what_was_done(place: Place) -> None:
     assert client.asked("step", client.message()).kind == "answer"
     other = client.message(**{k: v + 1 for k, v in client.model().items()})
     client.node = place.node(0)
-    assert "answered before" in client.asked("step", other).facts["text"]
+    assert "already answered" in client.asked("step", other).facts["text"]
     [state] = place.folder.glob("owner-0/runs/*/session.json")
     for damaged in (
         state.read_text()[:-9],
@@ -218,7 +218,7 @@ def test_a_process_that_takes_over_knows_what_was_done(place: Place) -> None:
         state.write_text(damaged)
         client.node = place.node(0)
         answer = client.asked("step", other, round=2)
-        assert "is notified of the reason" in answer.facts["text"]
+        assert "is shown only to its owner" in answer.facts["text"]
         assert "damaged" in place.said[-1]
         state.write_text(whole)
     assert client.asked("step", other, round=2).kind == "answer"

@@ -71,7 +71,7 @@ def test_heterogeneous_clients(tmp_path: Path) -> None:
     assert (result.folder / "stratification.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SettingError, match="one round"):
         run("dense", 2, clients="resnet8,convnet")
-    with pytest.raises(SettingError, match="one architecture for all"):
+    with pytest.raises(SettingError, match="same architecture for all"):
         resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"clients": "resnet8"}})
     with pytest.raises(UnknownNameError, match="did you mean resnet8"):
         run("dense", clients="resnet")

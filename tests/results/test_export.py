@@ -415,7 +415,9 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
         "privacy": TINY["privacy"],
         "data": data,
     }
-    with pytest.raises(SettingError, match=r"method.ipc must be set: images need ipc or drawn_ipc"):
+    with pytest.raises(
+        SettingError, match=r"method.ipc must be set, because the images need ipc or drawn_ipc"
+    ):
         synthesize(owner_settings(without), tmp_path / "share", runs=tmp_path / "runs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")

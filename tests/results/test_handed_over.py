@@ -58,7 +58,9 @@ def test_the_report_names_the_run_and_its_files(folder: Path) -> None:
 
 
 def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
-    with pytest.raises(SettingError, match=r"report\.sites must name each of the 3 clients' sites"):
+    with pytest.raises(
+        SettingError, match=r"report\.sites must name one site for each of the 3 clients"
+    ):
         simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
     for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
         with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):

@@ -358,9 +358,9 @@ PAPER = {"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}
         ({}, {"guesses": 1002}, "even number"),
         ({}, {"confidence": 1.0}, "confidence must be in"),
         ({}, {"canaries_as": "vector"}, "vectors"),
-        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries are too many"),
+        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries must be fewer"),
         (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
-        (resolve(PAPER), {}, "states no ε"),
+        (resolve(PAPER), {}, "has no ε that an audit could test"),
     ],
 )
 def test_a_run_that_cannot_be_audited_is_refused(

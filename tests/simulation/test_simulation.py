@@ -171,7 +171,7 @@ def test_a_class_that_no_client_sends_is_noted() -> None:
     notes = Notes()
     simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=notes)
     assert notes.lines[0].startswith("no differential privacy")
-    assert "no client sends images of 9" in notes.lines[1]
+    assert "no client sends images of these classes: 9" in notes.lines[1]
 
 
 def test_the_memory_bound_splits_clients_and_changes_nothing_else(

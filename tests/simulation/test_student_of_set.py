@@ -235,12 +235,12 @@ def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> No
     digits = load_synthetic(share).spec
     for other, words in (
         ({}, None),
-        ({"width": 16}, "does not fit the images of the set"),
+        ({"width": 16}, "must map images of shape"),
         (
             {"class_names": tuple("abcdefghij")},
-            "is for images of others, but the set has images of",
+            "is for others, whose class names or",
         ),
-        ({"std": (0.1,)}, "is for images of others"),
+        ({"std": (0.1,)}, "is for others"),
     ):
         of = Architecture(replace(digits, name="others", **other), LINEAR)
         teacher = tmp_path / "teacher.safetensors"
@@ -270,12 +270,12 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
         ),
         (
             SettingError,
-            "does not fit the images of the set",
+            "must map images of shape",
             student,
             {"teacher": torch.nn.Flatten()},
         ),
         (SettingError, "the same image shape and classes", images, {"dataset": "synthetic(1,1)"}),
-        (SettingError, "use only one", images, {"dataset": "digits", "folder": tmp_path}),
+        (SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
         (DataError, "does not have", images, {"folder": scans}),
     ]
     for error, words, call, arguments in cases:

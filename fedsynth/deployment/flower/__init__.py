@@ -1,14 +1,17 @@
-"""A federation over Flower (the extra `flower`): its SuperLink and SuperNodes carry our messages.
+"""Runs federations over Flower (the extra `flower`). Flower's SuperLink and SuperNodes carry the
+messages.
 
-    records.py      conversion of our messages to Flower's and back
-    server_app.py   the ServerApp: the rounds, over the Grid
-    client_app.py   the ClientApp, for Flower's own simulation and for plain SuperNodes
-    executor.py     answers a SuperNode's messages at a data owner's, in place of the app
-                    that a server sends there
-    launch.py       Flower's SuperLink, whose control is limited to its own machine, and SuperNode
-    processes.py    these as processes, with unwanted features switched off
+    server_app.py   the ServerApp, which runs the rounds over Flower's Grid
+    client_app.py   the ClientApp, for Flower's simulation and for plain SuperNodes
+    executor.py     answers a SuperNode's messages on the data owner's machine, so that no app from
+                    the server runs there; converts messages to Flower's format and back
+    launch.py       starts Flower's SuperLink and SuperNode; only the server's own machine can
+                    control the SuperLink
+    processes.py    runs these two as processes, with unwanted features switched off
+    joining.py      `fedsynth client`
     serving.py      `fedsynth server`, and the app folder that `fedsynth deploy init` writes
+    keys.py         keys and certificates for trials
 
-Flower's API changes, so the extra pins it to one minor version; nothing outside this package
-imports it.
+Flower's API changes between versions, so the extra requires one minor version. Nothing outside this
+package imports Flower.
 """

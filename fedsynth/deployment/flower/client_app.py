@@ -1,19 +1,20 @@
-"""The ClientApp: for Flower's own simulation, and for SuperNodes that run the app they receive.
+"""The ClientApp, for Flower's simulation and for SuperNodes that run the app that they receive.
 
-Each message may start a fresh process, so no state stays in this one: a client's state is
-in the files of its home (`fedsynth.deployment.session`), and not in Flower's context, which
-goes through the SuperNode with each message, and is lost with it.
+Each message may start a fresh process. A client's state is therefore stored in files in its home
+folder (`fedsynth.deployment.session`). It is not stored in Flower's context, which passes through
+the SuperNode with each message and is lost with the SuperNode.
 
-A data owner whose ledger must hold whatever a server sends starts `fedsynth client` instead
-(`fedsynth.deployment.flower.executor`), which never runs a received app.
+A data owner who does not trust the server starts `fedsynth client` instead
+(`fedsynth.deployment.flower.executor`). It never runs an app that a server sends, so the owner's
+ledger holds whatever the server does.
 
-The node's configuration (`--node-config`) may contain the following; in a simulation Flower itself
-sets the first:
+The node's configuration (`--node-config`) may contain these values. In a simulation, Flower sets
+the first one.
 
-    partition-id    the client's index
-    home            the folder of its ledgers
-    data            a folder of its images by class; default: its part of the data set
-    policy          the file of its policy; default: everything is approved (trials)
+    partition-id    the index of the client
+    home            the folder of the client's ledgers
+    data            a folder of the client's images by class; default: a part of the data set
+    policy          the file of the owner's policy; default: every run is approved (for trials)
 """
 
 from __future__ import annotations
@@ -36,25 +37,29 @@ app = ClientApp()
 
 @app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def answer(message: Message, context: Context) -> Message:
-    """Returns the answer to a server's message."""
+    """Answers a message from the server."""
     run, frame = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
     return reply(run, node.answer(run, frame), message)
 
 
 def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
-    """Returns the node of a configuration.
+    """Creates a node from a configuration.
 
     Args:
-        config: as in this module's docstring.
-        homes: for trials, the folder in which each client has its home, if `config` has none.
+        config: the node's configuration, as described at the top of this module.
+        homes: the folder that contains each client's home, for trials. It is used if `config` names
+            no home.
 
     Raises:
-        MessageError: an owner's data or policy without a home: a server, which sets `homes`, would
-            choose the ledger.
+        MessageError: if `config` names data or a policy but no home. The server sets `homes`, so it
+            would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("a node with its own data or policy needs its own home folder")
+        raise MessageError(
+            "the node's configuration sets data or policy, so it must also set home, the folder of "
+            "the client's ledgers"
+        )
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()

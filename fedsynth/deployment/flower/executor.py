@@ -1,19 +1,20 @@
-"""Answers a SuperNode's messages at a data owner's, in the owner's own process.
+"""Answers a SuperNode's messages in the data owner's process, and converts messages to Flower's
+format.
 
-By itself, a SuperNode runs the app that comes with a message: any code that the server sends, which
-no ledger would bind. So the SuperNode is started with `--isolation process`, in which it runs
-nothing and leaves its tasks to other processes; this module takes them. It answers with the package
-that the owner has installed, never installs or imports the received app, and does not take tasks of
-other kinds (agents, connectors, models). The records stay in one process, and a message starts
-none.
+By itself, a SuperNode runs the app that comes with a message. This is code from the server, which
+could ignore the owner's ledger. Therefore the SuperNode is started with `--isolation process`, so
+that it leaves its tasks to other processes, and this module takes these tasks. It answers with the
+installed package, never installs or imports an app that it receives, and takes no tasks of other
+kinds (agents, connectors, models). All messages are answered in one process, which keeps the
+records in memory.
 
-Flower has no public API for this: the module uses the SuperNode's Runtime API as Flower's own
-executor of this version does.
+Flower has no public API for this. The module uses the SuperNode's Runtime API in the same way as
+Flower's own executor of this version.
 
-Conversion of our messages to Flower's, and back: bytes and the run's name in a `ConfigRecord`.
-
-Nothing else of Flower's records is used: its arrays are for models that are averaged, and ours are
-checked against the methods' own declarations (`fedsynth.core.messages`).
+A message in Flower's format is a `ConfigRecord` with the bytes of a frame and the name of the run.
+Other kinds of records are not used. Flower's array records are meant for models to be averaged,
+whereas the package checks the arrays in a message against the method's declaration
+(`fedsynth.core.messages`).
 """
 
 from __future__ import annotations
@@ -45,19 +46,21 @@ from fedsynth.errors import MessageError
 
 RECORD = "fedsynth"
 KIND = "query"
-"""Flower's type of our messages: it names no training, so that no strategy processes them."""
+"""The message type that Flower is told. It does not say "train", so no Flower strategy processes
+the messages.
+"""
 
 
 def to_record(run: str, frame: bytes) -> RecordDict:
-    """Returns the run's name and a frame in Flower's form."""
+    """Converts a run's name and a frame to Flower's format."""
     return RecordDict({RECORD: ConfigRecord({"run": run, "frames": frame})})
 
 
 def from_record(content: RecordDict) -> tuple[str, bytes]:
-    """Returns the run's name and the frame.
+    """Reads the run's name and the frame from Flower's format.
 
     Raises:
-        MessageError: it is not our message.
+        MessageError: if the record is not a message of this package.
     """
     try:
         record: Any = content[RECORD]
@@ -65,28 +68,30 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
     except (KeyError, TypeError) as error:
         raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("not a valid fedsynth message: its record has other types")
+        raise MessageError(
+            "not a valid fedsynth message: run must be text, and frames must be bytes"
+        )
     return run, frame
 
 
 def request(run: str, frame: bytes, node: int, seconds: float) -> Message:
-    """Returns a message to a node, which expires after `seconds`."""
+    """Creates a message to a node. The message expires after `seconds`."""
     return Message(to_record(run, frame), node, KIND, ttl=seconds)
 
 
 def reply(run: str, frame: bytes, to: Message) -> Message:
-    """Returns the answer to a message."""
+    """Creates the answer to a message."""
     return Message(to_record(run, frame), reply_to=to)
 
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 RETRY_SECONDS = 30.0
-"""How long a SuperNode that does not answer is retried."""
+"""How many seconds calls to a SuperNode that does not answer are repeated."""
 POLL_SECONDS = 0.2
-"""Seconds between two polls for a task."""
+"""The number of seconds between two checks for a task."""
 
 Answer = Callable[[str, bytes], bytes]
-"""(run, frame) -> the answer's frame, as `Node.answer`."""
+"""A function that maps (run, frame) to the frame of the answer, such as `Node.answer`."""
 
 
 def serve_tasks(
@@ -95,10 +100,11 @@ def serve_tasks(
     """Answers a SuperNode's messages, one at a time.
 
     Args:
-        address: of the SuperNode's Runtime API, HOST:PORT on this machine.
-        secret: shared with the SuperNode: no other process on this machine takes its tasks.
-        answer: the node's.
-        is_running: called between messages; False ends the loop.
+        address: the address of the SuperNode's Runtime API, HOST:PORT on this machine.
+        secret: a secret that only this process and the SuperNode know. No other process on this
+            machine can take the tasks.
+        answer: answers a message, such as `Node.answer`.
+        is_running: is called between messages. The loop ends when it returns False.
     """
     authentication = SuperExecAuthHttpInterceptor(
         master_secret=secret, protected_methods=frozenset({ACQUIRE})
@@ -128,9 +134,10 @@ def _client(
 
 
 def _execute(address: str, token: str, answer: Answer) -> None:
-    """Answers one message. A SuperNode waits for an answer to each, so there is always one.
+    """Answers one message. Every message gets an answer, because the SuperNode waits for one.
 
-    If the SuperNode has ended meanwhile, the node keeps its answer for the server.
+    If the SuperNode has ended in the meantime, the node keeps its answer and sends it when the
+    server asks again.
     """
     retry = make_simple_http_retry_invoker()
     retry.max_time = RETRY_SECONDS
@@ -142,7 +149,7 @@ def _execute(address: str, token: str, answer: Answer) -> None:
         push_message(client, _reply(message, answer), context)
         push_task_output(client, context, SubStatus.COMPLETED, details="")
     except (httpx.HTTPError, RunNotRunningException) as error:
-        print(f"an answer was rejected: {error!r:.200}", file=sys.stderr, flush=True)
+        print(f"the SuperNode did not take an answer: {error!r:.200}", file=sys.stderr, flush=True)
     finally:
         if heartbeat.is_running:
             heartbeat.stop()
@@ -150,10 +157,10 @@ def _execute(address: str, token: str, answer: Answer) -> None:
 
 
 def _reply(message: Message, answer: Answer) -> Message:
-    """Returns the answer to a message, or an error for a foreign one."""
+    """Answers a message, or returns an error if the message is not one of this package."""
     try:
         if message.has_error():
-            raise MessageError("an error is not a request")
+            raise MessageError("received an error message in place of a request")
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)

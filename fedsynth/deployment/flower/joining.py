@@ -1,4 +1,6 @@
-"""`fedsynth client`: Flower's SuperNode, and the data owner's own process that answers for it."""
+"""`fedsynth client`, which starts Flower's SuperNode and answers its messages in the owner's
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,39 +24,43 @@ from fedsynth.privacy.files import last_line
 from fedsynth.validation import MAX_SECONDS, check_number
 
 LOG = "supernode.log"
-"""The log of the last SuperNode, in the owner's folder of ledgers."""
+"""The name of the SuperNode's log file in the owner's folder of ledgers. Each SuperNode overwrites
+it.
+"""
 WAIT_SECONDS = 600.0
-"""Seconds without a connection after which a client gives up."""
+"""The number of seconds without a connection after which a client gives up."""
 RETRY_SECONDS = 3.0
-"""Seconds between two attempts to connect."""
+"""The number of seconds between two attempts to connect."""
 LOST_SECONDS = 10
-"""Seconds after which a SuperNode without its server ends."""
+"""The number of seconds after which a SuperNode ends if its server does not answer."""
 LINGER_SECONDS = 6.0
-"""Seconds for sending the last answer."""
+"""The number of seconds that remain for sending the last answer."""
 REASONS = {
-    "[code: 2004]": "a client with this key is connected to the server: an earlier process of "
-    "this client, which the server drops after a minute, or another client with "
+    "[code: 2004]": "a client with this key is already connected to the server. It is an earlier "
+    "process of this client, which the server drops after a minute, or another client with "
     "the same key",
-    "SSL/TLS handshake error": "the server's certificate is not one of the CA's, or has expired",
+    "SSL/TLS handshake error": "the server's certificate was not signed by the CA, or has expired",
     "Giving up reconnection": "the server no longer answers",
-    "SuperNode terminated gracefully": "the server does not know this client's key: it was "
-    "restarted, or was given other keys",
+    "SuperNode terminated gracefully": "the server does not know this client's key, because it was "
+    "restarted or uses other keys",
 }
-"""What a SuperNode logs before it ends -> its meaning."""
+"""Maps a text that a SuperNode logs before it ends to an explanation for the owner."""
 
 
 @dataclass(frozen=True)
 class ServerConnection:
-    """The connection of a node to its server.
+    """A node's connection to its server.
 
     Args:
-        server: the SuperLink's HOST:PORT.
-        ca: the CA certificate that signed the server's, PEM; None: no TLS, which is allowed only
-            for a server on this machine.
-        key: the node's own private key; the server knows its public one.
+        server: the address of the SuperLink, HOST:PORT.
+        ca: a PEM file with the CA certificate that signed the server's certificate. None: no TLS,
+            which is allowed only if the server is on this machine.
+        key: the file of the node's private key. The server must know the public key. None: the
+            server accepts nodes without keys.
 
     Raises:
-        SettingError: an invalid address, TLS is missing, or a file is.
+        SettingError: if the address is invalid, if TLS is required but no CA is given, or if a file
+            is missing.
     """
 
     server: str
@@ -66,14 +72,16 @@ class ServerConnection:
         if not host or not port.isdigit():
             raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
-            reason = "is required for a key, and for another machine: set the CA's certificate"
+            reason = "is required with a key or a server on another machine: set the CA certificate"
             raise SettingError(None, "TLS", reason)
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
                 raise SettingError(None, str(path), "is not a file")
 
     def unreachable(self) -> str:
-        """Returns why nothing can be sent to the server; "" if it listens."""
+        """Tries to connect to the server. Returns the reason if this fails, or an empty string if
+        the server listens.
+        """
         host, _, port = self.server.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), LOST_SECONDS).close()
@@ -83,7 +91,7 @@ class ServerConnection:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the SuperNode's command."""
+        """The arguments of the SuperNode's command line."""
         options = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.ca is None:
             return [*options, "--insecure"]
@@ -96,20 +104,20 @@ class ServerConnection:
 def join(
     node: Node, connection: ServerConnection, *, once: bool = False, wait: float = WAIT_SECONDS
 ) -> None:
-    """Connects a node, and answers messages until it has to end.
+    """Connects a node to its server, and answers messages until the work is done.
 
-    A failed or lost connection is retried. The node's owner gets each reason once.
+    A failed or lost connection is retried. The owner is told each reason once.
 
     Args:
-        node: the data owner's.
-        connection: to its server.
+        node: the data owner's node.
+        connection: the connection to the server.
         once: whether to end after the first completed run.
-        wait: the seconds without a connection to the server after which it gives up.
+        wait: the number of seconds without a connection after which the client gives up.
 
     Raises:
-        SettingError: `wait` is negative, not finite or more than three years.
-        FlowerError: Flower is missing, the server was not reached in time, or it refuses the
-            client.
+        SettingError: if `wait` is negative, not finite, or more than three years.
+        FlowerError: if Flower is not installed, if the server was not reached in time, or if the
+            server refuses the client.
     """
     check_number(None, "wait", wait, 0, MAX_SECONDS)
     require_flower()
@@ -127,19 +135,20 @@ def join(
                 deadline = time.monotonic() + wait
                 printed = ""
         if time.monotonic() >= deadline:
-            raise FlowerError(f"no connection to {connection.server} for {wait:g} s: {reason}")
+            raise FlowerError(f"cannot connect to {connection.server} for {wait:g} s: {reason}")
         if reason != printed:
-            node.say(f"{reason}; trying again for {wait:g} s")
+            node.say(f"{reason}; the client tries again for {wait:g} s")
             printed = reason
         time.sleep(min(RETRY_SECONDS, wait))
 
 
 def run_supernode(node: Node, connection: ServerConnection, *, once: bool) -> tuple[str, bool]:
-    """Answers messages until the SuperNode or the node's work ends.
+    """Runs a SuperNode and answers its messages until the SuperNode ends or the node's work is
+    done.
 
     Returns:
-        The reason why the SuperNode has ended ("": the node's work has), and whether the server
-        has accepted it.
+        The reason why the SuperNode has ended, and whether the server has accepted it. The reason
+        is empty if the node's work is done.
     """
     from fedsynth.deployment.flower.executor import serve_tasks
 

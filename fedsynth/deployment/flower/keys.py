@@ -1,7 +1,9 @@
-"""Keys and certificates for a federation: its own CA, the server's certificate, nodes' keys.
+"""Creates keys and certificates for a federation: a CA, the server's certificate and the nodes'
+keys.
 
-For trials, and for federations whose parties exchange these files by hand. The CA's own key is
-discarded: another certificate needs a new CA. The curves are NIST's, as Flower requires.
+They are for trials, and for federations whose parties exchange these files by hand. The private key
+of the CA is discarded, so a further certificate needs a new CA. The keys use NIST curves because
+Flower requires them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ try:
     )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise FlowerError("keys need the extra: pip install 'fedsynth[flower]'") from None
+    raise FlowerError(
+        "creating keys needs the extra flower: pip install 'fedsynth[flower]'"
+    ) from None
 
 VALIDITY = timedelta(days=365)
 CA_NAME = "fedsynth federation"
@@ -37,22 +41,23 @@ UNUSED = (
     "digital_signature content_commitment key_encipherment data_encipherment key_agreement "
     "encipher_only decipher_only"
 )
-"""The uses that a CA's key does not have."""
+"""The key usages that the certificate of the CA does not allow."""
 Extensions = list[tuple[x509.ExtensionType, bool]]
-"""Extensions of a certificate, and whether each is critical."""
+"""The extensions of a certificate, each with a flag that tells whether it is critical."""
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
-    """Writes ca.crt, server.crt, server.key, and for each client client-NNN and client-NNN.pub.
+    """Writes ca.crt, server.crt and server.key, and for each client client-NNN and client-NNN.pub.
 
     Args:
-        folder: created if missing; it must not contain any of these files.
+        folder: the folder for the files. It is created if it does not exist, and it must not
+            contain any of these files.
         clients: the number of clients.
-        hosts: names and addresses of the server, in addition to this machine's own.
+        hosts: the names and addresses of the server, in addition to 127.0.0.1 and localhost.
 
     Raises:
-        SettingError: a number out of range, or an invalid host name.
-        OutputError: the files cannot be written, or one exists.
+        SettingError: if the number of clients is out of range, or a host name is invalid.
+        OutputError: if the files cannot be written, or if one already exists.
     """
     check_number(None, "clients", clients, 1, MOST_CLIENTS, integer=True)
     ca_key = ec.generate_private_key(ec.SECP256R1())
@@ -107,7 +112,7 @@ def _certificate(
     ca_key: ec.EllipticCurvePrivateKey,
     extensions: Extensions,
 ) -> bytes:
-    """Returns a certificate of a public key, signed by the CA, PEM."""
+    """Creates a certificate for a public key, signed by the CA, in PEM."""
     issued_at = datetime.now(UTC)
     builder = x509.CertificateBuilder(
         issuer_name=_name(CA_NAME),
@@ -131,7 +136,7 @@ def _host(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     with suppress(ValueError):
         return x509.DNSName(name)
-    raise SettingError(None, "host", f"must be a name or an address, got {name!r:.80}")
+    raise SettingError(None, "host", f"must be a host name or an IP address, got {name!r:.80}")
 
 
 def _private(key: ec.EllipticCurvePrivateKey, format_: PrivateFormat) -> bytes:

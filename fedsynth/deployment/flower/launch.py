@@ -1,13 +1,14 @@
-"""Flower's SuperLink and SuperNode, which end with their parent process: `python -m
+"""Starts Flower's SuperLink or SuperNode, which ends when its parent process ends: `python -m
 fedsynth.deployment.flower.launch superlink|supernode OPTIONS`.
 
-One port of a SuperLink serves the nodes (Fleet API), the users who start and stop runs and register
-nodes (Control API), and the processes of a run (Runtime API). The last two must not be reachable
-from outside the machine: whoever may start a run runs code on it. Here they answer only the machine
-itself; nodes, which authenticate by their keys, have the Fleet API.
+One port of a SuperLink serves three groups: the nodes (Fleet API), the users who start and stop
+runs and register nodes (Control API), and the processes of a run (Runtime API). Whoever may start a
+run can run code on the machine, so the last two must not be reachable from outside. Here they
+answer only requests from the machine itself. Nodes may use only the Fleet API, and authenticate
+with their keys.
 
-Flower checks a node's signature after it has read the whole request. Here Flower's own function
-checks it first, so that untrusted input takes no memory.
+Flower checks a node's signature only after it has read the whole request. Here Flower's own check
+runs first, so that untrusted requests cannot fill the memory.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ from typing import Any
 from fedsynth.deployment.flower.processes import GRACE_SECONDS
 
 FOR_NODES = ("/v1/fleet/",)
-"""Paths of the Fleet API."""
-REFUSALS = {403: b"only for this machine\n", 401: b"no node with a known key\n"}
+"""The paths of the Fleet API."""
+REFUSALS = {
+    403: b"only processes on the server's machine may send this request\n",
+    401: b"only nodes with a registered key may send this request\n",
+}
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware: `FOR_NODES` is for nodes with a known key, and everything else for this
-    machine.
+    """ASGI middleware that accepts requests to the Fleet API (`FOR_NODES`) from nodes with a known
+    key, and all other requests only from this machine.
 
     A request is refused before its body is read.
 
     Args:
-        app: the rest of the SuperLink.
+        app: the ASGI app that handles accepted requests.
     """
 
     def __init__(self, app: App) -> None:
@@ -54,7 +58,7 @@ class Gate:
         await send({"type": "http.response.body", "body": REFUSALS[status]})
 
     async def _refusal(self, scope: Scope) -> int | None:
-        """Returns the status that refuses a request; None: it is accepted."""
+        """Returns the HTTP status with which a request is refused, or None if it is accepted."""
         if scope["type"] != "http":
             return None
         if not allowed(scope["path"], scope.get("client")):
@@ -68,7 +72,9 @@ class Gate:
 
 
 def _is_known_node(scope: Scope) -> bool:
-    """Returns whether a request's headers carry a recent signature of a registered node's key."""
+    """Returns True if the headers of a request have a recent signature with a registered node's
+    key.
+    """
     from base64 import b64decode
     from binascii import Error
 
@@ -90,7 +96,8 @@ def _is_known_node(scope: Scope) -> bool:
 
 
 def allowed(path: str, client: tuple[str, int] | None) -> bool:
-    """Returns whether a request may be answered, by its origin.
+    """Returns True if a request with this path may be answered, given the address that it comes
+    from.
 
     >>> allowed("/v1/fleet/pull-messages", ("192.0.2.7", 80))
     True
@@ -108,7 +115,7 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
 
 
 def superlink() -> None:
-    """Runs `flower-superlink`, with control limited to its own machine."""
+    """Runs `flower-superlink`, which only the machine itself can control."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
@@ -119,7 +126,7 @@ def superlink() -> None:
 
 
 def supernode() -> None:
-    """Runs `flower-supernode`, and ends when it has lost its server."""
+    """Runs `flower-supernode`, and ends the process when the connection to the server is lost."""
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     flower_supernode()
@@ -127,7 +134,9 @@ def supernode() -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent process has ended, also after a SIGKILL."""
+    """Ends this process when its parent process has ended, even if the parent was killed with
+    SIGKILL.
+    """
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,7 +1,7 @@
-"""Flower's SuperLink and SuperNode as processes that end with this one.
+"""Runs Flower's SuperLink and SuperNode as processes that end with this process.
 
-They send no telemetry, check for no updates, collect no usage statistics of Ray, and install no
-packages of an app.
+They send no telemetry, do not check for updates, collect no usage statistics for Ray, and install
+no packages that an app names.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""The environment of every Flower process."""
+"""Environment variables of every Flower process."""
 GRACE_SECONDS = 10.0
-"""How long a process has to end by itself."""
+"""The number of seconds that a process has to end by itself."""
 START_SECONDS = 60.0
-"""How long a process has to listen on its port."""
+"""The number of seconds that a process has until it must listen on its port."""
 
 
 class FlowerError(FedsynthError):
-    """A Flower process did not start, or ended."""
+    """Raised if Flower is missing, or if a Flower process did not start, failed or ended early."""
 
 
 def require_flower() -> None:
-    """Raises FlowerError, which names the extra, if Flower is not installed."""
+    """Raises a FlowerError that names the extra to install if Flower is not installed."""
     try:
         import flwr  # noqa: F401
     except ImportError:
@@ -47,20 +47,20 @@ def require_flower() -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Returns the environment of a Flower process, whose files go into `home`."""
+    """Returns the environment of a Flower process. Flower stores its files in `home`."""
     scripts = str(Path(sys.executable).parent)  # where Flower's own commands look for each other
     path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path}
 
 
 def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> subprocess.Popen[str]:
-    """Starts a Python module as a Flower process, in a process group of its own.
+    """Starts a Python module as a Flower process, in a new process group.
 
     Args:
-        module: its name.
-        arguments: its options.
-        home: FLWR_HOME.
-        output: receives its output and errors, as `subprocess.Popen(stdout=...)`.
+        module: the name of the module.
+        arguments: the command-line arguments.
+        home: the folder for FLWR_HOME.
+        output: receives the standard output and error, as in `subprocess.Popen(stdout=...)`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -77,17 +77,19 @@ def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> sub
 def listening(
     name: str, arguments: Sequence[str], port: int, home: Path, log: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Runs a listening SuperLink or SuperNode for the duration of the block.
+    """Runs a SuperLink or SuperNode for the duration of the block, which begins when the process
+    listens.
 
     Args:
         name: "superlink" or "supernode".
-        arguments: its options.
-        port: its port on this machine.
-        home: FLWR_HOME.
-        log: the file for its output.
+        arguments: the command-line options of the process.
+        port: the port on this machine on which the process listens.
+        home: the folder for FLWR_HOME.
+        log: the file that receives the output of the process.
 
     Raises:
-        FlowerError: it ended early, or does not listen in time; with the log's last line.
+        FlowerError: if the process ended early, or does not listen in time. If it ended, the
+            message contains the last line of the log.
     """
     with open_regular(log, writing=True, create=True) as file:
         process = start("fedsynth.deployment.flower.launch", [name, *arguments], home, file)
@@ -99,7 +101,7 @@ def listening(
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Ends a process and its children: first with SIGTERM, then with SIGKILL."""
+    """Ends a process and its children, first with SIGTERM and then with SIGKILL."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
@@ -112,15 +114,15 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise FlowerError(f"the {name} has ended: {last_line(log)} ({log})")
+            raise FlowerError(f"the {name} ended before it was ready: {last_line(log)} (see {log})")
         with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(f"the {name} does not listen on {LOCALHOST}:{port} after {START_SECONDS:g} s")
+    raise FlowerError(f"the {name} did not listen on {LOCALHOST}:{port} within {START_SECONDS:g} s")
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which no process listens now."""
+    """Returns a port on this machine on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind((LOCALHOST, 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,9 @@
-"""The ServerApp: a run's rounds over Flower's Grid.
+"""The ServerApp, which runs a run's rounds over Flower's Grid.
 
-It is not a Strategy: Flower's strategies average arrays, and here the method computes the next
-state from its clients' uploads. Flower starts it in a separate process on the SuperLink's machine,
-with a run's settings in its configuration (`fedsynth.deployment.flower.serving.DEFAULTS`).
+It is not a Flower Strategy. Strategies average arrays, whereas here the method computes the next
+state from its clients' uploads. Flower starts the app in a separate process on the SuperLink's
+machine. The app's configuration contains the run's settings
+(`fedsynth.deployment.flower.serving.DEFAULTS`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from fedsynth.federation.observer import Observer
 from fedsynth.privacy.errors import PrivacyError
 
 POLL_SECONDS = 0.3
-"""Seconds between two polls for answers."""
+"""The number of seconds between two checks for answers."""
 
 app = ServerApp()
 
 
 class GridTransport:
-    """Transports messages over Flower's Grid.
+    """Carries messages over Flower's Grid.
 
     Args:
-        grid: Flower's.
+        grid: the Grid.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -42,12 +43,12 @@ class GridTransport:
         self.run = ""
 
     def nodes(self) -> Sequence[int]:
-        """Returns the connected nodes."""
+        """Returns the ids of the connected nodes."""
         return sorted(self._grid.get_node_ids())
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        """Sends all messages, and returns the answers that arrive in time; later ones are
-        dropped.
+        """Sends all messages, and returns the answers that arrive in time. Later answers are
+        discarded.
         """
         deadline = time.monotonic() + seconds
         ttl = max(1.0, seconds)
@@ -69,7 +70,7 @@ class GridTransport:
         return answers
 
     def _answer(self, message: Message) -> bytes | str:
-        """Returns a node's answer, or why there is none."""
+        """Returns a node's answer, or the reason why it cannot be used."""
         if message.has_error():
             return f"does not answer: {message.error.reason!s:.200}"
         try:
@@ -77,7 +78,7 @@ class GridTransport:
         except MessageError as error:
             return str(error)
         if run != self.run:
-            return f"answers for run {run!r:.40}"
+            return f"answered for another run, {run!r:.40}"
         return frame
 
 
@@ -93,7 +94,9 @@ class LogObserver(Observer):
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
-    """Runs the configured run, and writes where its folder is, or why there is none."""
+    """Runs the configured run. Afterwards it writes the path of the run folder, or the error, to
+    the result file.
+    """
     result = str(context.run_config["result"])
     outcome: dict[str, str] = {}
     try:
@@ -107,7 +110,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
-    """Returns the run of a configuration."""
+    """Creates the run that a configuration describes."""
     nodes = json.loads(str(config["clients"]))
     clients = {int(node): int(client) for node, client in nodes.items()}
     timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))

@@ -1,8 +1,9 @@
-"""`fedsynth server`: Flower's SuperLink and one run on it, from its start to its end; and the
-Flower app folder of a run, which `flwr run` reads and `fedsynth deploy init` writes.
+"""`fedsynth server`, which starts Flower's SuperLink, executes one run on it and stops it again.
 
-The app is part of this package; the folder names it and holds the run's proposal. A data owner's
-node does not need it (`fedsynth client` answers with the installed package).
+The module also writes a run's Flower app folder for `flwr run` and `fedsynth deploy init`. The code
+of the app is part of this package, and the folder only refers to it and contains the run's
+proposal. A data owner's node does not need the folder, because `fedsynth client` answers with the
+installed package.
 """
 
 from __future__ import annotations
@@ -33,33 +34,35 @@ DEFAULTS: Mapping[str, Any] = {
     "answer": 3600.0,
     "home": "",  # the parent folder of the clients' homes, in a trial on one machine
 }
-"""A run's configuration, in addition to its proposal; read by `server_app` and `client_app`."""
+"""The configuration of an app, in addition to the run's proposal. `server_app` and `client_app`
+read it.
+"""
 APPS = "fedsynth.deployment.flower"
 COMMANDS = "flwr.cli.app"
-"""The module of Flower's command `flwr`."""
+"""The module that implements Flower's command `flwr`."""
 SUPERLINK = "local"
-"""The SuperLink's name in the configuration of `flwr`."""
+"""The name of the SuperLink in the configuration of `flwr`."""
 LOG = "superlink.log"
-"""The SuperLink's output, next to the run folders."""
+"""The name of the SuperLink's log file, which is written next to the run folders."""
 HOSTS = (LOCALHOST, "0.0.0.0")
 TLS_FILES = {
     "--ssl-certfile": "server.crt",
     "--ssl-keyfile": "server.key",
     "--ssl-ca-certfile": "ca.crt",
 }
-"""Options of `flower-superlink`, with the file in the folder of keys."""
+"""Maps options of `flower-superlink` to names of files in the folder of keys."""
 
 
 def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> None:
     """Writes the folder of a Flower app.
 
     Args:
-        folder: created if it is missing.
-        proposal: the run.
-        options: the differences from `DEFAULTS`.
+        folder: the folder, which is created if it does not exist.
+        proposal: the proposal of the run.
+        options: the values that differ from `DEFAULTS`.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: if the folder cannot be written.
     """
     project: dict[str, dict[str, Any]] = {
         "project": {
@@ -92,15 +95,17 @@ class SuperLinkSettings:
     """The settings of the SuperLink that `fedsynth server` starts.
 
     Args:
-        port: the port that it listens on.
-        keys: the folder of server.crt, server.key, ca.crt and each client's client-NNN.pub: no
-            other nodes connect. The certificate must name 127.0.0.1, too. None: without TLS and
-            without node authentication, for trials on one machine.
+        port: the port on which the SuperLink listens.
+        keys: the folder with server.crt, server.key, ca.crt and a client-NNN.pub for each client.
+            Only nodes with these keys can connect. The server's certificate must also name
+            127.0.0.1. None: the SuperLink uses no TLS and does not authenticate nodes, which is for
+            trials on one machine.
         clients: the number of clients.
-        host: "127.0.0.1", or "0.0.0.0" for nodes elsewhere.
+        host: "127.0.0.1", or "0.0.0.0" if nodes on other machines connect.
 
     Raises:
-        SettingError: another host, nodes elsewhere without keys, or a file of `keys` is missing.
+        SettingError: if the host is another one, if nodes on other machines may connect without
+            keys, or if a file in `keys` is missing.
     """
 
     port: int
@@ -121,14 +126,14 @@ class SuperLinkSettings:
 
     @property
     def public_keys(self) -> list[Path]:
-        """The clients' keys, in their order."""
+        """The files of the clients' public keys, in the order of the clients."""
         if self.keys is None:
             return []
         return [self.keys / f"client-{number:03d}.pub" for number in range(self.clients)]
 
     @property
     def arguments(self) -> list[str]:
-        """Options of `flower-superlink`."""
+        """The command-line options of `flower-superlink`."""
         options = ["--host", self.host, "--port", str(self.port)]
         options.append("--disable-runtime-dependency-installation")
         if self.keys is None:
@@ -150,12 +155,12 @@ class SuperLinkSettings:
 
 @dataclass
 class SuperLink:
-    """A SuperLink that listens.
+    """A running SuperLink.
 
     Args:
-        settings: its settings.
-        home: its FLWR_HOME.
-        clients: node -> client, by the given keys.
+        settings: the settings of the SuperLink.
+        home: the folder for FLWR_HOME.
+        clients: maps each registered node to its client, according to the client's key.
     """
 
     settings: SuperLinkSettings
@@ -163,10 +168,11 @@ class SuperLink:
     clients: dict[int, int] = field(default_factory=dict)
 
     def register(self) -> None:
-        """Registers the nodes' keys: no other node can connect.
+        """Registers the public keys of all nodes. Other nodes cannot connect.
 
         Raises:
-            FlowerError: a file has no key.
+            FlowerError: if Flower does not register a key, for example because the file contains
+                none.
         """
         for number, key in enumerate(self.settings.public_keys):
             register = ["supernode", "register", str(key.absolute()), SUPERLINK, "--format", "json"]
@@ -176,7 +182,9 @@ class SuperLink:
                 answer = json.loads(output[output.index("{") :])
                 self.clients[int(answer["node-id"])] = number
             except (ValueError, KeyError, TypeError):
-                raise FlowerError(f"{key} is not registered: {output[-300:]}") from None
+                raise FlowerError(
+                    f"Flower did not register the key {key}: {output[-300:]}"
+                ) from None
 
     def run(
         self,
@@ -186,14 +194,14 @@ class SuperLink:
         resume: Path | None = None,
         say: Callable[[str], None] = print,
     ) -> Path:
-        """Starts a run, and waits for its end.
+        """Starts a run, and waits until it ends.
 
         Returns:
             The run's folder.
 
         Raises:
-            FlowerError: it did not finish.
-            OutputError: it has failed.
+            FlowerError: if the run did not finish.
+            OutputError: if the run failed with an error.
         """
         app = Path(tempfile.mkdtemp(prefix="app-", dir=self.home))
         result = app / "result.json"
@@ -218,7 +226,7 @@ class SuperLink:
         except (OSError, ValueError):
             outcome = {}
         if "error" in outcome:
-            raise OutputError(f"the run has failed: {outcome['error']}")
+            raise OutputError(f"the run failed: {outcome['error']}")
         if "folder" not in outcome:
             raise FlowerError("the run did not finish: see the server's messages above")
         return Path(outcome["folder"])
@@ -226,14 +234,14 @@ class SuperLink:
 
 @contextmanager
 def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
-    """Runs a SuperLink, with its nodes' keys registered, for the duration of the block.
+    """Runs a SuperLink with the registered keys of its nodes for the duration of the block.
 
     Args:
-        settings: the SuperLink's.
-        logs: the folder of its log.
+        settings: the settings of the SuperLink.
+        logs: the folder for the SuperLink's log.
 
     Raises:
-        FlowerError: it does not start.
+        FlowerError: if the SuperLink does not start, or a key cannot be registered.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fedsynth-server-") as folder:

@@ -1,4 +1,6 @@
-"""A client of one secure sum: it gives the server a masked vector, and shares of secrets."""
+"""The client's side of a secure sum, which sends a masked vector and shares of secrets to the
+server.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,17 @@ from fedsynth.privacy.signing import read_private_key, read_public_key
 
 @dataclass(frozen=True)
 class SumTerms:
-    """The terms of a sum, which all parties know in advance.
+    """The parameters of a secure sum, which all parties know in advance.
 
     Args:
-        name: of this sum only.
-        threshold: the smallest number of clients in a sum, and the number that is enough to remove
-            masks. It is above half of the clients: a server that claims to some that a client is
-            lost, and to others that it is present, then lacks shares of one kind. Where each client
-            adds the noise of 1 of H, it is above H (`fedsynth.config.checks.fewest`).
-        clients: the number of clients; their indices start at 0.
-        length: of vectors.
+        name: the name of this sum. No other sum has the same name.
+        threshold: the smallest number of clients in a sum. Shares from this many clients are enough
+            to remove masks. It is more than half of the clients. A server that tells some clients
+            that a client has failed, and others that it is present, then gets too few shares of one
+            kind. If each client adds 1/H of the noise, the threshold is also above H in a private
+            run of several clients (`fedsynth.config.checks.fewest`).
+        clients: the number of clients. Their indices start at 0.
+        length: the length of the clients' vectors.
     """
 
     name: bytes
@@ -54,17 +57,22 @@ class SumTerms:
 
     def __post_init__(self) -> None:
         if not self.clients // 2 < self.threshold <= self.clients:
-            raise SecureSumError("the threshold must be above half of the clients")
+            raise SecureSumError(
+                f"the threshold {self.threshold} must be above half of the {self.clients} clients"
+            )
 
 
 @dataclass(frozen=True)
 class Identities:
-    """Long-lived keys, by which a client detects that a server has replaced others' keys by its
-    own.
+    """The identity keys of the clients, which are used in many sums.
+
+    With these keys, a client detects a server that has replaced the other clients' keys by keys of
+    its choice.
 
     Args:
-        private_key: this client's.
-        public_keys: every client's, by index; exchanged in advance, and not by the server.
+        private_key: the private identity key of this client.
+        public_keys: the public identity keys of all clients, by index. The owners must have
+            exchanged them in advance, without the server.
     """
 
     private_key: Ed25519PrivateKey
@@ -72,17 +80,20 @@ class Identities:
 
 
 class SumClient:
-    """One client of one sum. Its answers are requested in this order, each once: `keys`, `share`,
-    `receive`, `mask`, `unmask`. It can resume in another process (`state`).
+    """One client in one secure sum.
+
+    The methods are called once each, in the order `keys`, `share`, `receive`, `mask`, `unmask`.
+    Another process can continue the sum from the stored `state`.
 
     Args:
-        number: the client's index.
-        terms: of the sum.
-        identities: None: the server is trusted to relay keys unchanged.
-        state: what an earlier process has left of the same sum; None: the sum begins.
+        number: the index of the client.
+        terms: the parameters of the sum.
+        identities: the identity keys of all clients. None: the server is trusted to pass on keys
+            unchanged.
+        state: the state of the same sum from an earlier process. None: the sum begins.
 
     Raises:
-        SecureSumError: it is the state of another sum.
+        SecureSumError: if the state belongs to another sum.
     """
 
     def __init__(
@@ -100,19 +111,25 @@ class SumClient:
             fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
             state = SumState(number=number, terms=repr(terms), **fresh)
         if (state.number, state.terms) != (number, repr(terms)):
-            raise SecureSumError(f"client {number} takes part in another sum")
+            raise SecureSumError(
+                f"the stored state of client {number} belongs to another secure sum"
+            )
         self.state = state
         self._mask_key = primitives.key_of(state.mask_key)
         self._channel_key = primitives.key_of(state.channel_key)
 
     def _next(self, step: int) -> None:
-        """Checks the order: a second answer could remove a mask that the first has left."""
+        """Checks that the requests come in order and only once. A second answer could reveal a mask
+        that the first answer did not.
+        """
         if self.state.step != step:
-            raise SecureSumError(f"client {self.number} received requests out of order")
+            raise SecureSumError(
+                f"client {self.number} received a request of a secure sum out of order"
+            )
         self.state.step += 1
 
     def keys(self) -> Keys:
-        """Returns its public keys."""
+        """Returns the client's public keys for this sum."""
         self._next(0)
         keys = Keys(
             client=self.number,
@@ -125,10 +142,12 @@ class SumClient:
         return keys
 
     def share(self, roster: Roster) -> Sealed:
-        """Returns shares of its secrets for each other client, which the server cannot read.
+        """Splits the client's secrets into shares, and returns one encrypted share for each other
+        client. The server cannot read them.
 
         Raises:
-            SecureSumError: too few clients, a repeated key, or one that its client has not signed.
+            SecureSumError: if there are too few clients, if a key occurs twice, or if a client has
+                not signed its keys.
         """
         self._next(1)
         self._check(roster)
@@ -149,16 +168,23 @@ class SumClient:
     def _check(self, roster: Roster) -> None:
         keys = roster.keys
         if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
-            raise SecureSumError(f"{len(keys)} clients are too few for a sum")
+            raise SecureSumError(
+                f"received the keys of {len(keys)} clients, but a secure sum needs "
+                f"{self.terms.threshold} to {self.terms.clients} clients, numbered from 0"
+            )
         if self.number not in keys or keys[self.number].mask != primitives.public(self._mask_key):
-            raise SecureSumError("the server has other keys of this client")
+            raise SecureSumError(
+                "the server sent keys for this client that are not this client's keys"
+            )
         public: set[bytes] = set()
         for k, keys_of in keys.items():
             if k != keys_of.client:
-                raise SecureSumError(f"the keys of client {k} belong to client {keys_of.client}")
+                raise SecureSumError(
+                    f"the keys that the server sent for client {k} belong to client {keys_of.client}"
+                )
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
-            raise SecureSumError("two clients have the same key")
+            raise SecureSumError("the server sent the same key for two clients")
         if self._identities is None:
             return
         for k, keys_of in keys.items():
@@ -166,11 +192,13 @@ class SumClient:
                 signed = keys_of.signed(self.terms.name)
                 self._identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
-                raise SecureSumError(f"client {k} has not signed its keys") from None
+                raise SecureSumError(
+                    f"the keys of client {k} are not signed with the identity key of client {k}"
+                ) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """Returns the key of one message between two clients, and the context that it is bound
-        to.
+        """Returns the key that encrypts one message between two clients, and the context to which
+        the message is bound.
         """
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
         key = primitives.common(
@@ -179,39 +207,48 @@ class SumClient:
         return key, about
 
     def receive(self, received: Sealed) -> None:
-        """Stores the others' shares: a client that sends none is lost before any mask is made.
+        """Stores the shares that the other clients have sent to this client.
+
+        A client that sends no shares is excluded before any mask is computed.
 
         Args:
-            received: for this client, from the server.
+            received: the encrypted shares for this client, from the server.
 
         Raises:
-            SecureSumError: shares that were changed, or too few.
+            SecureSumError: if shares were changed, or if there are too few.
         """
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.state.keys):
-            raise SecureSumError("shares of clients that have no keys")
+            raise SecureSumError(
+                "received secret shares from clients that have not sent their keys"
+            )
         if len(senders) + 1 < self.terms.threshold:
-            raise SecureSumError(f"{len(senders) + 1} clients are too few for a sum")
+            raise SecureSumError(
+                f"only {len(senders) + 1} clients have sent secret shares, but the secure sum needs "
+                f"{self.terms.threshold}"
+            )
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.state.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.state.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"client {k} has sent data that are not shares")
+                raise SecureSumError(
+                    f"the secret shares that client {k} has sent have the wrong length"
+                )
 
     def mask(self, vector: IntVector) -> Masked:
-        """Returns its vector under all masks.
+        """Adds all masks to the client's vector, and returns the result.
 
         Args:
-            vector: uint64 [n], as `FixedPoint.encode` makes it.
+            vector: uint64 [n], as `FixedPoint.encode` returns it.
 
         Raises:
-            SecureSumError: a wrong length.
+            SecureSumError: if the vector has the wrong length.
         """
         self._next(3)
         length = self.terms.length
         if vector.shape != (length,):
-            raise SecureSumError(f"a vector has {length} numbers, not {vector.shape}")
+            raise SecureSumError(f"the vector must have the shape ({length},), got {vector.shape}")
         self_mask = primitives.derived(self.state.seed, primitives.SELF_MASK, self.terms.name)
         masked = vector + primitives.mask(self_mask, length)
         for k in sorted(set(self.state.shares) - {self.number}):
@@ -221,18 +258,22 @@ class SumClient:
         return Masked(masked)
 
     def unmask(self, present: Present) -> Shares:
-        """Returns one share for each client: of its own mask if it is present, otherwise of its
-        mask key.
+        """Returns one share for each client. For a present client, it is a share of the client's
+        self mask. For a failed client, it is a share of the key of its pairwise masks.
 
         Raises:
-            SecureSumError: too few are present, or some that never took part: the masks stay.
+            SecureSumError: if too few clients are present, or if a client is listed that never took
+                part. The masks are then not removed.
         """
         self._next(4)
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.state.shares):
-            raise SecureSumError(f"{len(clients)} clients are too few for a sum")
+            raise SecureSumError(
+                f"the server listed {len(clients)} clients, but it must list at least "
+                f"{self.terms.threshold} clients that have sent secret shares"
+            )
         if self.number not in clients:
-            raise SecureSumError("the server claims that this client's vector is missing")
+            raise SecureSumError("the server claims that the vector of this client is missing")
         shares = self.state.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
@@ -241,22 +282,28 @@ class SumClient:
 
 
 def read_identities(private_key: Path, folder: Path) -> Identities:
-    """Returns a client's own key, and all clients' public ones.
+    """Reads a client's private identity key, and the public identity keys of all clients.
 
     Args:
-        private_key: an Ed25519 private key, PEM.
-        folder: client-NNN.pem, Ed25519 public keys; the client's own may be among them.
+        private_key: a PEM file with an Ed25519 private key.
+        folder: a folder of Ed25519 public keys named client-NNN.pem. The client's public key may be
+            among them.
 
     Raises:
-        SettingError: the folder has no such file, or one of another name.
-        SigningError: a file is not such a key, or `cryptography` is not installed.
+        SettingError: if the folder contains no such file, or a file whose name has no client
+            number.
+        SigningError: if a file does not contain such a key, or if `cryptography` is not installed.
     """
     public_keys: dict[int, Ed25519PublicKey] = {}
     for path in folder.glob("client-*.pem"):
         number = path.stem.removeprefix("client-")
         if not number.isdecimal():
-            raise SettingError(None, str(path), "must be client-NNN.pem, with the client's number")
+            raise SettingError(
+                None, str(path), "must be named client-NNN.pem, where NNN is the client's number"
+            )
         public_keys[int(number)] = read_public_key(path)
     if not public_keys:
-        raise SettingError(None, str(folder), "has no client-NNN.pem, the other clients' keys")
+        raise SettingError(
+            None, str(folder), "must contain the clients' public keys as files client-NNN.pem"
+        )
     return Identities(read_private_key(private_key), public_keys)

@@ -1,5 +1,7 @@
-"""The messages of a secure sum, and a client's state between them: JSON with bytes in hexadecimal,
-and vectors. All received bytes are untrusted.
+"""The messages of a secure sum, and the state that a client stores between them.
+
+Masked vectors are sent as raw numbers, and all other messages as JSON with bytes in hexadecimal.
+All received bytes are untrusted.
 """
 
 from __future__ import annotations
@@ -17,39 +19,42 @@ Secret = Annotated[Key, Field(repr=False)]
 
 
 class Parcel(BaseModel):
-    """A message that checks its fields."""
+    """A message whose fields are checked when it is created."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
     )
 
     def to_bytes(self) -> bytes:
-        """Returns its bytes."""
+        """Encodes the message as JSON bytes."""
         return self.model_dump_json().encode()
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Returns the message in received bytes.
+        """Decodes a message from received bytes.
 
         Raises:
-            SecureSumError: it is another kind of message, or damaged.
+            SecureSumError: if the bytes are damaged, or are another kind of message.
         """
         try:
             return cls.model_validate_json(sent)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise SecureSumError(f"no {cls.__name__} of a secure sum: {first:.120}") from None
+            raise SecureSumError(
+                f"received bytes that are not a {cls.__name__} message of a secure sum: {first:.120}"
+            ) from None
 
 
 class Keys(Parcel):
-    """A client's public keys for one sum.
+    """A client's public keys for one secure sum.
 
     Args:
-        client: its index.
-        mask: for masks that it shares with others.
-        channel: for messages from others through the server.
-        commitment: SHA-256 of the seed of its own mask.
-        signature: by its long-lived key, if the parties know these; otherwise empty.
+        client: the index of the client.
+        mask: the public key for pairwise masks.
+        channel: the public key for encrypted messages that the server passes on between clients.
+        commitment: the SHA-256 hash of the seed of the client's self mask.
+        signature: the signature with the client's identity key. It is empty if the parties use no
+            identity keys.
     """
 
     client: Index
@@ -59,48 +64,50 @@ class Keys(Parcel):
     signature: Annotated[bytes, Field(max_length=64)] = b""
 
     def signed(self, sum_name: bytes) -> bytes:
-        """Returns the signed bytes."""
+        """Returns the bytes that the signature covers."""
         return b"fedsynth keys %s %d " % (sum_name, self.client) + (
             self.mask + self.channel + self.commitment
         )
 
 
 class Roster(Parcel):
-    """All clients' keys, from the server.
+    """The public keys of all clients, which the server sends to each client.
 
     Args:
-        keys: of each client, by number.
+        keys: the public keys, by client.
     """
 
     keys: dict[Index, Keys]
 
 
 class Sealed(Parcel):
-    """Sealed bytes by client: for each receiver, or from each sender.
+    """Encrypted shares, either one for each receiver or one from each sender.
 
     Args:
-        of: sealed shares, by client.
+        of: the encrypted shares, by client.
     """
 
     of: dict[Index, bytes]
 
 
 class Present(Parcel):
-    """The clients whose masked vectors the server has; it asks for shares to remove the masks.
+    """The clients whose masked vectors have arrived. With this message, the server asks for shares
+    that remove the masks.
 
     Args:
-        clients: their numbers, ascending.
+        clients: the indices of the clients, ascending.
     """
 
     clients: tuple[Index, ...]
 
 
 class Shares(Parcel):
-    """A client's shares that remove masks: one for each other client, and never two.
+    """The shares that one client sends so that the server can remove masks. For each client it
+    contains one share, never both kinds.
 
     Args:
-        seeds: of own masks' seeds, of present clients.
-        keys: of mask keys, of lost clients.
+        seeds: for each present client, a share of the seed of its self mask.
+        keys: for each failed client, a share of the key of its pairwise masks.
     """
 
     seeds: dict[Index, bytes]
@@ -108,17 +115,18 @@ class Shares(Parcel):
 
 
 class SumState(Parcel):
-    """A client's state in one sum, with its secrets: for a file that only the client reads.
+    """A client's state in one secure sum. It contains secrets, so its file may be read only by the
+    client.
 
     Args:
-        number: the client's index.
-        terms: the sum's name and sizes.
-        mask_key: its private key for masks.
-        channel_key: its private key for the channel.
-        seed: of its own mask.
-        step: the number of questions that it was asked.
-        keys: all clients' public keys.
-        shares: others' and its own, by client.
+        number: the index of the client.
+        terms: the name and the sizes of the sum.
+        mask_key: the client's private key for pairwise masks.
+        channel_key: the client's private key for encrypted messages to other clients.
+        seed: the seed of the client's self mask.
+        step: the number of questions that the client has received.
+        keys: the public keys of all clients.
+        shares: the shares that this client holds, including those of its own secrets, by client.
     """
 
     number: Index
@@ -132,7 +140,7 @@ class SumState(Parcel):
 
 
 class Masked:
-    """A client's masked vector.
+    """The masked vector of a client.
 
     Args:
         vector: uint64 [n].
@@ -142,17 +150,19 @@ class Masked:
         self.vector = vector
 
     def to_bytes(self) -> bytes:
-        """Returns its bytes."""
+        """Encodes the vector as bytes."""
         return self.vector.astype("<u8").tobytes()
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Returns the vector in received bytes.
+        """Decodes a vector from received bytes.
 
         Raises:
-            SecureSumError: its last number is cut off.
+            SecureSumError: if the last number is incomplete.
         """
         try:
             return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
         except ValueError:
-            raise SecureSumError("no Masked of a secure sum: its numbers are cut off") from None
+            raise SecureSumError(
+                "received a masked vector whose last number is incomplete"
+            ) from None

@@ -1,12 +1,15 @@
-"""The parts of a secure sum: fixed-point numbers, Shamir's secret sharing, and the common secrets
-of two clients that the server lacks: masks, and an encrypted channel through it.
+"""The building blocks of secure sums: fixed-point numbers, secret sharing, and the keys that two
+clients share.
 
-Vectors are integers modulo 2^64, over which masks are uniform and sums exact. Secrets are shared
-over the field of 2^521 - 1 ("How to share a secret", 1979): fewer shares than the threshold contain
-no information on the secret. Other primitives are from `cryptography`: X25519 for the key
-agreement, HKDF-SHA256 for keys with one purpose each, ChaCha20's key stream for masks,
-ChaCha20-Poly1305 for messages through the server. Every key is made for one sum: the zero nonces
-are each used with one key, once.
+Two clients share secrets that the server does not know. From these secrets they derive masks, and
+keys that encrypt the messages that the server passes on between them.
+
+Vectors are integers modulo 2^64, where masks are uniform and sums are exact. Secrets are shared
+over the field of 2^521 - 1 ("How to share a secret", 1979), where fewer shares than the threshold
+contain no information about the secret. The other algorithms come from `cryptography`: X25519 for
+key agreement, HKDF-SHA256 to derive a key for each purpose, ChaCha20's key stream for masks, and
+ChaCha20-Poly1305 for messages through the server. Each key is made for one sum and used once, so
+nonces of zero are safe.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from fedsynth.errors import FedsynthError, SettingError
 
 
 class SecureSumError(FedsynthError):
-    """A party's message is not what the protocol asks for, or too few parties are left."""
+    """Raised if a message does not follow the protocol, or if too few clients are left."""
 
 
 IntVector = npt.NDArray[np.uint64]
@@ -41,16 +44,17 @@ BITS = 64
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A fixed-point form of real numbers in [-bound, bound].
+    """A fixed-point encoding of real numbers in [-bound, bound].
 
     Args:
-        bound: of each coordinate's absolute value, public. Larger values are an error, and never
-            clipped: a sum of clipped noise has no known distribution.
-        clients: the largest number of vectors in a sum: it must not overflow.
-        fraction: bits after the point; negative if the steps are larger than 1. A coordinate of
-            the sum is off by at most clients / 2^(fraction + 1).
-        wraps: whether larger values are taken modulo 2^64. This is required where values are
-            private: an error would reveal about one vector what only the sum may reveal.
+        bound: the public bound on the absolute value of each coordinate. Larger values are an error
+            and are never clipped, because a sum of clipped noise has no known distribution.
+        clients: the largest number of vectors in a sum. The sum must not overflow.
+        fraction: the number of bits after the binary point. It is negative if the steps are larger
+            than 1. A coordinate of the sum is off by at most clients / 2^(fraction + 1).
+        wraps: whether larger values are taken modulo 2^64 instead of raising an error. This is
+            required for private values, because an error would reveal something about one client's
+            vector.
 
     >>> form = FixedPoint(bound=4.0, clients=3)
     >>> vector = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
@@ -65,23 +69,31 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
-            raise SettingError(None, "bound, clients, fraction", "are out of range")
+            raise SettingError(
+                None,
+                "bound, clients, fraction",
+                "must be a positive finite number, at least 1, and from -1000 to 1000; got "
+                f"{self.bound:g}, {self.clients} and {self.fraction}",
+            )
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
             reason = f"of {self.bound:g} overflows {BITS} bits: use fewer fractional bits"
             raise SettingError(None, "bound", reason)
 
     def encode(self, vector: npt.ArrayLike) -> IntVector:
-        """Returns a vector as uint64 [n].
+        """Encodes a vector as uint64 [n].
 
         Raises:
-            SecureSumError: a coordinate is not finite, or beyond the bound.
+            SecureSumError: if a coordinate is not finite, or if it is beyond the bound and `wraps`
+                is False.
         """
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
-            raise SecureSumError(f"a vector has one dimension, got {values.ndim}")
+            raise SecureSumError(f"the vector must have one dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.bound
         if not bool(inside.all()):
-            raise SecureSumError(f"a coordinate is not finite, or beyond ±{self.bound:g}")
+            raise SecureSumError(
+                f"the vector has a coordinate that is not finite, or beyond ±{self.bound:g}"
+            )
         steps = np.rint(values * 2.0**self.fraction)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -90,7 +102,7 @@ class FixedPoint:
         return steps.astype(np.int64).view(np.uint64)
 
     def decode(self, encoded: IntVector) -> Reals:
-        """Returns the sum of at most `clients` encoded vectors, float64 [n]."""
+        """Decodes the sum of at most `clients` encoded vectors to float64 [n]."""
         return encoded.view(np.int64).astype(np.float64) / 2.0**self.fraction
 
 
@@ -100,18 +112,24 @@ SHARE_BYTES = 66
 
 
 def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]:
-    """Returns a share for each holder; any `threshold` of them give the secret.
+    """Splits a secret into one share for each holder. Any `threshold` of the shares give the
+    secret.
 
     Args:
         secret: 32 bytes.
-        holders: numbers from 0, each once; the share is the polynomial's value at number + 1.
-        threshold: from 1 to the number of holders.
+        holders: the numbers of the holders, from 0, without repetitions. A holder's share is the
+            value of the polynomial at number + 1.
+        threshold: a number from 1 to the number of holders.
 
     Raises:
-        SecureSumError: invalid arguments.
+        SecureSumError: if an argument is invalid.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 0:
-        raise SecureSumError("a secret has 32 bytes and as many holders as its threshold, or more")
+        raise SecureSumError(
+            f"the secret must have {SECRET_BYTES} bytes, and the threshold must be from 1 to the "
+            f"number of holders; got {len(secret)} bytes, and the threshold {threshold} of "
+            f"{len(set(holders))} holders"
+        )
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
     shares: dict[int, bytes] = {}
@@ -124,13 +142,16 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
 
 
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Returns the secret of at least `threshold` holders' shares.
+    """Reconstructs a secret from the shares of at least `threshold` holders.
 
     Raises:
-        SecureSumError: too few shares, or shares that do not give a secret of 32 bytes.
+        SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(f"{len(shares)} shares are fewer than the threshold {threshold}")
+        raise SecureSumError(
+            f"the secret cannot be reconstructed from {len(shares)} shares, which are fewer than the "
+            f"threshold {threshold}"
+        )
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0
@@ -143,99 +164,107 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError("the shares do not reconstruct the secret: one of them was changed")
+        raise SecureSumError("the secret cannot be reconstructed, because a share was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
 KEY_BYTES = 32
 _ZERO = bytes(16)
 MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
-"""Purposes of derived keys."""
+"""The purposes of derived keys."""
 
 
 def key_of(secret: bytes) -> X25519PrivateKey:
-    """Returns the key with these 32 bytes."""
+    """Creates a private key from 32 secret bytes."""
 
     return X25519PrivateKey.from_private_bytes(secret)
 
 
 def public(key: X25519PrivateKey) -> bytes:
-    """Returns its public key, 32 bytes."""
+    """Returns the public key that belongs to a private key, as 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 
 def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Returns the 32 bytes that only the two clients of a pair have for a purpose.
+    """Computes the 32-byte secret that two clients share for one purpose.
 
     Args:
-        key: this client's.
-        other: the other's public key.
+        key: the private key of this client.
+        other: the public key of the other client.
         purpose: `MASK` or `CHANNEL`.
-        about: binds the result to one sum and one pair, the same on both sides.
+        about: bytes that bind the secret to one sum and one pair of clients. Both clients use the
+            same bytes.
 
     Raises:
-        SecureSumError: the other's key is invalid.
+        SecureSumError: if the other client's public key is invalid.
     """
 
     try:
         secret = key.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
-        raise SecureSumError("a client's public key is not valid") from None
+        raise SecureSumError("the public key of a client is not a valid X25519 key") from None
     return derived(secret, purpose, about)
 
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Returns a key for one purpose (HKDF-SHA256)."""
+    """Derives a key for one purpose from a secret (HKDF-SHA256)."""
 
     info = b"fedsynth secure sum " + purpose + b" " + about
     return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
 
 
 def mask(key: bytes, length: int) -> IntVector:
-    """Returns ChaCha20's key stream of a key that is used for nothing else, uint64 [length]."""
+    """Computes a mask from the ChaCha20 key stream, uint64 [length]. The key must not be used for
+    anything else.
+    """
 
     stream = Cipher(ChaCha20(key, _ZERO), mode=None).encryptor().update(bytes(8 * length))
     return np.frombuffer(stream, "<u8").astype(np.uint64)
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypts content so that only the pair can read it, and no one can change it
+    """Encrypts bytes for one other client, so that nobody else can read or change them
     (ChaCha20-Poly1305).
 
     Args:
-        key: for one message.
-        content: the plaintext.
-        about: the context that it is bound to.
+        key: the key. It encrypts only this message.
+        content: the bytes to encrypt.
+        about: the context to which the message is bound.
     """
 
     return ChaCha20Poly1305(key).encrypt(_ZERO[:12], content, about)
 
 
 def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
-    """Returns the sealed content.
+    """Decrypts bytes that `seal` has encrypted.
 
     Raises:
-        SecureSumError: it was changed on the way, or is for others.
+        SecureSumError: if the bytes were changed in transit, or are for another client.
     """
 
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
     except InvalidTag:
-        raise SecureSumError("shares were changed in transit, or belong to other clients") from None
+        raise SecureSumError(
+            "received secret shares that were changed in transit, or that are for other clients"
+        ) from None
 
 
 def signed_mask(
     key: X25519PrivateKey, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
 ) -> IntVector:
-    """Returns what the first client of a pair adds to its vector for the second one, uint64
-    [length]: their common mask, negative if its index is the larger one.
+    """Computes the pairwise mask that the first client of a pair adds to its vector, uint64
+    [length].
+
+    The mask is negative if the first client has the larger index. The masks of the two clients
+    therefore cancel in the sum.
 
     Args:
-        key: the private key of one of them.
-        other: the other's public key.
-        sum_name: the sum's.
-        pair: their indices.
-        length: of vectors.
+        key: the private key of one of the two clients.
+        other: the public key of the other client.
+        sum_name: the name of the sum.
+        pair: the indices of the two clients.
+        length: the length of the vectors.
     """
     about = hashlib.sha256(b"%s %d %d" % (sum_name, min(pair), max(pair))).digest()
     stream = mask(common(key, other, MASK, about), length)

@@ -1,10 +1,11 @@
-"""The encoding of an upload as a vector of integers, for an exchange whose server may see only the
-sum, and the terms of that sum. Both sides derive them from the run's settings, and neither takes
-them from the other.
+"""Encodes uploads as vectors of integers for secure sums, and defines the parameters of each sum.
 
-A release whose noise is shared is already on its grid (`fedsynth.privacy.grid`), so that its words
-are exact. Without differential privacy a field is rounded to the finest grid for the range of its
-rule.
+Server and client both derive the encoding and the parameters from the run's settings, and neither
+accepts them from the other.
+
+If a release has noise to which several clients contribute, its values are already on a grid
+(`fedsynth.privacy.grid`), so that their encoding is exact. Without differential privacy, a field is
+rounded to the finest grid that fits its range.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ NAME_DIGITS = 32
 
 @dataclass(frozen=True)
 class UploadLayout:
-    """The encoding of an upload as integers modulo 2^64, and of their sums as a message.
+    """The encoding of an upload as integers modulo 2^64. A sum of such vectors is decoded to a
+    message.
 
     Args:
-        kind: the message's type.
-        fields: name -> shape of the tensor, and the fixed-point form of its numbers.
+        kind: the type of the message.
+        fields: maps the name of each field to the shape of its tensor and to its fixed-point
+            encoding.
     """
 
     kind: type[Message]
@@ -44,14 +47,14 @@ class UploadLayout:
 
     @property
     def length(self) -> int:
-        """The number of coordinates."""
+        """The number of integers in the vector."""
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
     def encode(self, message: Message) -> IntVector:
-        """Returns an upload as a vector, uint64 [length].
+        """Encodes an upload as a vector, uint64 [length].
 
         Raises:
-            SecureSumError: a value is out of its range.
+            SecureSumError: if a value is out of its range.
         """
         vectors = []
         for name, (_, form) in self.fields.items():
@@ -60,15 +63,15 @@ class UploadLayout:
         return np.concatenate(vectors)
 
     def decode(self, encoded: IntVector, clients: int, device: torch.device) -> Message:
-        """Returns the message whose fields are the sums, float64.
+        """Decodes the sum of the clients' vectors to a message whose fields are sums, float64.
 
         Args:
             encoded: the sum of the clients' vectors.
-            clients: the number of clients.
-            device: the message's device.
+            clients: the number of clients in the sum.
+            device: the device of the message.
 
         Raises:
-            SecureSumError: the sum is out of the range for this number of clients.
+            SecureSumError: if the sum is out of the range for this number of clients.
         """
         tensors: dict[str, Any] = {}
         start = 0
@@ -76,7 +79,9 @@ class UploadLayout:
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
             if not bool((np.abs(sums) <= clients * form.bound).all()):
-                raise SecureSumError(f"the sum of {name} is out of its clients' range")
+                raise SecureSumError(
+                    f"the sum of the field {name} is larger than {clients} clients can reach"
+                )
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
@@ -84,7 +89,9 @@ class UploadLayout:
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
-    """The length of a masked vector, which the server keeps for the volume of a round."""
+    """Stands for an upload that the server has seen only masked. It has the length of the vector,
+    from which the server computes the data volume of a round.
+    """
 
     length: int = public("the settings determine the size of an upload")
 
@@ -98,22 +105,25 @@ class MaskedUpload(Message):
 
 
 def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:
-    """Returns the form of an exchange's uploads; all of it is public.
+    """Returns the encoding of the uploads in one exchange. All of it is public.
 
     Args:
-        method: one whose server sees only sums.
-        phase: the exchange.
-        context: the round's, with the run's terms.
+        method: a method whose server sees only sums of uploads.
+        phase: the exchange of the round, "first" or "main".
+        context: the context of the round, with the settings that were agreed once all clients had
+            joined.
 
     Raises:
-        SecureSumError: a field is not a tensor of a known size.
+        SecureSumError: if a field is not a tensor of known size.
     """
     rules = method.upload_rules(phase, 0, context)
     fields = {}
     for name, plan in method.sum_releases(phase, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"{name} has no known size, so it cannot be summed securely")
+            raise SecureSumError(
+                f"the field {name} cannot be in a secure sum, because its size is not known in advance"
+            )
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
@@ -125,18 +135,20 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
 def sum_terms(
     method: Method, phase: str, context: RoundContext, name: str, agreed: str
 ) -> SumTerms:
-    """Returns the terms of an exchange's sum, which all parties know; clients are identified by
-    their positions among the round's.
+    """Returns the parameters of the secure sum in one exchange, which all parties can compute.
+
+    Clients are identified by their positions among the clients of the round.
 
     Args:
-        method: one whose server sees only sums.
-        phase: the exchange.
-        context: the round's, with the run's terms.
-        name: the server's unique name of this sum.
+        method: a method whose server sees only sums of uploads.
+        phase: the exchange of the round, "first" or "main".
+        context: the context of the round, with the settings that were agreed once all clients had
+            joined.
+        name: the server's unique name for this sum.
         agreed: the hash of the run's settings.
 
     Raises:
-        SecureSumError: an invalid name, or fewer clients take part than a sum needs.
+        SecureSumError: if the name is invalid, or if fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
         raise SecureSumError(f"the name of a sum must have {NAME_DIGITS} hexadecimal digits")

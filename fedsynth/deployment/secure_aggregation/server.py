@@ -1,5 +1,5 @@
-"""The server of one secure sum: it holds public keys, sealed shares, masked vectors, and at the end
-the sum.
+"""The server's side of a secure sum. The server sees public keys, encrypted shares, masked vectors,
+and in the end the sum.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ T = TypeVar("T")
 
 
 class SumServer:
-    """The server of one sum: four exchanges, in this order. Clients may be lost before each, and
-    those whose messages cannot be used are.
+    """The server of one secure sum.
+
+    The methods are called in the order `roster`, `relay`, `present`, `sum`. Clients may fail before
+    each of these exchanges. A client whose message cannot be used is excluded from the sum.
 
     Args:
-        terms: of the sum.
+        terms: the parameters of the sum.
 
     Attributes:
         masked: the received vectors, by client.
-        rejected: client -> why its message cannot be used.
+        rejected: maps each client whose message cannot be used to the reason.
     """
 
     def __init__(self, terms: SumTerms) -> None:
@@ -54,33 +56,39 @@ class SumServer:
         """Returns the usable messages, in the order of the clients.
 
         Raises:
-            SecureSumError: too few.
+            SecureSumError: if there are too few usable messages.
         """
         usable: dict[int, T] = {}
         for client, message in sorted(received.items()):
             if is_valid(client, message):
                 usable[client] = message
             else:
-                self.rejected[client] = f"sends no usable {name}"
+                self.rejected[client] = f"sent no usable {name}"
         if len(usable) < self.terms.threshold:
-            raise SecureSumError(f"{len(usable)} clients are too few: no usable {name} of others")
+            raise SecureSumError(
+                f"only {len(usable)} clients have sent usable {name}, but the secure sum needs "
+                f"{self.terms.threshold}"
+            )
         return usable
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
-        """Returns all keys, for all clients; a client that claims to be another one is lost.
+        """Collects the keys of all clients into one message for all clients. A client that states
+        the index of another client is excluded.
 
         Raises:
-            SecureSumError: too few.
+            SecureSumError: if too few clients have sent usable keys.
         """
         self._keys = self._usable(keys, lambda k, message: message.client == k, "keys")
         return Roster(keys=self._keys)
 
     def relay(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
-        """Returns the message to each client: the shares that the others have made for it. A client
-        that has no share for another is lost: masks would not cancel.
+        """Returns for each client the shares that the other clients have made for it.
+
+        A client that has not made a share for every other client is excluded, because the masks
+        would not cancel.
 
         Raises:
-            SecureSumError: too few have made shares.
+            SecureSumError: if too few clients have made shares.
         """
         members = self._keys.keys()
 
@@ -95,11 +103,11 @@ class SumServer:
         return relayed
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
-        """Returns the clients whose vectors are present, for all of them; one with a vector of
-        another length is lost.
+        """Returns a message that lists the clients whose masked vectors can be used. A client is
+        excluded if its vector has the wrong length.
 
         Raises:
-            SecureSumError: too few vectors.
+            SecureSumError: if too few vectors can be used.
         """
         shape = (self.terms.length,)
 
@@ -111,24 +119,25 @@ class SumServer:
         return Present(clients=tuple(self.masked))
 
     def sum(self, shares: Mapping[int, Shares]) -> IntVector:
-        """Returns the sum of the vectors of the present clients, uint64 [n].
+        """Removes the masks, and returns the sum of the present clients' vectors, uint64 [n].
 
         Raises:
-            SecureSumError: too few or wrong shares: there is no sum.
+            SecureSumError: if there are too few shares, or wrong ones. The sum is then not
+                computed.
         """
         answers = self._usable(shares, lambda k, _: k in self.masked, "shares of masks")
         total = np.zeros(self.terms.length, np.uint64)
         for client, vector in self.masked.items():
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
-                raise SecureSumError(f"the shares of client {client}'s own mask were changed")
+                raise SecureSumError(f"the shares of the self mask of client {client} were changed")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():
             secret = self._secret(client, {k: message.keys for k, message in answers.items()})
             key = primitives.key_of(secret)
             if primitives.public(key) != self._keys[client].mask:
-                raise SecureSumError(f"the shares of client {client}'s mask key were changed")
+                raise SecureSumError(f"the shares of the mask key of client {client} were changed")
             for other in self.masked:
                 # the mask that the other one has added
                 total = total - primitives.signed_mask(
@@ -137,6 +146,6 @@ class SumServer:
         return total
 
     def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Returns a client's secret from the others' shares, {holder: {client: share}}."""
+        """Reconstructs a client's secret from shares, given as {holder: {client: share}}."""
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
         return combine(of_client, self.terms.threshold)

@@ -1,10 +1,11 @@
-"""A canary audit of the user's settings: a real run of any private method with canaries in it.
+"""Audits the privacy of a run with canaries: a real run of any private method whose data contain
+them.
 
-The audit reads no record. The clients hold public random images with the data set's shape, as many
-as it declares (up to a bound). So the audit costs no privacy and charges no permanent ledger. Its
-ledgers, masks and noise are those of a real run. The result is a lower bound on ε from one run
-(`fedsynth.privacy.audit`), to be compared with the ε that the ledger states. An audit can find a
-fault, but cannot prove privacy.
+The audit reads no private record. The clients hold public random images with the shape of the data
+set's images, as many as the data set declares (up to a bound). So the audit costs no privacy and
+charges no permanent ledger. Its ledgers, masks and noise are those of a real run. The result is a
+lower bound on ε from one run (`fedsynth.privacy.audit`), which the caller compares with the ε that
+the ledger states. An audit can find a fault, but cannot prove privacy.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from fedsynth.validation import check_choice, check_number
 MAX_CANARIES = 10**7
 
 MAX_RECORDS, MAX_OTHER_RECORDS = 1000, 100
-"""The maximum number of random records of the audited client, besides the canaries, and of each
-other client."""
+"""The maximum number of random records of the audited client (without the canaries), and of each
+other client.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,15 @@ class AuditResult:
     """The result of one audit.
 
     Attributes:
-        method, mechanism: their names.
+        method: the name of the method.
+        mechanism: the name of the mechanism.
         canaries: the number of canaries m.
-        guesses: the number of canaries that the auditor guessed, chosen before the run.
+        guesses: the number of canaries for which the auditor guessed, chosen before the run.
         correct: the number of correct guesses.
         confidence: the probability that the bound is at most the true ε.
         delta: δ.
         epsilon_lower_bound: the lower bound on ε that the guesses prove.
-        epsilon: what the audited client's ledger claims.
+        epsilon: the ε that the audited client's ledger states.
     """
 
     method: str
@@ -75,12 +78,14 @@ class AuditResult:
 
     @property
     def fault(self) -> bool:
-        """True if the audit refutes the claimed ε."""
+        """True if the audit refutes the stated ε, because the lower bound is above it."""
         return self.epsilon_lower_bound > self.epsilon
 
     def entry(self, command: str) -> dict[str, Any]:
-        """Returns the audit section of a privacy report; `command` repeats the audit, with other
-        coins.
+        """Returns the audit section of a privacy report.
+
+        Args:
+            command: the command that repeats the audit with new random choices.
         """
         entry = {"command": command, **asdict(self)}
         del entry["epsilon"]  # the report states the run's own
@@ -98,21 +103,25 @@ def audit_run(
     observer: Observer | None = None,
     test_only: np.random.Generator | None = None,
 ) -> AuditResult:
-    """Runs what `settings` describe, with canaries in one client's data, and bounds ε from below.
+    """Runs the method with canaries in one client's data, and computes a lower bound on ε.
 
-    The client is one that takes part in most rounds. The audit does not use a permanent ledger, so
-    ε is the cost of this run only.
+    The audited client is one that takes part in most rounds. The audit does not use a permanent
+    ledger, so ε is the cost of this run only.
 
     Args:
-        canaries: the number m of canaries; each is included with probability 1/2.
-        canaries_as: "vectors" or "images", see `fedsynth.simulation.audit.canaries`.
-        guesses: even; fixed before the run. None: two fifths of the canaries.
+        settings: the settings of the run to audit.
+        canaries: the number m of canaries. Each is included with probability 1/2.
+        canaries_as: "vectors" or "images" (see `fedsynth.simulation.audit.canaries`).
+        guesses: the number of guesses, which must be even. It is fixed before the run. None: two
+            fifths of the canaries.
         confidence: the probability that the bound of this audit is at most the true ε.
-        spec: the specification of user data. None: that of `settings.dataset`.
-        test_only: a seeded generator of coins, masks and noise, for tests.
+        spec: the specification of custom data. None: that of `settings.dataset`.
+        observer: receives the progress.
+        test_only: a seeded generator of the random choices, masks and noise, for tests.
 
     Raises:
-        SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
+        SettingError, PrivacyError: if the settings have no privacy, if their mechanism states no ε,
+            or if a number is out of range.
     """
     check_choice(None, "canaries_as", canaries_as, KINDS)
     if guesses is None:
@@ -129,8 +138,8 @@ def audit_run(
         raise SettingError(
             None,
             "aggregation",
-            "must be own for an audit: a single upload has less noise than the charge for "
-            "the sum assumes",
+            "must be own for an audit, because a single upload has less noise than the ε of the "
+            "secure sum assumes",
         )
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
@@ -161,19 +170,21 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
-    """Returns the settings of the audited run: with fresh ledgers, without local test splits, and
-    with the nominal size of the run itself.
+    """Returns the settings of the audited run.
+
+    They use new ledgers, no local test splits and no client failures, and the nominal size of the
+    original run.
     """
     if settings.privacy is None:
         raise SettingError(
             "privacy",
             "noise_multiplier",
-            "or privacy.epsilon must be set: an audit tests a claim of differential privacy",
+            "or privacy.epsilon must be set, because an audit tests a stated ε",
         )
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
         raise PrivacySettingError(
-            "privacy", "mechanism", "states no ε, so there is nothing to audit", value=mechanism
+            "privacy", "mechanism", "has no ε that an audit could test", value=mechanism
         )
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
@@ -188,10 +199,10 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
 
 
 class AuditedRun(Simulation):
-    """A run that writes nothing, and scores the canaries by their client's releases.
+    """A run that writes nothing, and scores the canaries by the releases of the audited client.
 
     Attributes:
-        canaries: with their scores.
+        canaries: the canaries with their scores.
     """
 
     def __init__(
@@ -233,14 +244,14 @@ class AuditedRun(Simulation):
 
     @property
     def budget(self) -> ClientBudget:
-        """The audited client's budget.
+        """The privacy budget of the audited client.
 
         Raises:
-            SettingError: the run is not private.
+            SettingError: if the run is not private.
         """
         budget = self.exchange.clients[self._client].budget
         if budget is None:
-            raise SettingError(None, "privacy", "must be set for an audit")
+            raise SettingError(None, "privacy", "must be set, because an audit tests a stated ε")
         return budget
 
     def watch(self) -> None:
@@ -248,19 +259,21 @@ class AuditedRun(Simulation):
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
-                self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
+                self.observer.note(
+                    f"the audited run ends after {number - 1} rounds: {refusal.reason}"
+                )
                 return
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
         """Does nothing, because the images are random."""
 
     def claimed(self) -> float:
-        """Returns ε by the audited client's ledger."""
+        """Returns the ε that the audited client's ledger states."""
         return self.plan.epsilon([self.budget.history()])
 
 
 def _busiest(settings: RunSettings) -> int:
-    """Returns a client that takes part in most rounds."""
+    """Returns a client that takes part in at least as many rounds as any other client."""
     schedule = settings.schedule()
     rounds = range(1, settings.rounds + 1)
     participants = np.concatenate([schedule.in_round(number) for number in rounds])
@@ -270,8 +283,11 @@ def _busiest(settings: RunSettings) -> int:
 def _random_federation(
     settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
-    """Returns random images (training data, test data, parts). No part has the last `canaries`
-    training images."""
+    """Creates random training images, random test images, and the indices of each client's training
+    images.
+
+    The last `canaries` training images are the canaries. They belong to no client yet.
+    """
     nominal = 0
     if settings.privacy is not None:
         nominal = round(settings.privacy.nominal_size or 0)
@@ -291,19 +307,20 @@ def _random_federation(
 
 
 def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
-    """Returns a finished run's settings for its audit: with the σ and the number of rounds of the
-    run.
+    """Returns the settings for the audit of a finished run, with the σ and the number of rounds of
+    that run.
 
     Args:
         folder: the run folder.
-        settings: of its config.toml, which must be those of its privacy report.
+        settings: the settings in its config.toml. They must be those of its privacy report.
 
     Raises:
-        SettingError: the folder has no summary of a private run.
-        PrivacyError: no report of this version, or one of other settings.
+        SettingError: if the folder has no summary of a private run.
+        PrivacyError: if the folder has no privacy report of this version, or one for other
+            settings.
     """
     no_run = SettingError(
-        None, "folder", "is not the folder of a finished private run", value=folder
+        None, "folder", "must be the folder of a finished private run", value=folder
     )
     try:
         summary = read_json(folder / "summary.json", "run's summary")
@@ -318,7 +335,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         raise no_run
     if settings.privacy is None or rounds < 1:
         raise SettingError(
-            None, "folder", "belongs to a run without any release to audit", value=folder
+            None, "folder", "must belong to a run with at least one private release", value=folder
         )
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
@@ -326,14 +343,16 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
 
 
 def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -> None:
-    """Writes an audit's entry into a run's privacy report.
+    """Writes the result of an audit into the privacy report of a run.
 
     Args:
-        folder, settings: as in `settings_of_run`.
-        entry: `AuditResult.entry`.
+        folder: the run folder.
+        settings: the settings in its config.toml, as in `settings_of_run`.
+        entry: the result, as `AuditResult.entry` returns it.
 
     Raises:
-        PrivacyError: no report of this version, or one of other settings.
+        PrivacyError: if the folder has no privacy report of this version, or one for other
+            settings.
     """
     write_report({**_report(folder, settings), "audit": dict(entry)}, folder)
 
@@ -341,5 +360,7 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = read_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(f"{folder}/config.toml differs from the settings in its privacy report")
+        raise PrivacyError(
+            f"{folder}/config.toml has other settings than the privacy report in this folder"
+        )
     return report

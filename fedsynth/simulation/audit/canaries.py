@@ -1,22 +1,25 @@
-"""Canaries: records that are in one client's data by a fair coin, and what releases say of each.
+"""Canaries, and the scores that an auditor computes for them from the releases of a client.
 
-The client's series of releases are real (`GaussianSumMechanism`: ledger, masks, clip, sum, noise);
-`AuditedSums` adds an auditor who watches them. It is the adversary of the definition of
-differential privacy: it knows all settings and networks, all other records and their masks, and
-what a canary would contribute; it does not know the canaries' coins and masks, and the noise.
+A canary is a record that a fair coin includes in one client's data or not. The auditor's scores
+show how well the releases reveal the result of the coin.
+
+The client's releases are real (`GaussianSumMechanism`: ledger, masks, clip, sum, noise).
+`AuditedSums` adds the auditor, who is the adversary in the definition of differential privacy. The
+auditor knows all settings and networks, all other records and their masks, and what each canary
+would contribute. The auditor does not know the coins and masks of the canaries, or the noise.
 
 A canary's score is the sum over all releases of the log-likelihood ratio between "in" and "out".
-With y the release of the canary's class less what the other records contribute, ū_i the canaries'
-clipped contributions, s = σ𝒞, and the other canaries counted as Gaussian noise, of variance
-v = q/2·(1 − q/2) for "in, and sampled",
+Let y be the release for the canary's class minus the contributions of the other records. Let ū_i be
+the clipped contribution of canary i, and s = σ𝒞. The other canaries are treated as Gaussian noise,
+where v = q/2·(1 − q/2) is the variance of "in, and sampled". Then
 
     A_i = s²I + v·Σ_{j≠i} ū_j ū_jᵀ,
     k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
     score_i = log(1 − q + q·exp(z_i − k_i/2)),
 
-which is exact for orthogonal canaries. Where a release of images looks as if nothing was clipped,
-ū_i is the vector as it came. The lower bound holds for any score; a better score makes it
-higher.
+which is exact for orthogonal canaries. If a release for image canaries looks as if nothing was
+clipped, ū_i is the unclipped vector. The lower bound is valid for any score, and a better score
+makes it higher.
 """
 
 from __future__ import annotations
@@ -39,25 +42,29 @@ from fedsynth.privacy.units import Sample
 VECTORS, IMAGES = "vectors", "images"
 KINDS = (VECTORS, IMAGES)
 LENGTH = 10.0
-"""A vector canary's norm in clips: far above 1, so that nothing but the clip bounds it."""
+"""The norm of a vector canary, in multiples of the clip. It is far above 1, so that only the clip
+bounds the canary's contribution.
+"""
 COLUMNS = 4096
-"""Coordinates of a wide release that vector canaries lie in: some of every layer."""
+"""The number of coordinates of a wide release in which vector canaries are nonzero. They are drawn
+at random, so that they include some of every layer.
+"""
 
 
 def log_likelihood_ratios(
     y_D: Tensor, contributions_ND: Tensor, noise_std: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
-    """Returns score_i of the module's docstring for one release of one group, float64 [N].
+    """Computes score_i (see the top of this module) for one release of one group, float64 [N].
 
-    Among canaries (s²I + v·ū ūᵀ)⁻¹ is all that A_i⁻¹ takes, by the push-through and
-    Sherman–Morrison identities.
+    Applied to the canaries, A_i⁻¹ follows from (s²I + v·ū ūᵀ)⁻¹ by the push-through and
+    Sherman–Morrison identities. So one inverse is enough for all canaries.
 
     Args:
-        y_D: the release less what the other records contribute.
-        contributions_ND: ū, of all canaries of the group.
+        y_D: the release minus the contributions of the other records.
+        contributions_ND: ū of all canaries in the group.
         noise_std: s.
         rate: q.
-        orthogonal: the contributions are, so that there is nothing to decorrelate.
+        orthogonal: whether the contributions are orthogonal, so that they need no decorrelation.
     """
     u = contributions_ND
     variance = noise_std**2
@@ -87,8 +94,9 @@ def finite(rows_ND: Tensor) -> Tensor:
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """Returns the factors [N, 1] of the theorem's clip. The mechanism's own code is not used, so
-    that a fault in it is found.
+    """Returns the clipping factors [N, 1] that the privacy theorem assumes.
+
+    They are computed without the mechanism's code, so that the audit detects a fault in that code.
     """
     norms: Tensor = rows_ND.norm(dim=1, keepdim=True)
     return (clip / norms).clamp_max(1.0)
@@ -96,7 +104,9 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """Unit vectors [N, K] on the coordinates `columns` [K] of a release; are they orthogonal?"""
+    """Unit vectors [N, K] on the coordinates `columns` [K] of a release, with a flag that tells
+    whether they are orthogonal.
+    """
 
     units: Tensor
     columns: Tensor
@@ -104,7 +114,9 @@ class Directions:
 
 
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
-    """Returns `count` random unit vectors in `width` dimensions, orthogonal where there is room."""
+    """Draws `count` random unit vectors in `width` dimensions. They are orthogonal if the
+    dimensions allow it.
+    """
     num_columns = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:num_columns]
     if width == 1:  # a count: every canary counts 1
@@ -117,18 +129,18 @@ def draw_directions(count: int, width: int, generator: torch.Generator) -> Direc
 
 @dataclass(eq=False)
 class Canaries:
-    """The canaries of one audit, and their scores so far.
+    """The canaries of one audit, with their scores so far.
 
     Args:
         kind: "vectors" (`VectorSums`) or "images" (`ImageSums`).
-        labels: their classes, int64 [m] on the CPU.
-        included: the fair coins, bool [m].
-        rest: how many other records the client has; they stand before the canaries.
-        generator: of the vectors, which are public.
-        memory_bytes: what the images' contributions to a release may take.
+        labels: the classes of the canaries, int64 [m] on the CPU.
+        included: the results of the fair coins, bool [m].
+        rest: the number of the client's other records. They come before the canaries.
+        generator: the generator for the vectors, which are public.
+        memory_bytes: the memory that the contributions of image canaries to one release may take.
 
     Attributes:
-        scores: float64 [m]; higher means "more likely in".
+        scores: float64 [m]. A higher score means "more likely in".
     """
 
     kind: str
@@ -147,25 +159,29 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices of the canaries that follow the client's records, int64 [n].
+        """Returns the indices of the canaries that are appended to the client's records, int64 [n].
 
-        For vectors, these are the included canaries. For images, these are all canaries, since the
-        auditor needs the contributions of excluded ones, too; `ImageSums` leaves those out of every
-        sum.
+        For vectors, these are the included canaries. For images, these are all canaries, because
+        the auditor also needs the contributions of excluded ones. `ImageSums` leaves the excluded
+        ones out of every sum.
         """
         if self.kind == IMAGES:
             return torch.arange(len(self))
         return self.included.nonzero().flatten()
 
     def members(self, groups: int) -> list[Tensor]:
-        """Returns the canaries of each group of a release: of each class, or all of them."""
+        """Returns the canaries in each group of a release. The groups are the classes, or there is
+        one group with all canaries.
+        """
         if groups == 1:
             return [torch.arange(len(self))]
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Returns unit vectors for `count` canaries of one group: the same at every release, or fresh
-        ones if they must overlap, so that the pairs that overlap change.
+        """Returns unit vectors for the `count` canaries of one group.
+
+        If the vectors are orthogonal, they are the same at every release. Otherwise they are drawn
+        again, so that the pairs of canaries that overlap change.
         """
         if (count, width) not in self._directions:
             drawn = draw_directions(count, width, self.generator)
@@ -177,10 +193,11 @@ class Canaries:
     def series(
         self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
     ) -> GaussianSumMechanism:
-        """Returns a charged series of the client, watched by the auditor.
+        """Creates the client's charged series of releases, which the auditor observes.
 
         Raises:
-            PrivacySettingError: what images contribute to a release takes more than `memory_bytes`.
+            PrivacySettingError: if the contributions of image canaries to one release need more
+                than `memory_bytes`.
         """
         if self.kind != IMAGES:
             return VectorSums(release, groups, guard, secret, self)
@@ -189,8 +206,8 @@ class Canaries:
             raise PrivacySettingError(
                 None,
                 "canaries",
-                f"are too many: the contributions of {len(self)} images to one release need "
-                f"{needed / 2**30:.1f} GiB; use fewer canaries, canaries_as=vectors, or more "
+                f"must be fewer, because the contributions of {len(self)} images to one release "
+                f"need {needed / 2**30:.1f} GiB: use fewer canaries, canaries_as=vectors, or a larger "
                 "run.memory_gb",
             )
         return ImageSums(release, groups, guard, secret, self)
@@ -201,10 +218,11 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's charged series with canaries among its records, and an auditor of its releases.
+    """A client's charged series of releases, with canaries among its records and an auditor who
+    observes it.
 
-    It relies on vectors coming to `add` in the order in which `sample` gave the records out, and
-    checks that all of them come.
+    The class relies on `add` receiving the vectors in the order in which `sample` returned the
+    records. It checks that all of them arrive.
     """
 
     def __init__(
@@ -222,13 +240,21 @@ class AuditedSums(GaussianSumMechanism):
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the records whose vectors the method computes, of those that were sampled, and
-        a mask of those that enter the sum.
+        """Returns the records for which the method computes vectors, and a mask of those that enter
+        the sum.
+
+        Args:
+            sampled: the records that were sampled.
         """
         raise NotImplementedError  # abstract
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
-        """Returns the rows to be clipped and summed; `canary_N` has the canaries, −1: none."""
+        """Returns the vectors to be clipped and summed.
+
+        Args:
+            rows_ND: the vectors that the method has computed for the records.
+            canary_N: the canary at each record, or −1 if the record is no canary.
+        """
         raise NotImplementedError  # abstract
 
     def _replaced(self, canary_N: Tensor) -> Tensor:
@@ -236,19 +262,25 @@ class AuditedSums(GaussianSumMechanism):
         return torch.zeros_like(canary_N, dtype=torch.bool)
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
-        """Returns ū [N, K] of some canaries, their coordinates, and whether ū are orthogonal."""
+        """Returns ū [N, K] of the given canaries, the coordinates of ū, and whether the vectors ū
+        are orthogonal.
+        """
         raise NotImplementedError  # abstract
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
         """Returns True if the release is closer to the expected sum of unclipped vectors than to
-        that of clipped ones. It uses only the release, so the bound holds for either result."""
+        that of clipped ones.
+
+        The result depends only on the release, so the lower bound is valid in both cases.
+        """
         return False
 
     def sample(self, records: int) -> Tensor:
-        """Samples records like `GaussianSumMechanism`, together with the canaries."""
+        """Samples records like `GaussianSumMechanism`, including the canaries."""
         if records != len(self._records):
             raise PrivacyError(
-                f"an audit of {len(self._records)} records was asked to sample {records}"
+                f"the method samples from {records} records, but the audited client has "
+                f"{len(self._records)}"
             )
         positions, self._is_summed = self._give_out(super().sample(records))
         self._canary_of_sampled = self._records[positions]
@@ -257,8 +289,11 @@ class AuditedSums(GaussianSumMechanism):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds vectors like `GaussianSumMechanism`. If users are the units, each has one record here, so
-        that clipping users and clipping records is the same."""
+        """Adds vectors like `GaussianSumMechanism`.
+
+        If privacy protects users, each user has one record here, so that clipping users and
+        clipping records is the same.
+        """
         rows, _, included = self._look(rows_ND.detach(), groups_N)
         super().add(rows[included], groups_N[included], _select(sample, included))
 
@@ -266,8 +301,8 @@ class AuditedSums(GaussianSumMechanism):
         """Adds products like `GaussianSumMechanism`.
 
         Records and image canaries are added as products, so that the audit detects a missing clip
-        there; they are expanded only for the auditor. Vector canaries have no factors and are
-        added by `add`.
+        there. They are expanded to full vectors only for the auditor. Vector canaries have no
+        factors and are added by `add`.
         """
         written = products.rows()
         groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
@@ -279,9 +314,13 @@ class AuditedSums(GaussianSumMechanism):
             super().add(rows[replaced], groups[replaced], _select(sample, replaced))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the next sampled records' vectors, with those of canaries in their place, the
-        canary at each (−1: none), and a mask of those that enter the sum; adds the other records'
-        vectors to what the auditor knows.
+        """Returns the vectors of the next sampled records, with the vectors of canaries inserted.
+
+        The method also adds the vectors of the other records to the sums that the auditor knows.
+
+        Returns:
+            The vectors, the canary at each record (−1: none), and a mask of the records that enter
+            the sum.
         """
         chunk = slice(self._position, self._position + len(rows_ND))
         self._position = chunk.stop
@@ -294,14 +333,16 @@ class AuditedSums(GaussianSumMechanism):
         return rows, canary, self._is_summed[chunk].to(rows_ND.device)
 
     def release(self) -> Released:
-        """Releases the sums like `GaussianSumMechanism`, then scores every canary.
+        """Releases the sums like `GaussianSumMechanism`, and then updates the score of every
+        canary.
 
         Raises:
-            PrivacyError: not all sampled records came to the sum.
+            PrivacyError: if not all sampled records were added to the sum.
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"only {self._position} of {len(self._canary_of_sampled)} sampled records are in the sum"
+                f"the method has added only {self._position} of the "
+                f"{len(self._canary_of_sampled)} sampled records to the sum"
             )
         released = super().release()
         y_GD = released.to(self._rest)
@@ -321,22 +362,23 @@ class AuditedSums(GaussianSumMechanism):
 
 
 class VectorSums(AuditedSums):
-    """A canary's vector is replaced, just before the clip, by one of its own, `LENGTH` clips long.
+    """Replaces the vector of each canary, just before the clip, by a random vector that is `LENGTH`
+    clips long.
 
-    The vectors turn their sign from release to release and from round to round, so that noise that
-    is used twice cancels.
+    The sign of the vectors alternates between releases and between rounds, so that noise that is
+    used twice cancels.
     """
 
     @cached_property
     def _rank(self) -> Tensor:
-        """The number of each canary [m] within its group."""
+        """The position of each canary within its group, int64 [m]."""
         rank = torch.empty(len(self._canaries), dtype=torch.int64)
         for members in self._members:
             rank[members] = torch.arange(len(members))
         return rank
 
     def sample(self, records: int) -> Tensor:
-        """Samples records like `AuditedSums`, and draws the canaries' directions."""
+        """Samples records like `AuditedSums`, and draws the directions of the canaries."""
         positions = super().sample(records)
         self._sign = 1.0
         if self._width > 1:  # counts have no direction to turn
@@ -369,19 +411,20 @@ class VectorSums(AuditedSums):
         )
 
     def _sizes(self, clips: float) -> float:
-        """Returns a length with this release's sign."""
+        """Returns the length of the vectors, given in clips, with the sign of this release."""
         return clips * self._release.sensitivity * self._sign
 
 
 class ImageSums(AuditedSums):
-    """A canary's vector is what the method makes of its image: network, augmentation and all.
+    """Uses for each canary the vector that the method computes from the canary's image, including
+    network and augmentation.
 
-    Each release is scored with the clipped vectors, or with the vectors as they came, whichever
-    sum it is nearer to (`_clip_is_missing`): scores with clipped vectors do not fit the releases
-    of code that does not clip, and cannot tell its canaries apart.
+    Each release is scored either with the clipped vectors or with the unclipped ones, depending on
+    which expected sum is closer to the release (`_clip_is_missing`). If the code does not clip,
+    scores with clipped vectors do not fit its releases and cannot tell the canaries apart.
 
-    At each release the method makes vectors of all canaries, for the auditor; only those that are
-    in and in the sample enter the sum.
+    At each release the method computes the vectors of all canaries for the auditor. Only included
+    canaries that were sampled enter the sum.
     """
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
