@@ -45,7 +45,9 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"is below the {spec.train_size} records that the data set declares"
+        reason = (
+            f"must be at least {spec.train_size}, the number of records that the data set declares"
+        )
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -85,7 +87,7 @@ def check_method(method: Method) -> None:
             unprotected.append(f"{name} ({kind})")
     if unprotected or not method.dp_mechanisms:
         fields = ", ".join(unprotected)
-        why = method.refusal or f"no mechanism protects these fields of its upload: {fields}"
+        why = method.refusal or f"no mechanism protects the fields {fields} of its upload"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 

@@ -185,9 +185,9 @@ class RunSettings:
                 yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
-                reason = "with fewer, a malicious client cannot be identified"
-                required = f"must be none in rounds of fewer than {FEWEST} clients, got {active}"
-                yield "run", "robust", f"{required}: {reason}"
+                reason = "because a malicious client could not be identified"
+                required = f"must be none with fewer than {FEWEST} clients in a round, {reason}"
+                yield "run", "robust", f"{required}; got {active} clients"
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason

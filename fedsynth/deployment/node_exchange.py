@@ -123,7 +123,7 @@ class NodeExchange:
         present = self._present
         for number in self._numbers:
             if number not in present:
-                self.absent.setdefault(number, "has not joined")
+                self.absent.setdefault(number, "the client has not joined in time")
         for number, reason in sorted(self.absent.items()):
             self._note(f"client {number} does not take part: {reason}")
         needed = needed_uploads(self._settings.quorum, len(self._numbers))

@@ -92,7 +92,7 @@ def read_clients(file: Path) -> dict[int, JoinedClient]:
     try:
         stated = load_json(file)
         if stated["sha256"] != _digest(stated["clients"]):
-            raise ValueError("its hash differs")
+            raise ValueError("the stored hash does not match the content")
         for number, facts in stated["clients"].items():
             unstated = [(int(requested), str(phase)) for requested, phase in facts["unstated"]]
             history = parse_history(facts["history"])

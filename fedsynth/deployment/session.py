@@ -325,7 +325,7 @@ class Session:
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the clients of round {question.round} differ from those that the run's seed draws"
+                f"the clients of round {question.round} differ from those that the run's settings select"
             )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)
@@ -398,7 +398,7 @@ class Session:
         """Returns the client's position among the clients of the round."""
         if self.runtime.number not in context.active:
             raise RequestRefusedError(
-                f"this client does not take part in round {context.round}, but was asked for its upload"
+                f"this client does not take part in round {context.round}, but received a question of this round"
             )
         return context.active.index(self.runtime.number)
 
@@ -537,7 +537,7 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
             return None
         sent = content[2 * HASH_BYTES :]
         if hashlib.sha256(sent).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
-            raise ValueError("its hash differs")
+            raise ValueError("the stored hash does not match the content")
         return Frame.from_bytes(sent)
 
 

@@ -250,8 +250,8 @@ WORKS = ("", "", True)
         ([NOBODY, NOBODY, WORKS], ["no server listens"], 106),
         ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
-        ([NOBODY], ["no server listens", "cannot connect"], 60),
-        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "cannot connect"], 160),
+        ([NOBODY], ["no server listens", "could not connect"], 60),
+        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "could not connect"], 160),
     ],
 )
 def test_a_client_reconnects_and_prints_reasons_until_its_timeout(

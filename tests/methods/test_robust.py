@@ -232,7 +232,7 @@ def test_the_settings() -> None:
     method = FedAvg()
     clients = PartitionSettings(clients=10)
     with pytest.raises(
-        SettingError, match=r"run\.robust must be none in rounds of fewer than 3 clients, got 2"
+        SettingError, match=r"run\.robust must be none with fewer than 3 clients in a round.*got 2"
     ):
         RunSettings(method, robust="median", participation=0.2, partition=clients)
     with pytest.raises(SettingError, match=r"run.robust_share must be in \[0, 0.5\), got 0.5"):

@@ -149,7 +149,11 @@ def _execute(address: str, token: str, answer: Answer) -> None:
         push_message(client, _reply(message, answer), context)
         push_task_output(client, context, SubStatus.COMPLETED, details="")
     except (httpx.HTTPError, RunNotRunningException) as error:
-        print(f"the SuperNode did not take an answer: {error!r:.200}", file=sys.stderr, flush=True)
+        print(
+            f"could not pass an answer to the SuperNode: {error!r:.200}",
+            file=sys.stderr,
+            flush=True,
+        )
     finally:
         if heartbeat.is_running:
             heartbeat.stop()

@@ -135,7 +135,9 @@ def join(
                 deadline = time.monotonic() + wait
                 printed = ""
         if time.monotonic() >= deadline:
-            raise FlowerError(f"cannot connect to {connection.server} for {wait:g} s: {reason}")
+            raise FlowerError(
+                f"could not connect to {connection.server} within {wait:g} s: {reason}"
+            )
         if reason != printed:
             node.say(f"{reason}; the client tries again for {wait:g} s")
             printed = reason

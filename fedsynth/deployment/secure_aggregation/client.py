@@ -174,7 +174,7 @@ class SumClient:
             )
         if self.number not in keys or keys[self.number].mask != primitives.public(self._mask_key):
             raise SecureSumError(
-                "the server sent keys for this client that are not this client's keys"
+                "the list of keys from the server does not contain the keys of this client"
             )
         public: set[bytes] = set()
         for k, keys_of in keys.items():

@@ -76,7 +76,10 @@ class FixedPoint:
                 f"{self.bound:g}, {self.clients} and {self.fraction}",
             )
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
-            reason = f"of {self.bound:g} overflows {BITS} bits: use fewer fractional bits"
+            reason = (
+                f"must be smaller, because a sum of {self.clients} values up to {self.bound:g} "
+                f"overflows {BITS} bits: set a smaller bound or fewer fractional bits"
+            )
             raise SettingError(None, "bound", reason)
 
     def encode(self, vector: npt.ArrayLike) -> IntVector:

@@ -163,7 +163,7 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
         raise SettingError(
             None,
             "guesses",
-            f"must be an even number from 2 to the {canaries} canaries, got {guesses}",
+            f"must be an even number from 2 to {canaries}, the number of canaries, got {guesses}",
         )
     if not 0.5 <= confidence < 1:
         raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
