@@ -165,14 +165,14 @@ def check_quorum(settings: RunSettings) -> None:
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
         reason = (
-            f"selects {taking} clients in each round, but a secure sum needs {needed}: set a larger "
-            "participation"
+            f"selects {taking} clients in each round, but a secure sum needs {needed}: set a "
+            "larger participation"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = (
-            f"must be at least {enough:g}, because a secure sum needs {needed} of the {taking} clients "
-            "in a round"
+            f"must be at least {enough:g}, because a secure sum needs {needed} of the {taking} "
+            "clients in a round"
         )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

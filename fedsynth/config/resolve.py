@@ -173,8 +173,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     except UnknownNameError:
         reason = (
             f"is {name}, which was defined in the custom file {short_repr(stated)}: name that file "
-            f"again (run.method=PATH/{str(stated).partition('@')[0]:.200}), or register the class with "
-            "fedsynth.register_method"
+            f"again (run.method=PATH/{str(stated).partition('@')[0]:.200}), or register the class "
+            "with fedsynth.register_method"
         )
         raise SettingError("run", "method", reason) from None
     source = own_source(name)

@@ -168,7 +168,7 @@ class JoinAnswer(Facts):
 
 
 def history_to_json(history: History | None) -> dict[str, Any] | None:
-    """Converts the history of a client's ledger to JSON. Returns None if the client has no ledger."""
+    """Converts a client's ledger history to JSON. Returns None if the client has no ledger."""
     return None if history is None else history.to_json()
 
 

@@ -104,7 +104,8 @@ class NetworkedRun:
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
             raise CheckpointError(
-                f"the run in {self.folder.path} cannot be resumed, because its checkpoint is missing"
+                f"the run in {self.folder.path} cannot be resumed, because its checkpoint is "
+                "missing"
             )
         rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
@@ -262,7 +263,8 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
     if agreed != proposal.agreement:
         raise CheckpointError(
-            f"the run in {folder.path} cannot be resumed, because it was started with other settings"
+            f"the run in {folder.path} cannot be resumed, because it was started with other "
+            "settings"
         )
     return name
 
@@ -284,8 +286,8 @@ def _initial_plan(
         rows = start.ledgers[history.client].rows
         if len(history.releases) < rows:
             raise LedgerError(
-                f"the ledger of {history.client} has {len(history.releases)} entries, fewer than the "
-                f"{rows} at the start of the run"
+                f"the ledger of {history.client} has {len(history.releases)} entries, fewer than "
+                f"the {rows} at the start of the run"
             )
         initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)

@@ -158,12 +158,14 @@ class Node:
         clients = proposal.settings.partition.clients
         if self.number >= clients:
             raise MessageError(
-                f"the run has {clients} clients, numbered from 0, so client {self.number} cannot join"
+                f"the run has {clients} clients, numbered from 0, so client {self.number} cannot "
+                "join"
             )
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
             raise MessageError(
-                "the proposal has other settings than the ones with which this client joined the run"
+                "the proposal has other settings than the ones with which this client joined the "
+                "run"
             )
         objections = self._objections(proposal)
         warnings: list[str] = []

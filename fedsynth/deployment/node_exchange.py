@@ -319,7 +319,7 @@ class NodeExchange:
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[ClientEvaluation]:
-        """Returns an empty list, because only a simulation can test models on clients' test splits."""
+        """Returns an empty list, because a server cannot test models on clients' test splits."""
         return []
 
     def end(self, rounds: int) -> None:

@@ -181,7 +181,8 @@ class Policy:
         objections = []
         if self.delta is not None and privacy.delta > self.delta:
             objections.append(
-                f"the owner allows at most δ = {self.delta:g}, and the run has δ = {privacy.delta:g}"
+                f"the owner allows at most δ = {self.delta:g}, and the run has δ = "
+                f"{privacy.delta:g}"
             )
         mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
         if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:

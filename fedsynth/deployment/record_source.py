@@ -186,7 +186,7 @@ class ClassFolders:
 
 
 class DatasetPart:
-    """A part of a published data set, for trials. The data set is partitioned as in a simulation."""
+    """A part of a published data set for trials. The partition is that of a simulation."""
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns no objection, because the data set is published."""

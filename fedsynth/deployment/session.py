@@ -266,7 +266,8 @@ class Session:
             )
         if self.state.sigma not in (None, terms.noise_multiplier):
             raise MessageError(
-                f"received another noise multiplier than {self.state.sigma:g}, with which the run began"
+                f"received another noise multiplier than {self.state.sigma:g}, with which the run "
+                "began"
             )
         self.runtime.start(terms)
         self._terms = terms
@@ -319,13 +320,15 @@ class Session:
             )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
-                f"received a question for round {question.round!s:.20} of a run with {rounds} rounds"
+                f"received a question for round {question.round!s:.20} of a run with {rounds} "
+                "rounds"
             )
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the clients of round {question.round} differ from those that the run's settings select"
+                f"the clients of round {question.round} differ from those that the run's settings "
+                "select"
             )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)
@@ -398,7 +401,8 @@ class Session:
         """Returns the client's position among the clients of the round."""
         if self.runtime.number not in context.active:
             raise RequestRefusedError(
-                f"this client does not take part in round {context.round}, but received a question of this round"
+                f"this client does not take part in round {context.round}, but received a question "
+                "of this round"
             )
         return context.active.index(self.runtime.number)
 

@@ -1,4 +1,4 @@
-"""Messages of a simulation: the privacy guarantee, and warnings about settings and missing classes."""
+"""Messages of a simulation about privacy, unexpected settings and missing classes."""
 
 from __future__ import annotations
 

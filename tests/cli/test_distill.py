@@ -48,7 +48,8 @@ def test_models_of_different_architectures_become_one(
     [
         (
             "--models a,b --arch convnet,convnet,convnet",
-            "architectures must be one name for all 2 model files, or one name for each file; got 3 names",
+            "architectures must be one name for all 2 model files, or one name for each file; got "
+            "3 names",
         ),
         ("--models a --arch resnet8", "is not a model of the given architecture"),
         ("--models a --arch convent", "did you mean convnet"),

@@ -180,7 +180,8 @@ class SumClient:
         for k, keys_of in keys.items():
             if k != keys_of.client:
                 raise SecureSumError(
-                    f"the keys that the server sent for client {k} belong to client {keys_of.client}"
+                    f"the keys that the server sent for client {k} belong to client "
+                    f"{keys_of.client}"
                 )
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
@@ -225,8 +226,8 @@ class SumClient:
             )
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
-                f"only {len(senders) + 1} clients have sent secret shares, but the secure sum needs "
-                f"{self.terms.threshold}"
+                f"only {len(senders) + 1} clients have sent secret shares, but the secure sum "
+                f"needs {self.terms.threshold}"
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)

@@ -41,7 +41,8 @@ class Parcel(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]["msg"]
             raise SecureSumError(
-                f"received bytes that are not a {cls.__name__} message of a secure sum: {first:.120}"
+                f"received bytes that are not a {cls.__name__} message of a secure sum: "
+                f"{first:.120}"
             ) from None
 
 

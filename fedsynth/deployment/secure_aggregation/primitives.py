@@ -152,8 +152,8 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """
     if len(shares) < threshold:
         raise SecureSumError(
-            f"the secret cannot be reconstructed from {len(shares)} shares, which are fewer than the "
-            f"threshold {threshold}"
+            f"the secret cannot be reconstructed from {len(shares)} shares, which are fewer than "
+            f"the threshold {threshold}"
         )
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]

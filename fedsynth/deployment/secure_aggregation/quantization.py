@@ -122,7 +122,8 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(
-                f"the field {name} cannot be in a secure sum, because its size is not known in advance"
+                f"the field {name} cannot be in a secure sum, because its size is not known in "
+                "advance"
             )
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids

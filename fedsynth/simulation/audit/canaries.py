@@ -207,8 +207,8 @@ class Canaries:
                 None,
                 "canaries",
                 f"must be fewer, because the contributions of {len(self)} images to one release "
-                f"need {needed / 2**30:.1f} GiB: use fewer canaries, canaries_as=vectors, or a larger "
-                "run.memory_gb",
+                f"need {needed / 2**30:.1f} GiB: use fewer canaries, canaries_as=vectors, or a "
+                "larger run.memory_gb",
             )
         return ImageSums(release, groups, guard, secret, self)
 
