@@ -78,7 +78,7 @@ def _compared(column: str, *names: str) -> Axis:
         if table.name in names and line.number.value is not None:
             cell = next(c for c in table.cells if cell_words(c, table) == line.cell)
             labels = getattr(cell, column), f"{cell.method}{_changed(line)}{line.reduced_precision}"
-            texts = entries.setdefault(labels, {"hours": f"{line.hours:.2f}"})
+            texts = entries.setdefault(labels, {})
             reproduced = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
             texts[f"{line.number.label} here"] = reproduced
             texts[line.number.label] = format_number(line.number.value, line.number.std)
@@ -111,7 +111,6 @@ TABLES = {
         [
             ("published", text("test_accuracy_pct")),
             ("here", text("test_accuracy_pct here")),
-            ("hours", text("hours")),
         ],
         corner=("data", "method"),
     ),
