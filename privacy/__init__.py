@@ -1,7 +1,7 @@
-"""Differential privacy of what data owners release: mechanisms, accounting, ledgers and reports.
+"""Differential privacy for the values that data owners release.
 
-The names below are the stable interface for custom pipelines (docs/library.md). Each name is
-imported on first use.
+The package contains the mechanisms, the accounting, the ledgers and the reports. The names below
+are the stable interface for custom pipelines (docs/library.md). Each name is imported on first use.
 """
 
 from __future__ import annotations

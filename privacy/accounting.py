@@ -1,11 +1,12 @@
-"""The privacy accountant: ε and δ(ε) of releases, for a chosen adjacency (default: add/remove one
-example).
+"""The privacy accountant, which computes ε and δ(ε) of releases.
 
-Adaptively composed Gaussian mechanisms without subsampling are exactly one Gaussian mechanism with
-μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3), so they are
-merged exactly. Poisson-subsampled releases go through dp-accounting's privacy loss distributions
-(PLD), rounded so that ε is overestimated, never underestimated. dp_accounting and scipy are slow to
-load, so they are imported where they are used.
+The caller chooses the adjacency. The default is to add or remove one example.
+
+The composition of adaptively chosen Gaussian mechanisms without subsampling is exactly one Gaussian
+mechanism with μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3),
+so these are merged without loss. Poisson-subsampled releases are composed with dp-accounting's
+privacy loss distributions (PLD). All rounding there can only increase ε. dp_accounting and scipy
+are slow to load, so they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -39,35 +40,44 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged releases: all unsubsampled ones as one Gaussian, equal subsampled ones as (σ, q,
-    steps)."""
+    """Several releases, merged for the accountant.
+
+    All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
+    Subsampled releases with the same σ and q are merged into one entry (σ, q, steps).
+    """
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
     influence: int = 1
-    """The sensitivity in clips: 2 for replace-one adjacency, else 1. μ includes it; σ does not, as
-    dp-accounting's REPLACE_ONE doubles."""
+    """The sensitivity divided by the clip: 2 for replace-one adjacency, otherwise 1.
+
+    μ already contains this factor. σ does not, because dp-accounting's REPLACE_ONE applies it.
+    """
 
     @property
     def slack(self) -> float:
-        """The margin added to every δ that an FFT computed, because its rounding error has either
-        sign. Measured against the exact Gaussian curve, δ was at most 1e-12 too small with 1e5
-        steps, and 2e-11 with 1e6."""
+        """The margin that is added to every δ computed with an FFT.
+
+        The FFT's rounding error can make δ too small. In a comparison with the exact Gaussian
+        curve, δ was too small by at most 1e-12 with 1e5 steps, and by at most 2e-11 with 1e6 steps.
+        """
         return max(FFT_SLACK, SLACK_PER_STEP * sum(steps for _, _, steps in self.sampled))
 
     @property
     def smallest_delta(self) -> float:
-        """The smallest δ next to which the slack is still small."""
+        """The smallest δ at which ε is computed with an FFT. It is at least ten times `slack`."""
         return max(SMALLEST_DELTA, 10 * self.slack)
 
     @property
     def interval(self) -> float | None:
-        """The PLD's grid step. None: `without_sampling` is used, which is exact without subsampled
-        releases and otherwise a very loose bound.
+        """The grid step of the privacy loss distribution (PLD), or None if no PLD is computed.
 
-        It resolves one step's privacy loss (of standard deviation about q·√(e^{1/σ²} − 1)), with at
-        most 6e4 points for one step and 1.5e6 for the composition (well under a second). A coarser
-        grid only increases ε.
+        If it is None, the accountant uses `without_sampling`. That is exact if no release is
+        subsampled, and otherwise a very loose upper bound.
+
+        The step is small compared with the standard deviation of one step's privacy loss, which is
+        about q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and
+        the composition 1.5e6, which takes well under a second. A coarser grid only increases ε.
         """
         if not self.sampled or max(steps for _, _, steps in self.sampled) > MAX_STEPS:
             return None
@@ -94,18 +104,20 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """μ if every subsampled release used all data: an upper bound, as subsampling never
-        increases δ(ε)."""
+        """The value that μ would have if every subsampled release used all data.
+
+        It gives an upper bound on δ(ε), because subsampling never increases δ(ε).
+        """
         lengths = [self.influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled]
         return math.hypot(self.mu, *lengths)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The figures of some releases on which their ε depends.
+    """A summary of releases that suffices to compute their ε.
 
     Attributes:
-        steps: the number of steps for each (σ, q), as (σ, q, number), ascending; σ = 0 means
+        steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 stands for
             releases without a finite ε.
     """
 
@@ -113,23 +125,23 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, float, int]]) -> Totals:
-        """Returns the totals of rows (σ, q, steps), of which several may have the same σ and q."""
+        """Adds up rows (σ, q, steps). Several rows may have the same σ and q."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
             counts[σ, q] += steps
         return cls(tuple((*key, counts[key]) for key in sorted(+counts)))
 
     def __add__(self, other: Totals) -> Totals:
-        """Returns the totals of both together."""
+        """Returns the totals of the releases in `self` and `other` together."""
         return Totals.of(self.steps + other.steps)
 
     def times(self, number: int) -> Totals:
-        """Returns the totals of `number` rounds that each have these releases."""
+        """Returns the totals after `number` rounds, each of which makes these releases."""
         return Totals.of((σ, q, number * steps) for σ, q, steps in self.steps)
 
 
 def totals(releases: Iterable[Release]) -> Totals:
-    """Returns the steps of the releases for each (σ, q)."""
+    """Counts the steps of the releases for each (σ, q)."""
     rows = []
     for release in releases:
         σ = float(release.noise_multiplier)
@@ -140,7 +152,7 @@ def totals(releases: Iterable[Release]) -> Totals:
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
-    """Merges the releases; returns None if they have no finite ε."""
+    """Merges the releases for the accountant. Returns None if they have no finite ε."""
     check_adjacency(adjacency)
     if not isinstance(releases, Totals):
         releases = totals(releases)
@@ -166,8 +178,11 @@ def _one_step(σ: float, q: float, interval: float, influence: int = 1) -> Any:
 
 
 def _dense(distribution: Any, steps: int) -> Any:
-    """Returns one step's loss distribution in dense form. dp-accounting converts it itself, but
-    decides by computing points ** steps, a number of a million digits or more."""
+    """Converts the loss distribution of one step to dense form if there are many steps.
+
+    dp-accounting would convert it, too, but first computes points ** steps, which can have more
+    than a million digits.
+    """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     if steps < 10_000:  # then points ** steps is cheap to compute
@@ -191,8 +206,11 @@ def _composed(merged: Merged) -> Any:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Returns δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), exact for a Gaussian with sensitivity/noise
-    μ (Balle & Wang 2018)."""
+    """Returns the exact δ(ε) of a Gaussian mechanism (Balle & Wang 2018).
+
+    δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), where μ is the sensitivity divided by the standard
+    deviation of the noise.
+    """
     from scipy.special import log_ndtr
 
     if mu == 0:
@@ -215,8 +233,8 @@ def epsilon_of(merged: Merged, delta: float) -> float:
         require(
             delta >= merged.smallest_delta,
             "delta",
-            f"must be at least {merged.smallest_delta:g} with so many subsampled steps (the "
-            "accountant's numerical accuracy)",
+            f"must be at least {merged.smallest_delta:g} with so many subsampled steps, because "
+            "the accountant is not accurate enough for a smaller δ",
             delta,
             "privacy",
         )
@@ -241,19 +259,20 @@ def epsilon_of(merged: Merged, delta: float) -> float:
 def epsilon(
     releases: Sequence[Release] | Totals, delta: float, adjacency: str = ADD_REMOVE
 ) -> float:
-    """Returns ε at δ = `delta` of all `releases` (or their `totals`) on one data set, adaptively
-    composed.
+    """Returns the total ε, at δ = `delta`, of all `releases` from one data set.
 
-    It is 0 without a release, and infinite with an unaccounted release or one without noise.
+    Later releases may depend on earlier ones (adaptive composition). ε is 0 if there are no
+    releases. It is infinite if a release has no noise or no guarantee.
 
     Args:
-        releases: ledger rows, whose sensitivities are for add/remove adjacency.
+        releases: the rows of a ledger, or their `totals`. Their sensitivities are for add/remove
+            adjacency.
         delta: δ.
         adjacency: one of `ADJACENCIES`.
 
     Raises:
-        PrivacySettingError: δ outside (0, 1), or below 1e-10 with subsampled rows (beyond the
-            accountant's accuracy).
+        PrivacySettingError: δ is outside (0, 1), or too small for the accuracy of the accountant
+            with subsampled rows (below 1e-10, or more if there are many steps).
     """
     check_delta(delta, None)
     merged = merge(releases, adjacency)
@@ -265,10 +284,10 @@ def epsilon(
 def epsilon_rdp(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> float | None:
-    """Returns the looser ε by Rényi DP: an independent cross-check of `epsilon`, with the same
-    conventions.
+    """Computes ε with Rényi DP, as an independent check of `epsilon`.
 
-    It is None for replace-one adjacency with subsampling, which the library does not support.
+    The arguments are those of `epsilon`, and the result is usually larger. Returns None for
+    replace-one adjacency with subsampling, which dp-accounting's Rényi accountant does not support.
     """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
@@ -303,7 +322,10 @@ def epsilon_rdp(
 def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
-    """Returns the cumulative ε after each round that has a release, in order of rounds."""
+    """Returns a mapping from each round with a release to the total ε after that round.
+
+    The rounds are in ascending order.
+    """
     table = {}
     so_far = Totals()
     by_round = attrgetter("round")
@@ -314,8 +336,12 @@ def epsilon_by_round(
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
-    """Returns the accountant's name, library version, computation and discretisation interval
-    (None: exact) for the report."""
+    """Describes for the report how ε of these releases was computed.
+
+    Returns:
+        The accountant's name, the version of its library, the kind of computation, and the
+        discretisation interval. The interval is None if ε was computed without discretisation.
+    """
     from importlib.metadata import version
 
     merged = merge(releases, adjacency) or Merged()
@@ -343,15 +369,21 @@ def calibrate_noise_multiplier(
     plan: Callable[[float], Sequence[Release] | Totals],
     adjacency: str = ADD_REMOVE,
 ) -> float:
-    """Returns the smallest σ (to 0.1 %, rounded to the safe side) with epsilon(plan(σ), delta) ≤
-    `target_epsilon`.
+    """Finds the smallest noise multiplier σ with epsilon(plan(σ), delta) ≤ `target_epsilon`.
 
-    `plan` must return the releases of the *whole* run for a σ, or their `totals`. Their ε must not
-    increase with σ.
+    The result exceeds the smallest σ by at most 0.1 %, so that ε never exceeds the target. A σ
+    below 1e-3 that is large enough is returned without further search.
+
+    Args:
+        target_epsilon: the largest ε that is allowed.
+        delta: δ.
+        plan: a function that returns, for a σ, the releases of the *whole* run or their `totals`.
+            Their ε must not increase with σ.
+        adjacency: one of `ADJACENCIES`.
 
     Raises:
-        PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the
-            target.
+        PrivacySettingError: the target is not a finite number above 0, δ is out of range, or no σ
+            up to 1e6 reaches the target.
     """
     valid = is_real(target_epsilon) and target_epsilon > 0
     require(valid, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
@@ -367,8 +399,8 @@ def calibrate_noise_multiplier(
             raise PrivacySettingError(
                 "privacy",
                 "epsilon",
-                "cannot be reached with a noise multiplier up to 1e6: a release that does "
-                "not depend on it costs more or has no guarantee",
+                "cannot be reached with a noise multiplier up to 1e6, because a release whose "
+                "noise does not depend on it costs more or has no guarantee",
                 value=f"{target_epsilon:g}",
             )
         low, at_low = high, at_high

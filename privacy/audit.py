@@ -1,16 +1,21 @@
-"""A canary audit: a lower bound on ε from one run with many canaries. It can find a fault; it
-cannot prove privacy.
+"""Canary audits, and bounds on membership inference attacks.
 
-A fair coin decides whether each of m canaries is in the data. An auditor who sees the release
-guesses for r of them (the highest scores "in", the lowest "out"). If the mechanism is (ε, δ)-DP, v
-or more correct guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with one (1)
-training run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
+A canary audit computes a lower bound on ε from one run with many canaries. It can find a fault, but
+it cannot prove privacy.
+
+A fair coin decides for each of m canaries whether it is in the data. An auditor who sees the
+release guesses for r of them whether they are in the data: "in" for those with the highest scores,
+"out" for those with the lowest. If the mechanism is (ε, δ)-DP, many correct guesses are improbable
+(Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training run", 2023, Theorem 5.2). With
+p = e^ε/(1 + e^ε) and W ~ Binomial(r, p), the number V of correct guesses satisfies
 
     P[V ≥ v] ≤ P[W ≥ v] + 2·m·δ·max_{1 ≤ i ≤ m} P[v − i ≤ W < v] / i.
 
-The largest ε that this refutes is a lower bound.
+If the auditor made v correct guesses, every ε for which this probability is very small is refuted.
+The largest refuted ε is the lower bound.
 
-Bounds on what an attacker can learn: the power of any membership inference test.
+The other functions bound the power of any membership inference test. These bounds are computed from
+the ledger, without an attack.
 """
 
 from __future__ import annotations
@@ -31,11 +36,22 @@ CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Returns the bound above on the probability of `correct` or more correct guesses under (ε,
-    δ)-DP."""
+    """Bounds the probability of at least `correct` correct guesses if the mechanism is (ε, δ)-DP.
+
+    The formula is in the docstring of this module.
+
+    Args:
+        correct: v, the number of correct guesses.
+        guesses: r, the number of guesses.
+        canaries: m, the number of canaries.
+        epsilon, delta: ε and δ.
+
+    Raises:
+        PrivacySettingError: not 0 ≤ correct ≤ guesses ≤ canaries.
+    """
     from scipy.stats import binom
 
-    rule = "must be from 0 to guesses, and these at most canaries"
+    rule = "must satisfy 0 <= correct <= guesses <= canaries"
     counts = (correct, guesses, canaries)
     require(0 <= correct <= guesses <= canaries, "correct", rule, counts)
     probability = 1 / (1 + exp(-epsilon))
@@ -50,8 +66,18 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> float:
-    """Returns the largest ε (to 1e-4) that `correct` correct guesses refute at this confidence, or
-    0."""
+    """Returns the lower bound on ε of a canary audit, which is at most 1e-4 below the exact bound.
+
+    It is the largest ε that `correct` correct guesses refute at this confidence. It is 0 if they
+    refute none, and the search ends at 64.
+
+    Args:
+        correct: the number of correct guesses.
+        guesses: the number of guesses.
+        canaries: the number of canaries.
+        delta: δ.
+        confidence: the confidence of the bound, such as 0.95.
+    """
     low = 0.0
     high = 1.0
     if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:
@@ -71,21 +97,31 @@ def epsilon_lower_bound(
 def right_guesses(
     scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
 ) -> int:
-    """Returns the number of correct guesses among `guesses` (even): "in" for the highest half of
-    the scores, "out" for the lowest."""
+    """Counts the correct guesses of an auditor.
+
+    The auditor guesses "in" for the canaries with the highest scores and "out" for those with the
+    lowest, for equally many of each.
+
+    Args:
+        scores: the score of each canary.
+        included: whether each canary was in the data.
+        guesses: the number of guesses, which is even.
+    """
     order = np.argsort(scores)
     half = guesses // 2
     return int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
 
 
 def guesses_for(canaries: int) -> int:
-    """Returns the default number of guesses for this number of canaries: even, at least 2."""
+    """Returns the default number of guesses for this number of canaries.
+
+    It is even and at least 2.
+    """
     return max(2, 2 * (GUESSES * canaries // 2000))
 
 
 def down(value: float) -> str:
-    """Returns `value` rounded down to 2 decimals, so that a printed lower bound is never too
-    high."""
+    """Formats a lower bound with 2 decimals, rounded down so that it is never too high."""
     return f"{floor(value * 100) / 100:.2f}"
 
 
@@ -94,15 +130,23 @@ def attack_success(
     false_positive_rates: Sequence[float] = (0.001, 0.01),
     adjacency: str = ADD_REMOVE,
 ) -> dict[float, float]:
-    """Returns an upper bound on the true-positive rate of *any* membership test at each
-    false-positive rate α.
+    """Bounds the true-positive rate of *any* membership inference test.
 
-    If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for
-    every ε ≥ 0, TPR ≤ e^ε·α + δ(ε), and, with the complements' rates, 1 − α ≤ e^ε·(1 − TPR) + δ(ε),
-    that is TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)). The smallest of these over ε is 1 − f(α), f the
-    trade-off function (f-DP: Dong, Roth & Su 2022, Prop. 2.12). Each bound is convex, the first in
-    e^ε and the second in e^{−ε}, so a golden-section search finds the minimum; the bound is valid
-    wherever the search stops. For Gaussians, the closed form Φ(Φ⁻¹(α) + μ) is used.
+    The releases are (ε, δ(ε))-DP for every ε ≥ 0. Hence the true-positive rate (TPR) of a test with
+    false-positive rate α satisfies TPR ≤ e^ε·α + δ(ε). The same argument for the rates of the
+    complementary test gives 1 − α ≤ e^ε·(1 − TPR) + δ(ε), which is TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)).
+    The smallest of these bounds over all ε is 1 − f(α), where f is the trade-off function (f-DP,
+    Dong, Roth & Su 2022, Prop. 2.12). The first bound is convex in e^ε and the second in e^{−ε}, so
+    a golden-section search finds the minimum. Wherever the search stops, the bound is valid. For
+    Gaussian mechanisms without subsampling, the closed form Φ(Φ⁻¹(α) + μ) is used.
+
+    Args:
+        releases: the rows of a ledger.
+        false_positive_rates: the values of α.
+        adjacency: one of `ADJACENCIES`.
+
+    Returns:
+        A mapping from each α to the bound on the true-positive rate.
     """
     from scipy.special import ndtr, ndtri
 
@@ -119,12 +163,13 @@ def attack_success(
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
-    """Returns an upper bound on the accuracy of guessing membership when both cases are equally
-    likely.
+    """Bounds the probability that a guess about membership is correct.
 
-    A test's accuracy is (1 + TPR − FPR)/2. TPR − FPR is at most the total variation distance
-    between the releases with and without the example, which is δ at ε = 0. The bound is therefore
-    (1 + δ(0))/2, for Gaussians Φ(μ/2).
+    An attacker guesses whether an example is in the data, and both cases are equally likely. The
+    probability of a correct guess is (1 + TPR − FPR)/2, where TPR and FPR are the rates of the
+    attacker's test. TPR − FPR is at most the total variation distance between the releases with and
+    without the example, which is δ at ε = 0. The bound is therefore (1 + δ(0))/2. For Gaussian
+    mechanisms without subsampling, it is Φ(μ/2).
     """
     merged = merge(releases, adjacency)
     if merged is None:
@@ -139,8 +184,10 @@ def _largest_power(curve: Callable[[float], float], alpha: float, furthest: floa
 
 
 def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) -> float:
-    """Returns the smallest value found by a golden-section search of a unimodal function on [0,
-    high]."""
+    """Searches the minimum of a unimodal function on [0, high] by golden sections.
+
+    Returns the smallest value of the function that the search found.
+    """
     ratio = (math.sqrt(5) - 1) / 2
     low = 0.0
     lower, upper = high - ratio * high, ratio * high

@@ -1,9 +1,9 @@
-"""A trial whether a user's function of a batch computes each example's value from that example
-only.
+"""A test that a user's function computes the value of each example from that example only.
 
-Every bound on one example's influence assumes this: no mixing of examples, no random numbers, no
-arithmetic that depends on the position, no state between calls. The trial uses public random
-images. It can find a fault, but cannot prove that there is none.
+Every bound on the influence of one example assumes this. The function must not mix the examples of
+a batch, draw random numbers, compute values that depend on the position of an example in the batch,
+or keep state between calls. The test calls the function with public random images. It can find a
+fault, but it cannot prove that there is none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 ROWS = 8
 CPU_ROUNDING = 1e-4
 DEVICE_ROUNDING = 1e-2
-"""The tolerances relative to the largest value, as another batch may use another kernel."""
+"""The tolerances for differences, relative to the largest value. They are needed because another
+batch may use another kernel, which rounds differently."""
 SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
-"""Operations that draw random numbers only with dropout, which then changes their values."""
+"""Operations that torch marks as random, although they draw random numbers only with dropout. They
+are not reported, because dropout also changes their values."""
 UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
@@ -39,11 +41,12 @@ ADVICE = "compute each value only from its example, without random numbers and w
 
 
 class GlobalGenerators:
-    """The process's global random generators: those of torch, NumPy and Python. Leaving the context
-    restores their state.
+    """The global random generators of torch, NumPy and Python.
+
+    It is a context manager that restores the state of the generators at the end of the block.
 
     Args:
-        device: the device whose torch generator is watched, in addition to the CPU's.
+        device: the device whose torch generator is included, in addition to that of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,13 +60,13 @@ class GlobalGenerators:
         return states
 
     def position(self) -> tuple[Any, ...]:
-        """Returns a value that changes when any of the generators is used."""
+        """Returns a value that changes when one of the generators is used."""
         legacy, python, *torch_states = self._states()
         torch_bytes = torch.cat([state.cpu() for state in torch_states]).numpy().tobytes()
         return legacy[1].tobytes(), legacy[2:], python, torch_bytes
 
     def rewind(self) -> None:
-        """Restores the initial states of the generators."""
+        """Restores the states that the generators had when this object was created."""
         legacy, python, cpu, *on_device = self._saved
         np.random.set_state(legacy)  # noqa: NPY002
         random.setstate(python)
@@ -79,16 +82,16 @@ class GlobalGenerators:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records torch's operations: which of them draw random numbers, and their results.
+    """Records torch operations that draw random numbers, and optionally the results of all.
 
     Args:
-        fill: the value written to uninitialised memory (`torch.empty`), so that its use is
-            detected.
-        record: whether to record all results.
+        fill: the value to which uninitialised memory (`torch.empty`) is set. Two runs with
+            different values show whether a function uses such memory.
+        record: True records the results of all operations.
 
     Attributes:
-        draws: the names of operations that drew random numbers.
-        values: the name of each operation and a copy of its result.
+        draws: the names of the operations that drew random numbers.
+        values: the name of each operation and a copy of its result, if `record` is True.
     """
 
     def __init__(self, fill: float = 0.0, *, record: bool = False) -> None:
@@ -117,13 +120,16 @@ class OperationWatch(TorchDispatchMode):
 def dependence_on_batch(
     function: Callable[[Tensor], Tensor], shape: tuple[int, ...], device: torch.device
 ) -> str:
-    """Returns how an example's value depends on more than the example, or "" if a trial finds
-    nothing.
+    """Tests a function for values that depend on more than their own example.
 
     Args:
-        function: records [N, …] -> values [N, …].
-        shape: of one record, such as (C, H, W).
-        device: the records' device.
+        function: a function of records [N, …] that returns values [N, …].
+        shape: the shape of one record, such as (C, H, W).
+        device: the device of the records.
+
+    Returns:
+        A description of the fault, which completes the sentence "the function …". An empty string
+        if the test found no fault.
 
     >>> shape = (1, 4, 4)
     >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
@@ -193,8 +199,12 @@ class _Trial:
         return ""
 
     def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
-        """Replaces half of the examples, then the other half. A result or intermediate value that
-        changes both times was computed from examples of both halves."""
+        """Returns a description of the fault if the function mixes examples, otherwise "".
+
+        The examples of one half of the batch are replaced, and then those of the other half. A
+        result or intermediate value that changes both times was computed from examples of both
+        halves.
+        """
         watches = []
         for replaced in (half, ~half):
             images = self._images.clone()
@@ -205,14 +215,17 @@ class _Trial:
             watches.append(watch.values)
         for (name, a), (name_b, b), (name_c, c) in zip(base.values, *watches, strict=False):
             if not (name == name_b == name_c and a.shape == b.shape == c.shape):
-                return f"branches on the values of examples (at {name})"
+                return f"runs different operations depending on the values of examples (at {name})"
             if bool((_changed(a, b) & _changed(a, c)).any()):
                 return f"computes a value from several examples together ({name})"
         return ""
 
 
 def _state(owner: object) -> dict[str, object]:
-    """Returns those of a module's parameters, buffers and attributes that can be compared."""
+    """Returns the parameters, buffers and simple attributes of a module in comparable form.
+
+    Returns an empty dict if `owner` is not a module.
+    """
     state: dict[str, object] = {}
     if not isinstance(owner, nn.Module):
         return state
@@ -229,7 +242,10 @@ def _state(owner: object) -> dict[str, object]:
 
 
 def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:
-    """Returns the tolerance for kernels of another batch, relative to the largest value."""
+    """Returns the tolerance for differences due to rounding, relative to the largest value.
+
+    Values of the same examples differ slightly if another batch uses another kernel.
+    """
     if device.type == "cpu" and precision == torch.float32:
         return CPU_ROUNDING
     return DEVICE_ROUNDING

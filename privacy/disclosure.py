@@ -1,14 +1,13 @@
-"""The classes of values that a private run outputs: accounted for by the ledger, public, or
-unprotected.
+"""Privacy labels of the values that a private run outputs, and facts about each mechanism.
 
-The code that computes a value declares its class, the reason and its shape. A private run does not
-output a value that is undeclared or has another shape.
+A label states whether the ledger accounts for a value, whether it is public, or whether it is
+unprotected. The code that computes a value declares its label, the reason and the value's type. A
+private run does not output a value that was not declared or that has another type.
 
-The guarantee of each mechanism, or the reasons why it has none; defined only here.
-
-Every private step releases through `GaussianSumMechanism`, whose theorem gives the guarantee for any
-per-example vector. A mechanism that is not listed here (such as a custom method's) therefore has a
-guarantee; one without a guarantee must be listed, with the reasons.
+This module also states for each mechanism whether it has a privacy guarantee. Every private step
+makes its releases with `GaussianSumMechanism`, whose theorem gives a guarantee for any per-example
+vector. Therefore a mechanism that is not listed here has a guarantee, for example the mechanism of
+a custom method. A mechanism without a guarantee must be listed here with the reasons.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 ACCOUNTED = "accounted"
-"""A release that went through a charged mechanism."""
+"""The value was released by a mechanism that the ledger was charged for."""
 RELEASED = "released"
-"""Computed only from such releases and public values."""
+"""The value was computed only from accounted releases and public values."""
 PUBLIC = "public"
-"""Independent of the private data."""
+"""The value does not depend on the private data."""
 SIMULATION_ONLY = "simulation-only"
-"""A function of private data that only a simulation can show; no guarantee covers it."""
+"""The value depends on private data and has no guarantee, so only a simulation may show it."""
 UNACCOUNTED = "unaccounted"
-"""A release that the ledger does not account for."""
+"""The value was released, but the ledger does not account for it."""
 
 NUMBER = bool | int | float
 COUNT = Annotated[int, Field(ge=0)]
@@ -37,12 +36,12 @@ SHARE = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Disclosure:
-    """The declared class and shape of a value.
+    """The privacy label of an output value, with the reason and the value's type.
 
     Args:
-        kind: `RELEASED`, `PUBLIC` or `SIMULATION_ONLY`.
-        reason: why it is of this kind.
-        shape: the value's type, which pydantic checks strictly.
+        kind: the label, which is `RELEASED`, `PUBLIC` or `SIMULATION_ONLY`.
+        reason: the reason why the value has this label.
+        shape: the type of the value. pydantic checks it strictly.
     """
 
     kind: str
@@ -51,11 +50,11 @@ class Disclosure:
 
     @property
     def may_be_shown(self) -> bool:
-        """True if the value may be shown publicly."""
+        """True if the value may be shown to anyone."""
         return self.kind in (RELEASED, PUBLIC)
 
     def fits(self, value: object) -> bool:
-        """Returns whether a value has the declared shape.
+        """Returns True if a value has the declared type.
 
         >>> shares = released("shares of released counts", list[SHARE])
         >>> shares.fits([0.5, 0.5]), shares.fits([312.0]), released("a count").fits({"n": 1})
@@ -74,11 +73,11 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 
 def released(reason: str, shape: Any = NUMBER) -> Disclosure:
-    """Returns the disclosure of a value that is computed only from released and public values.
+    """Declares a value that is computed only from released and public values.
 
     Args:
-        reason: why it depends on nothing else.
-        shape: its type.
+        reason: the reason why the value depends on nothing else.
+        shape: the type of the value.
 
     >>> released("the accuracy of a released model").may_be_shown
     True
@@ -87,16 +86,25 @@ def released(reason: str, shape: Any = NUMBER) -> Disclosure:
 
 
 def public(reason: str, shape: Any = NUMBER) -> Disclosure:
-    """Returns the disclosure of a value that does not depend on the private data.
+    """Declares a value that does not depend on the private data.
 
-    A method returns such values in `Method.planned_facts`; verification recomputes them.
+    A method returns such values in `Method.planned_facts`. The verification of a report computes
+    them again.
+
+    Args:
+        reason: the reason why the value does not depend on the private data.
+        shape: the type of the value.
     """
     return Disclosure(PUBLIC, reason, shape)
 
 
 def simulation_only(reason: str) -> Disclosure:
-    """Returns the disclosure of a function of private data, which only the operator of a
-    simulation may see.
+    """Declares a value that depends on private data without protection.
+
+    Only the operator of a simulation may see such a value.
+
+    Args:
+        reason: the reason why the value depends on private data.
 
     >>> simulation_only("how long it took").may_be_shown
     False
@@ -106,14 +114,16 @@ def simulation_only(reason: str) -> Disclosure:
 
 @dataclass(frozen=True)
 class MechanismFacts:
-    """The facts about a mechanism that reports, ledgers and refusals state.
+    """Facts about a mechanism, which reports, ledgers and error messages state.
 
     Attributes:
-        name: as in `PrivacySettings.mechanism`.
-        reasons: why it has no guarantee; empty: its guarantee follows from its ledger rows.
-        unaccounted: the short reason in those rows; None if it has a guarantee.
-        accesses: other private data that its clients use, and how; no mechanism protects them.
-        randomness: the source of its noise and samples, if it is not `fedsynth.privacy.randomness`.
+        name: the mechanism's name, as in `PrivacySettings.mechanism`.
+        reasons: the reasons why the mechanism has no guarantee. Empty if it has a guarantee, which
+            is then computed from the rows of the ledger.
+        unaccounted: a short reason that is written to the rows of the ledger. None if the mechanism
+            has a guarantee.
+        accesses: pairs of private data that clients use without protection, and how they use them.
+        randomness: the source of noise and samples. None if it is `fedsynth.privacy.randomness`.
     """
 
     name: str
@@ -124,12 +134,12 @@ class MechanismFacts:
 
     @property
     def guaranteed(self) -> bool:
-        """True if its releases have an ε."""
+        """True if the mechanism has a privacy guarantee, so that its releases have an ε."""
         return not self.reasons
 
     @property
     def status(self) -> str:
-        """The status of its releases in the report: accounted or unaccounted."""
+        """The status of the mechanism's releases in the report, accounted or unaccounted."""
         return ACCOUNTED if self.guaranteed else UNACCOUNTED
 
 
@@ -154,7 +164,7 @@ _LISTED = {facts.name: facts for facts in (PAPER,)}
 
 
 def mechanism_facts(name: str) -> MechanismFacts:
-    """Returns the facts of the mechanism with this name.
+    """Returns the facts about the mechanism with this name.
 
     >>> mechanism_facts("residual").guaranteed, mechanism_facts("paper").guaranteed
     (True, False)

@@ -1,14 +1,16 @@
-"""DP-SGD on a client's model: Opacus' per-example gradients, our sampler, clipping, secret noise
-and public divisor.
+"""DP-SGD on a client's model, with per-example gradients from Opacus.
 
-Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate
-and the divisor from len(dataset), both private; its noise comes from torch's generator; a
-non-finite gradient of one example would poison the batch's sum; and it clips in float32. Only its
-`GradSampleModule` is used, for the per-example gradients of any architecture; the sum goes through
-`GaussianSumMechanism` like every other private statistic.
+Only Opacus' `GradSampleModule` is used, which computes per-example gradients for any architecture.
+Sampling, clipping, summing and noise are those of `GaussianSumMechanism`, as for all private
+statistics. Opacus' own optimiser and loader are not used, for four reasons:
 
-Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask per step.
-Composition: the ledger row holds all steps of the round.
+- The loader computes the sampling rate and the divisor from len(dataset), which is private.
+- The noise comes from torch's generator.
+- If the gradient of one example is not finite, the sum of the whole batch is lost.
+- Gradients are clipped in float32.
+
+Neighbouring data sets differ in one example that is added or removed. Each step draws one Poisson
+sample at the public rate q. One row of the ledger counts all steps of a round.
 """
 
 from __future__ import annotations
@@ -30,21 +32,21 @@ from fedsynth.privacy.products import clipped_product
 from fedsynth.privacy.units import Units
 
 Penalty = Callable[[nn.Module], Tensor]
-"""(the network in training) -> a scalar whose gradient is added to a step's; it must not see
-private data."""
+"""A function of the network in training that returns a scalar. The scalar's gradient is added to
+the gradient of each step. The function must not use private data."""
 
 BeforeStep = Callable[[nn.Module], None]
-"""Called with the network in training before each step; it must not see private data, nor change the
-network."""
+"""A function that is called with the network in training before each step. It must neither use
+private data nor change the network."""
 
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends only on
-that example."""
+"""A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
+[N]. The loss of an example must depend only on that example."""
 
 Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(inputs [N, …], labels [N]) -> l [N, P] and r [N, Q]: the gradient of each example's
-cross-entropy is l ⊗ r, in row-major order of the model's only parameter [P, Q], and depends only on
-that example."""
+"""A function of (inputs [N, …], labels [N]) that returns l [N, P] and r [N, Q]. The gradient of
+each example's cross-entropy must be l ⊗ r, in row-major order of the model's only parameter [P, Q].
+It must depend only on that example."""
 
 PHYSICAL_BATCH = 128
 """The maximum number of per-example gradients held at a time."""
@@ -52,27 +54,32 @@ PHYSICAL_BYTES = 2**30
 """The maximum memory of these gradients, in bytes."""
 
 PASS_START = 2**18
-"""The fixed cost of a pass, in parameters of a row (Opacus' hooks and bookkeeping, measured on a
-CPU for ConvNets)."""
+"""The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
+example. It is due to Opacus' hooks and bookkeeping, and was measured on a CPU for ConvNets."""
 
 FACTOR_BATCH = 512
-"""The number of rows held at a time in passes whose gradients are given as factors."""
+"""The maximum number of examples in a pass if the gradients are given as factors."""
 FACTOR_START = 64.0
-"""The fixed cost of such a pass, in rows (each pass writes out the product of the factors once)."""
+"""The fixed cost of a pass with factors, divided by its cost per example. Each pass computes the
+summed product of the factors once."""
 
 
 class Optimiser(Protocol):
     """An optimiser, which updates weights [..., P] with a gradient of the same shape.
 
-    Leading axes are networks that are trained in parallel; each depends only on itself. In DP-SGD
-    the optimiser receives only released gradients, so everything it does is post-processing.
+    The leading axes are networks that are trained in parallel. The update of a network depends only
+    on its own weights, gradient and state. In DP-SGD the optimiser receives only gradients that
+    were already released with noise, so everything it computes is post-processing.
     """
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Returns the initial state; all its tensors have the leading axes of `w`."""
+        """Returns the initial state, whose tensors have the same leading axes as `w`."""
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Updates `w` and `state` in place, but not `gradient`; never waits for the device."""
+        """Updates `w` and `state` in place.
+
+        An implementation must not change `gradient` and must not wait for the device.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class DpSgdSettings:
 
     Args:
         optimiser: the optimiser, which receives each step's noisy mean gradient.
-        expected_batch_size: q times the public nominal size; every step divides by it.
+        expected_batch_size: the sampling rate q times the public nominal size. Every step divides
+            its noisy sum of gradients by this number.
     """
 
     optimiser: Optimiser
@@ -89,26 +97,28 @@ class DpSgdSettings:
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuses layers that mix the examples of a batch.
+    """Refuses a model with batch norm, which mixes the examples of a batch.
 
     Raises:
-        ForbiddenLayerError: names the layer, and a replacement.
+        ForbiddenLayerError: the model has batch norm. The message names the layer and a
+            replacement.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of "
-                "a batch, so the influence of one example cannot be bounded: use group norm "
+                f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch, "
+                "so the influence of one example cannot be bounded: use group norm "
                 "(model.norm=group, or fedsynth.privacy.dpsgd.group_norm_twin for a custom model)"
             )
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
-    """Returns a copy with group norms in place of batch norms (by Opacus' ModuleValidator) and
-    otherwise the model's weights.
+    """Returns a copy of the model in which every batch norm is replaced with a group norm.
+
+    All other layers keep their weights. Opacus' ModuleValidator makes the replacements.
 
     Raises:
-        ForbiddenLayerError: DP-SGD cannot train another part of the model.
+        ForbiddenLayerError: the model has another layer that DP-SGD cannot train.
     """
     from opacus.validators import ModuleValidator
     from opacus.validators.errors import UnsupportedModuleError
@@ -123,24 +133,25 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses models that DP-SGD cannot train: with batch norm, dropout, or buffers, which would be
-    uploaded without noise.
+    """Refuses a model with batch norm, dropout or buffers, which DP-SGD cannot train.
+
+    Buffers are refused because they would be uploaded without noise.
 
     Raises:
-        ForbiddenLayerError: names the layer or buffer.
+        ForbiddenLayerError: the model has such a layer or buffer. The message names it.
     """
     refuse_batch_norm(model)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}: its masks depend on an example's "
-                "position in the batch, so an additional example would change other "
-                "gradients; remove it"
+                f"layer {name!r} is {type(layer).__name__}, whose masks depend on the position of "
+                "an example in the batch, so one more example would change the gradients of "
+                "others: remove this layer"
             )
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} would be uploaded with the model, but no mechanism protects the data "
-            "statistics in it"
+            f"buffer {name!r} would be uploaded with the model without noise, and it may "
+            "contain statistics of the data: remove it"
         )
 
 
@@ -158,29 +169,37 @@ def dp_sgd(
     factors: Factors | None = None,
     note: Note = lambda text: None,
 ) -> None:
-    """Trains `model` in place for `steps` private steps.
+    """Trains `model` in place for `steps` steps of DP-SGD.
+
+    All passes through the network are padded to one public length (see `fedsynth.privacy.passes`).
 
     Args:
-        images: returns normalised images [M, C, H, W] of the records with the given indices [M].
-            (This function pads all passes through the network to one public length, see
-            `fedsynth.privacy.passes`.)
-        labels_N: labels of all the client's records.
+        model: the network.
+        images: a function that returns the normalised images [M, C, H, W] of the records with the
+            given indices [M].
+        labels_N: the labels of all records of the client.
         series: a series charged for `steps` releases of one group, with one coordinate per model
             parameter.
-        penalty: its gradient at the current weights is added to the noisy mean gradient. The
-            weights are computed from earlier releases, so this is post-processing and costs no
-            budget if the penalty depends only on released and public values.
-        loss: the loss of each example, instead of cross-entropy; its gradient is clipped in the
-            same way. It may use released models, but no other example.
-        before_step: called before each step, for example to train a generator of the penalty's
-            images: post-processing under the penalty's condition.
-        units: the units of the client's records; None: each record is a unit. If users are the
-            units, a user's mean gradient is clipped, and `expected_batch_size` counts users.
-        factors: the factors of a linear model's cross-entropy gradients at its current weights. The
-            gradients are then clipped and summed without being written out, to the same sums except
-            for rounding. Ignored if `loss` is given or users are the units.
-        note: receives the reason if records contribute nothing because the model or the loss raises
-            on them.
+        steps: the number of steps.
+        settings: the optimiser and the expected batch size.
+        penalty: a function whose gradient at the current weights is added to the noisy mean
+            gradient. The weights are computed from earlier releases. Therefore this is
+            post-processing and costs no budget if the penalty depends only on released and public
+            values.
+        loss: a function that returns the loss of each example, in place of cross-entropy. Its
+            gradients are clipped in the same way. The loss of an example may depend on released
+            models, but not on other examples.
+        before_step: a function that is called before each step, for example to train a generator
+            of images for the penalty. Like the penalty, it may use only released and public values.
+        units: the privacy units of the client's records. None makes each record a unit. If users
+            are the units, each user's mean gradient is clipped, and `expected_batch_size` counts
+            users.
+        factors: a function that returns the factors of a linear model's cross-entropy gradients at
+            its current weights. The gradients are then clipped and summed from their factors. The
+            result is the same except for rounding. It is ignored if `loss` is given or if users are
+            the units.
+        note: a function that receives an explanation if the model or the loss raises on some
+            records. These records then contribute nothing.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -228,7 +247,7 @@ def dp_sgd(
 
 
 def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
-    """Copies the vector into the parameters."""
+    """Copies a vector of all weights into the parameters."""
     start = 0
     with torch.no_grad():
         for p in parameters:
@@ -239,7 +258,7 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
 def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
 ) -> Tensor:
-    """Returns the penalty's gradient [P]."""
+    """Computes the gradient [P] of the penalty with respect to the parameters."""
     with _unhooked(wrapped):
         gradients = torch.autograd.grad(
             penalty(model), parameters, allow_unused=True, materialize_grads=True
@@ -249,7 +268,10 @@ def _public_gradient(
 
 @contextmanager
 def _unhooked(wrapped: Any) -> Iterator[None]:
-    """Disables Opacus' hooks, which would record passes in the block as an example's."""
+    """Disables Opacus' hooks in a `with` block.
+
+    The hooks would otherwise treat the passes in the block as passes over private examples.
+    """
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():
@@ -260,9 +282,11 @@ def _unhooked(wrapped: Any) -> Iterator[None]:
 
 @contextmanager
 def _in_plain_order(model: nn.Module) -> Iterator[None]:
-    """Makes inputs of convolutions contiguous: Opacus unfolds them with the strides of contiguous
-    tensors, and gives wrong results without an error for channels-last ones (of a network itself or
-    of `models/layout.py`)."""
+    """Makes the inputs of all convolutions contiguous in a `with` block.
+
+    Opacus unfolds inputs as if they were contiguous. For channels-last inputs, which some networks
+    and `models/layout.py` produce, it would return wrong results without an error.
+    """
 
     def plain(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         return inputs[0].reshape(-1).view(inputs[0].shape)
@@ -276,20 +300,25 @@ def _in_plain_order(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet_hooks() -> Iterator[None]:
-    """Silences the warning of Opacus' hooks that images need no gradient, which is intended."""
+    """Silences a warning of Opacus' hooks in a `with` block.
+
+    The warning says that the images need no gradient, which is intended.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         yield
 
 
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns the cross-entropy of each example [N]."""
+    """Computes the cross-entropy of each example [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
 
 
 def rows_at_once(network: nn.Module) -> int:
-    """Returns the number of examples whose gradients are held at a time, both per layer and
-    concatenated."""
+    """Returns the maximum number of examples whose gradients fit in memory at the same time.
+
+    Each gradient is stored twice, once by layer and once as one vector.
+    """
     size = sum(p.numel() for p in network.parameters())
     return max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * max(1, size))))
 
@@ -297,8 +326,11 @@ def rows_at_once(network: nn.Module) -> int:
 def example_gradients(
     network: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss = cross_entropies
 ) -> Tensor:
-    """Returns the gradient of each example's loss [N, P], as a step computes it, without noise: for
-    audits and checks on public images. The network is unchanged."""
+    """Computes the gradient of each example's loss [N, P], without clipping and noise.
+
+    It is meant for audits and for checks with public images. The gradients are those that a step of
+    DP-SGD computes. The network is not changed.
+    """
     from opacus.grad_sample import GradSampleModule
 
     model = copy.deepcopy(network).train().requires_grad_(True)
@@ -312,21 +344,26 @@ def example_gradients(
 def check_example_gradients(
     model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss | None = None
 ) -> None:
-    """Refuses a model whose per-example gradients cannot be computed, before any budget is charged.
+    """Refuses a model if its per-example gradients cannot be computed.
+
+    Call this before any budget is charged.
 
     Args:
-        model: any model, such as a custom one.
+        model: the model, for example a custom one.
         x_NCHW: public images.
-        loss: the loss of each example; None: cross-entropy.
+        loss: a function that returns the loss of each example. None uses cross-entropy.
 
     Raises:
-        ForbiddenLayerError: it has frozen or unused parameters, or layers that Opacus does not
-            support.
+        ForbiddenLayerError: the model has frozen or unused parameters, or layers that Opacus does
+            not support.
         PrivacyError: the loss does not return one value for each example.
     """
     for name, p in model.named_parameters():
         if not p.requires_grad:
-            raise ForbiddenLayerError(f"parameter {name!r} is frozen: DP-SGD trains all of them")
+            raise ForbiddenLayerError(
+                f"parameter {name!r} is frozen (requires_grad=False), but DP-SGD trains all "
+                "parameters of a model"
+            )
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
         example_gradients(model, x_NCHW, labels, loss or cross_entropies)
@@ -335,22 +372,26 @@ def check_example_gradients(
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
             f"the model's per-example gradients cannot be computed ({type(error).__name__}): "
-            "replace layers that Opacus does not support (fedsynth.privacy.dpsgd.group_norm_twin "
-            "replaces batch norm, LSTM and attention)"
+            "replace the layers that Opacus does not support; "
+            "fedsynth.privacy.dpsgd.group_norm_twin replaces batch norm, LSTM and attention"
         ) from error
 
 
 def _per_example_gradients(
     model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> Tensor:
-    """Returns the gradient of each example's loss [N, P]. Opacus' hooks on the model's layers fill
-    `grad_sample`, which is cleared afterwards."""
+    """Computes the gradient of each example's loss [N, P] with Opacus' hooks.
+
+    The hooks write the gradients into the attribute `grad_sample` of the parameters, which is
+    cleared afterwards.
+    """
     _forget_passes(model)
     with _quiet_hooks(), _in_plain_order(model):
         losses = loss(model, x_NCHW, labels_N)
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"per-example losses must have shape [{len(x_NCHW)}], got {list(losses.shape)}"
+                f"the loss function must return one value for each example, of shape "
+                f"[{len(x_NCHW)}], but returned shape {list(losses.shape)}"
             )
         losses.sum().backward()
     gradients = []
@@ -359,8 +400,8 @@ def _per_example_gradients(
             gradients.append(p.grad_sample.flatten(1))  # type: ignore[attr-defined]
         elif p.requires_grad:
             raise ForbiddenLayerError(
-                f"parameter {name!r} has no per-example gradients: no layer uses it, or a layer "
-                "other than its own"
+                f"parameter {name!r} has no per-example gradients, because no layer uses it, or "
+                "because it is used outside the layer that owns it"
             )
     rows = torch.cat(gradients, dim=1)
     _forget_passes(model)
@@ -368,7 +409,7 @@ def _per_example_gradients(
 
 
 def _forget_passes(model: nn.Module) -> None:
-    """Removes the state that Opacus' hooks keep of a pass, even of one that failed midway."""
+    """Removes all state that Opacus' hooks keep after a pass, also after a pass that failed."""
     for layer in model.modules():
         for name in ("activations", "max_batch_len"):
             layer.__dict__.pop(name, None)

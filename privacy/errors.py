@@ -10,7 +10,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def short_repr(value: object) -> str:
-    """Returns a short, one-line representation of an untrusted value for error messages.
+    """Returns a short representation of an untrusted value, on one line, for error messages.
 
     >>> short_repr("x" * 1000)[-5:], short_repr(10**5000)
     ("xxxx'", 'a number of more than 18 digits')
@@ -24,11 +24,12 @@ def short_repr(value: object) -> str:
 
 
 def setting_name(section: str | None, key: str) -> str:
-    """Returns the name of a setting in texts and for `--set`: "method.ipc".
+    """Returns the name of a setting as texts and `--set` write it, such as "method.ipc".
 
     Args:
-        section: of a config file; None for an argument of a function or class.
-        key: its name in the section.
+        section: the section of the config file. None if the setting is an argument of a function
+            or class.
+        key: the name of the setting within the section.
     """
     if section is None:
         return key
@@ -36,12 +37,14 @@ def setting_name(section: str | None, key: str) -> str:
 
 
 class NamedSettingError(Exception):
-    """Base class of errors about one setting; the message begins with the setting's name.
+    """Base class of errors about one setting.
+
+    The message begins with the setting's name.
 
     Args:
         section, key: the setting, as in `setting_name`.
-        reason: the rest of the sentence.
-        value: the setting's value, if the message is about it.
+        reason: the rest of the sentence, which begins with a verb.
+        value: the value of the setting. If it is given, the message shows it after the name.
     """
 
     def __init__(self, section: str | None, key: str, reason: str, value: object = None) -> None:
@@ -55,7 +58,10 @@ class NamedSettingError(Exception):
         super().__init__(f"{setting} {reason}")
 
     def of(self, section: str | None, key: str) -> NamedSettingError:
-        """Returns the same error for another setting, from which the value came."""
+        """Returns the same error with the name of another setting.
+
+        Use it if the wrong value was copied from that setting.
+        """
         return type(self)(section, key, self.reason, self.value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,22 +69,26 @@ class NamedSettingError(Exception):
 
 
 class PrivacyError(Exception):
-    """Base class: a setting, request or file would break or misstate a privacy guarantee."""
+    """Base class of errors about privacy.
+
+    A setting, a request or a file would break a privacy guarantee, or would state a wrong one.
+    """
 
 
 class PrivacySettingError(NamedSettingError, PrivacyError):
-    """A privacy parameter outside its range (negative σ, δ outside (0, 1), clip 0, …).
+    """Raised if a privacy parameter is out of range, such as a negative σ or a clip of 0.
 
-    It takes section, key and reason, like `SettingError`.
+    The arguments are section, key and reason, as for `SettingError`.
     """
 
 
 class BudgetExceededError(PrivacyError):
-    """A release was refused because, with it, ε would exceed the cap.
+    """Raised if a release would bring a client's ε above the cap. The release is not made.
 
     Args:
         reason: the message.
-        spent: the client, its ε now, and its ε with the release; None if unknown.
+        spent: the client's name, its current ε, and its ε if the release were made. None if these
+            are unknown.
     """
 
     def __init__(self, reason: str, spent: tuple[str, float, float] | None = None) -> None:
@@ -87,28 +97,39 @@ class BudgetExceededError(PrivacyError):
 
 
 class UnaccountedReleaseError(PrivacyError):
-    """With differential privacy on, a value that no mechanism protects was about to leave a client
-    or to be shown."""
+    """Raised in a private run if an unprotected value would be sent to the server or shown.
+
+    A value is unprotected if it depends on private data and no mechanism has added noise.
+    """
 
 
 class UnplannedReleaseError(PrivacyError):
-    """A step asked for a release that its method did not plan, planned for the other exchange, or
-    already took."""
+    """Raised if a method's step asks for a release that it may not make.
+
+    Either the method did not plan this release for the current exchange with the server, or the
+    step has already made the release.
+    """
 
 
 class ForbiddenLayerError(PrivacyError):
-    """The model has a layer that mixes examples (batch norm), which per-example clipping cannot
-    bound."""
+    """Raised if DP-SGD cannot train the model, for example because it has batch norm.
+
+    Batch norm mixes the examples of a batch, so clipping each example's gradient would not bound
+    the influence of one example.
+    """
 
 
 class SigningError(PrivacyError):
-    """A run cannot be signed, or a key cannot be used."""
+    """Raised if a run folder cannot be signed or a key cannot be used."""
 
 
 class LedgerError(PrivacyError):
-    """The ledger cannot be read or written, or belongs to another data set."""
+    """Raised if a ledger cannot be read or written, or if it belongs to another data set."""
 
 
 class RequestRefusedError(PrivacyError):
-    """A server's message that a private client does not answer: not finite, or above the declared
-    norm."""
+    """Raised if a private client refuses to answer a message from the server.
+
+    For example, the message contains numbers that are not finite, has a norm above
+    `max_request_norm`, or has tensors of the wrong shape.
+    """

@@ -1,5 +1,8 @@
-"""Access to untrusted files that a user names: only regular files of a bounded size are opened,
-JSON and TOML have a bounded depth, and waiting for a lock has a timeout."""
+"""Safe access to untrusted files.
+
+Only regular files of a bounded size are opened, JSON and TOML must not be nested too deeply, and
+waiting for a lock has a timeout. The module also writes files atomically.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +26,42 @@ from typing import Any, NoReturn
 from fedsynth.privacy.errors import LedgerError
 
 LOCK_SECONDS = 60.0
-"""The timeout of waiting for a lock. A charge holds the lock for milliseconds; opening a folder of
-ledgers holds it while records are hashed."""
+"""The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
+of ledgers holds the lock while the records are hashed, which may take longer."""
 _LONGEST_PAUSE = 0.02
 MAX_TEXT_BYTES = 2**28
-"""The size limit of a report, a ledger or a key; a report on 10,000 clients and 200 rounds has
+"""The maximum size of a report, a ledger or a key. A report on 10,000 clients and 200 rounds has
 about 100 MB."""
 MAX_TOML_BYTES = 2**20
-"""The size limit of a config, a policy or a specification, which have a few kB; `tomllib` is
-slow."""
+"""The maximum size of a TOML file, such as a config or a policy. Such files usually have a few kB,
+and `tomllib` is slow."""
 MAX_TENSORS_BYTES = 2**36
-"""The size limit of a file of tensors."""
+"""The maximum size of a file of tensors."""
 MAX_DEPTH = 64
-"""The maximum nesting depth of JSON and TOML values; fedsynth's own files have fewer than ten
+"""The maximum nesting depth of JSON and TOML values. Files that fedsynth writes have fewer than ten
 levels."""
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
 
 class UnsuitableFileError(OSError):
-    """A file that fedsynth does not read because it is not a regular file or is too large."""
+    """Raised if a file is not opened because it is not a regular file or is too large."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def expand_home(path: str | Path) -> Path:
-    """Returns the path with `~` replaced by the user's home.
+    """Replaces `~` or `~name` at the beginning of a path with the home folder of that user.
 
     Raises:
-        FileNotFoundError: no user has that name.
+        FileNotFoundError: the user or their home folder does not exist.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise FileNotFoundError(
-            errno.ENOENT, "the home directory of this user was not found", str(path)
+            errno.ENOENT, "the home folder of this user does not exist", str(path)
         ) from None
 
 
@@ -70,15 +73,15 @@ def open_regular(
     The file is checked after it is opened, so that it cannot be replaced in between.
 
     Args:
-        path: of the file.
-        writing: open it for reading and appending.
-        create: create it if it is missing.
-        max_bytes: its size limit.
+        path: the path of the file.
+        writing: True opens the file for reading and appending, False only for reading.
+        create: True creates the file if it is missing.
+        max_bytes: the maximum size of the file. None allows any size.
 
     Raises:
-        OSError: it cannot be opened.
-        UnsuitableFileError: it is too large, or it is a folder, a pipe, a device or a file of
-            `/proc`, of which a read may never end.
+        OSError: the file cannot be opened.
+        UnsuitableFileError: the file is too large, or it is a folder, a pipe, a device or a file of
+            `/proc`. Reading such a file may never end.
     """
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
     if create:
@@ -97,7 +100,7 @@ def open_regular(
         if not regular:
             raise UnsuitableFileError(errno.EINVAL, "it is not a regular file", str(path))
         if max_bytes is not None and status.st_size > max_bytes:
-            reason = f"it has {status.st_size:,} bytes, more than the {max_bytes:,} allowed"
+            reason = f"it has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
             raise UnsuitableFileError(errno.EFBIG, reason, str(path))
         return FileIO(descriptor, "r+" if writing else "r")
     except BaseException:
@@ -106,31 +109,40 @@ def open_regular(
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Returns the bytes that a file contains when it is opened.
+    """Reads a regular file.
+
+    Bytes that another process appends after the file was opened are not read.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: the file cannot be opened, is too large or is not a regular file.
     """
     with BufferedReader(open_regular(path, max_bytes=max_bytes)) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal. Raises OSError, as `open_regular`."""
+    """Computes the SHA-256 of a regular file, in hexadecimal.
+
+    Raises:
+        OSError: the file cannot be opened or is not a regular file.
+    """
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
-    """Returns the sorted relative paths, with `/`, of all files in a folder and its subfolders.
+    """Lists all files in a folder and its subfolders.
 
     Args:
         root: the folder.
-        leave_out: names of files and folders in the root to skip.
+        leave_out: the names of files and folders directly in `root` that are skipped.
+
+    Returns:
+        The sorted paths of the files relative to `root`, with `/` as the separator.
 
     Raises:
         OSError: a folder cannot be read.
-        UnsuitableFileError: something is neither a file nor a folder, such as a symbolic link.
+        UnsuitableFileError: an entry is neither a file nor a folder, such as a symbolic link.
     """
     paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
@@ -149,17 +161,17 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Returns the text of a file.
+    """Reads a text file in UTF-8.
 
     Raises:
-        OSError: as `open_regular`.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: the file cannot be opened, is too large or is not a regular file.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     return read_regular(path, max_bytes).decode("utf-8")
 
 
 def last_line(path: Path) -> str:
-    """Returns the last line with text of a process's log, shortened."""
+    """Returns the last non-empty line of a log file, cut off after 300 characters."""
     try:
         text = read_regular(path).decode(errors="replace").rstrip()
     except OSError:
@@ -168,18 +180,22 @@ def last_line(path: Path) -> str:
 
 
 def load_json(path: Path) -> Any:
-    """Returns the JSON value in a file. Raises OSError or ValueError, as `read_text` and
-    `decode_json`."""
+    """Reads a JSON file.
+
+    Raises:
+        OSError: the file cannot be opened, is too large or is not a regular file.
+        ValueError: the content is not valid JSON, as in `decode_json`.
+    """
     return decode_json(read_text(path))
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Returns the TOML document in a file.
+    """Reads a TOML file.
 
     Raises:
-        OSError: as `open_regular`.
-        ValueError: it is not UTF-8, not TOML, nested too deeply, or has an integer of more than
-            64 bits.
+        OSError: the file cannot be opened, is too large or is not a regular file.
+        ValueError: the file is not UTF-8, is not TOML, is nested too deeply, or contains an integer
+            of more than 64 bits.
     """
     text = read_text(path, MAX_TOML_BYTES)
     for part in _BETWEEN_KEYS.split(text):
@@ -195,11 +211,12 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def decode_json(text: str | bytes) -> Any:
-    """Returns the JSON value in a text, or in its UTF-8 bytes.
+    """Parses a JSON text, or its bytes in UTF-8.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, or
-            has a duplicate key in an object or a lone surrogate.
+        ValueError: the bytes are not UTF-8, the text is not JSON or is nested too deeply, an object
+            has a duplicate key, or a string contains half of a surrogate pair. NaN and infinities
+            are not JSON.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -217,10 +234,13 @@ def decode_json(text: str | bytes) -> Any:
 
 
 def _check_depth(value: Any, largest: float = math.inf) -> None:
-    """Checks a parsed value level by level, without recursion.
+    """Checks the nesting depth and the integers of a parsed value.
+
+    The value is checked level by level, without recursion.
 
     Raises:
-        ValueError: it is nested too deeply, or has an integer above `largest`.
+        ValueError: the value is nested too deeply, or contains an integer whose absolute value is
+            above `largest`.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -231,7 +251,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, int) and abs(item) > largest:
-                raise ValueError("it has an integer of more than 64 bits")
+                raise ValueError("it contains an integer of more than 64 bits")
         if not below:
             return
         level = below
@@ -243,20 +263,20 @@ def _too_deep() -> str:
 
 
 def _refuse(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not a number")
+    raise ValueError(f"{literal} is not a valid number in JSON")
 
 
 def _finite(literal: str) -> float:
     value = float(literal)
     if not math.isfinite(value):
-        raise ValueError("a number is too large")
+        raise ValueError("it contains a number that is too large for a float")
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("an object contains a key twice")
+        raise ValueError("it contains an object with the same key twice")
     return table
 
 
@@ -265,16 +285,20 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
-    """Creates or replaces a file atomically: it is always the old file or the complete new one.
+    """Creates or replaces a file atomically.
+
+    A reader sees either the old file or the complete new one. The content is on the disk when this
+    function returns.
 
     Args:
-        path: the file's path.
-        content: the new content; it is on the disk when this returns.
-        lasting: flush the folder entry, too; otherwise call `sync_folder` afterwards.
-        secret: only the user may read the file.
+        path: the path of the file.
+        content: the new content.
+        lasting: True also writes the name of the file to the disk. With False, call `sync_folder`
+            afterwards.
+        secret: True lets only the current user read the file.
 
     Raises:
-        OSError: it cannot be written; the old file still exists.
+        OSError: the file cannot be written. The old file still exists.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
@@ -293,10 +317,13 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
 
 
 def create_once(path: Path, content: bytes) -> None:
-    """Creates a file that only its owner can read, atomically and durably, unless it exists.
+    """Creates a file that only the current user can read, unless the file exists.
+
+    The file is created atomically. It is on the disk when this function returns. An existing file
+    is not changed.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
         file.write(content)
@@ -308,8 +335,10 @@ def create_once(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable, since fsync of a file does not guarantee that its name
-    is kept."""
+    """Writes the names of the files in a folder to the disk.
+
+    This is needed because fsync of a file does not guarantee that the file's name is on the disk.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -320,8 +349,14 @@ def sync_folder(path: Path) -> None:
 def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
     """Locks an open file until it is closed.
 
+    Args:
+        file: the open file.
+        path: the path of the file, for error messages.
+        shared: True allows other shared locks at the same time, which suffices for reading.
+
     Raises:
-        LedgerError: the lock cannot be acquired, or not within `LOCK_SECONDS`.
+        LedgerError: the file cannot be locked, or another process holds the lock for longer than
+            `LOCK_SECONDS`.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + LOCK_SECONDS
@@ -333,8 +368,8 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise LedgerError(
-                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: "
-                    "continue or end that process (`fuser` or `lsof` shows it)"
+                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: let it "
+                    "continue or end it (`fuser` or `lsof` shows the process)"
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error

@@ -1,13 +1,16 @@
-"""The grid to which a client's part of a sum is rounded if clients share the noise of that sum.
+"""Rounding of a client's noisy vector before secure aggregation adds up the clients' vectors.
 
-Masks hide integers, so each client rounds its part *after adding its noise*. For a single client's
-release this is post-processing. For the sum of several parts it is not, because the rounding error
-depends on each part. Lemma 4 in docs/privacy-proofs.md bounds what it reveals:
-with spacing γ and noise of standard deviation τ in each part, sums of H rounded parts are within
-total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded parts. A grid is
-fine enough if τ ≥ 2¹²·γ·√H: the bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise
-changes. The coarsest such grid is used: parts are float64, and on a grid about as fine as float64,
-ties would matter, more often in larger parts.
+The masks of secure aggregation hide integers. Each client therefore rounds its vector to multiples
+of a spacing γ *after adding its noise*. If a single client's vector is released, rounding is
+post-processing. If only the sum of several clients' vectors is released, it is not, because the
+rounding error depends on each vector. Lemma 4 in docs/privacy-proofs.md bounds what the rounding
+reveals. If each of H clients adds noise of standard deviation τ, the sum of the H rounded vectors
+is within total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded vectors.
+
+A grid is fine enough if τ ≥ 2¹²·γ·√H. The bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity
+nor noise changes. Of all grids that are fine enough, the coarsest is used. The vectors are float64,
+and on a grid about as fine as float64 itself, ties in the rounding would matter, and they would be
+more frequent for larger values.
 """
 
 from __future__ import annotations
@@ -18,25 +21,28 @@ from dataclasses import dataclass
 from fedsynth.privacy.errors import PrivacySettingError
 
 DIGITS = 52
-"""Bits of a part: a float64 of up to 2^52 grid steps is exactly on the grid."""
+"""The bits of one client's coordinate. A float64 can represent every multiple of the spacing up to
+2^52 grid steps exactly."""
 MOST_BITS = 63
 SUM_DIGITS = 62
-"""Bits of the sum, in a signed 64-bit word."""
+"""The bits of a coordinate of the sum, which is a signed 64-bit integer."""
 TAIL = 40.0
-"""Noise exceeds this many standard deviations with probability e⁻⁸⁰⁰ per coordinate."""
+"""The assumed bound on the noise of a coordinate, in standard deviations. The noise exceeds it with
+probability e⁻⁸⁰⁰."""
 FINE = 2.0**12
 """The smallest allowed τ / (γ·√H)."""
 VALUES = 2.0**10
-"""The smallest allowed number of float64 values in a grid step, at the bound."""
+"""The smallest allowed number of float64 values in one grid step, for the largest allowed
+coordinate."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The multiples of 2^-bits up to a bound.
+    """The multiples of 2^-bits, up to a bound, to which a client rounds its noisy vector.
 
     Args:
-        bits: number of fractional bits; negative if the steps are larger than 1.
-        bound: the bound on the absolute value of a part's coordinate.
+        bits: the number of fractional bits. It is negative if the grid steps are larger than 1.
+        bound: the bound on the absolute value of a coordinate of one client's vector.
     """
 
     bits: int
@@ -44,17 +50,17 @@ class Grid:
 
     @property
     def spacing(self) -> float:
-        """γ."""
+        """γ, the distance between two neighbouring values of the grid."""
         return 2.0**-self.bits
 
 
 @dataclass(frozen=True)
 class Addends:
-    """Public bounds on the clients and records whose releases are summed.
+    """Public bounds for a sum over clients.
 
     Args:
-        clients: the maximum number of clients.
-        records: the bound on the units (records, or users) of all clients together.
+        clients: the maximum number of clients in the sum.
+        records: the bound on the number of units (records or users) of all clients together.
     """
 
     clients: int
@@ -62,11 +68,11 @@ class Addends:
 
 
 def finest(bound: float, clients: int) -> Grid:
-    """Returns the finest grid on which sums of that many parts are exact and never overflow.
+    """Returns the finest grid on which the sum over this many clients is exact and cannot overflow.
 
     Args:
-        bound: the bound on the absolute value of a part's coordinate.
-        clients: the number of parts.
+        bound: the bound on the absolute value of a coordinate of one client's vector.
+        clients: the number of clients.
 
     >>> finest(1000.0, 10)
     Grid(bits=42, bound=1000.0)
@@ -78,17 +84,17 @@ def finest(bound: float, clients: int) -> Grid:
 
 
 def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:
-    """Returns the coarsest grid that is fine enough for a release whose noise is shared.
+    """Returns the coarsest grid that is fine enough for a sum to which several clients add noise.
 
     Args:
-        clip: 𝒞, the norm bound of one unit's vector.
+        clip: 𝒞, the bound on the norm of one unit's vector.
         noise_std: τ, the standard deviation of the noise that one client adds to a coordinate.
-        shares: H.
-        addends: the bounds on the summed clients and records.
+        shares: H, the number of clients that together add the charged noise.
+        addends: the bounds on the numbers of clients and records in the sum.
 
     Raises:
-        PrivacySettingError: the noise is too small for the sums: grid steps would be too close to
-            those of float64.
+        PrivacySettingError: the noise is too small compared with the sum. The sum would overflow
+            64 bits, or the grid would be almost as fine as float64 itself.
 
     >>> grid_of(1.0, 5.0, 1, Addends(2, 1000))
     Grid(bits=10, bound=1200.0)
@@ -100,9 +106,8 @@ def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Gri
         raise PrivacySettingError(
             "privacy",
             "noise_multiplier",
-            f"is too small for a sum of {addends.records} records of {addends.clients} "
-            f"clients in 64 bits: a client's noise is {noise_std:.3g}, in contributions of "
-            f"up to {grid.bound:.3g}; add noise, or lower the bound on all records "
-            "(max_records)",
+            f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
+            f"clients: a client adds noise of standard deviation {noise_std:.3g} to values of up "
+            f"to {grid.bound:.3g}; increase the noise, or lower privacy.max_records",
         )
     return grid

@@ -1,4 +1,4 @@
-"""Caps on a data set's ε, and the guard that refuses a release before it exceeds one."""
+"""Caps on the ε of a client's ledger, and a check that refuses releases that would exceed a cap."""
 
 from __future__ import annotations
 
@@ -20,27 +20,34 @@ from fedsynth.privacy.releases import (
 from fedsynth.privacy.report.formatting import format_epsilon
 
 NOTHING_LEFT = 2e-3
-"""The share of a budget with which a release would be only noise. Calibration leaves about half of
-it."""
+"""The share of a budget that counts as nothing. If less than this share is left, a release would be
+only noise. The calibration of σ leaves about half of this share unused."""
 
 
 @dataclass(frozen=True)
 class EpsilonCap:
-    """A data owner's cap: the largest ε at this δ, independent of a run's δ."""
+    """The largest ε that a data owner allows at the owner's δ, which may differ from a run's δ."""
 
     epsilon: float
     delta: float
 
 
 class BudgetEnforcer:
-    """Refuses a release in advance if ε at `delta` would exceed `cap` (None: no cap), or if ε at
-    the owner's δ would exceed the owner's cap.
+    """Charges a ledger for releases, and refuses a release that would exceed a cap on ε.
 
-    It also writes the protected unit into every row.
+    It also writes the privacy unit into every row of the ledger.
+
+    Args:
+        ledger: the client's ledger.
+        delta: the run's δ.
+        cap: the largest ε at `delta`. None means that the run has no cap.
+        adjacency: one of `ADJACENCIES`.
+        unit: the privacy unit, one of `UNITS`.
+        owner: the data owner's cap, which applies in addition. None if there is none.
 
     Raises:
-        PrivacySettingError: δ, the cap or the adjacency is out of range.
-        LedgerError: the ledger holds releases of another unit.
+        PrivacySettingError: δ, a cap or the adjacency is out of range.
+        LedgerError: the ledger holds releases that protect another unit.
     """
 
     def __init__(
@@ -70,35 +77,45 @@ class BudgetEnforcer:
         self.check_unit(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
-        """Raises BudgetExceededError if the ledger's rows and `planned` together exceed the cap.
-        Charges nothing."""
+        """Checks that the planned releases fit into the budget, without charging them.
+
+        Raises:
+            BudgetExceededError: the releases in the ledger and the planned ones would together
+                exceed a cap.
+        """
         self.check_budget(self.ledger.releases, planned)
 
     def charge(self, release: Release) -> None:
-        """Checks and charges a release in one step (under one lock if the ledger is a file)."""
+        """Checks that a release fits into the budget, and charges it.
+
+        If the ledger is a file, both happen under one lock.
+        """
         self.ledger.charge(replace(release, unit=self.unit), self.check_budget)
 
     def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """Does the same as `check`, with `rows` instead of the ledger's rows."""
+        """Does the same as `check`, with `rows` in place of the releases in the ledger."""
         self.check_unit(rows)
         for cap in self._caps:
             new_cost = epsilon([*rows, *planned], cap.delta, self.adjacency)
             if new_cost > cap.epsilon:
                 cost = epsilon(rows, cap.delta, self.adjacency)
                 raise BudgetExceededError(
-                    f"client {self.ledger.client!r}: ε is {format_epsilon(cost)} now and would be "
-                    f"{format_epsilon(new_cost)} with the planned release, above the cap "
+                    f"the planned release would bring ε of client {self.ledger.client!r} from "
+                    f"{format_epsilon(cost)} to {format_epsilon(new_cost)}, above the cap "
                     f"{cap.epsilon:g} (δ = {cap.delta:g})",
                     (self.ledger.client, cost, new_cost),
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
-        """Refuses rows of another unit: a clip bounds either one record's influence or one user's,
-        and rows of both kinds do not compose into one ε."""
+        """Refuses rows that protect another privacy unit than this run.
+
+        A clip bounds the influence of either one record or one user. The costs of both kinds cannot
+        be combined into one ε.
+        """
         for row in rows:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
                     f"the ledger of client {self.ledger.client!r} contains releases that protect "
-                    f"a {row.unit}, but this run would protect a {self.unit}: their costs cannot "
-                    f"be added; protect the same unit (privacy.unit={row.unit})"
+                    f"a {row.unit}, but this run would protect a {self.unit}, and the two costs "
+                    f"cannot be added: set privacy.unit={row.unit}"
                 )

@@ -1,17 +1,18 @@
-"""The one Gaussian mechanism that every private step goes through: noisy sums of clipped
-per-example vectors.
+"""The Gaussian mechanism, which releases noisy sums of clipped per-example vectors.
+
+Every private step of every method uses it.
 
 Theorem. Let every example x of a client's data set contribute a vector u(x) to the sum of one group
 (its class), and let ū(x) = u(x)·min(1, 𝒞/‖u(x)‖₂), with ū(x) = 0 if u(x) is not finite. Adding or
-removing one example changes the vector of all groups' sums in one group only, by at most 𝒞 in L2
-norm. The sums plus N(0, σ²𝒞²I) are therefore the Gaussian mechanism with noise multiplier σ, and
-with Poisson sampling at a public rate q its subsampled form. u may depend on x and on earlier
-releases (adaptive composition), but not on other examples of the data set. The groups compose in
-parallel, as an example affects only one of them. Dividing by a public constant afterwards is
-post-processing.
+removing one example changes the sum of one group only, by at most 𝒞 in L2 norm. Therefore the sums
+of all groups plus noise N(0, σ²𝒞²I) are the Gaussian mechanism with noise multiplier σ. With
+Poisson sampling at a public rate q, they are the subsampled Gaussian mechanism. u may depend on x
+and on earlier releases (adaptive composition), but not on other examples of the data set. The
+groups compose in parallel, because an example affects only one of them. Dividing by a public
+constant afterwards is post-processing.
 
-Order of events: the client's ledger is durably charged for the whole series before the first mask
-or noise is drawn. The series then makes exactly as many releases as were charged.
+The client's ledger is charged for the whole series, and the charge is on the disk, before the first
+sample or noise is drawn. The series then makes at most as many releases as were charged.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ if TYPE_CHECKING:
     from fedsynth.privacy.units import Sample
 
 Released = NewType("Released", Tensor)
-"""A tensor released by a charged mechanism: safe to optimise on, cache or upload."""
+"""A tensor that a charged mechanism released. It may be optimised on, cached or uploaded."""
 
 
 USER_ROW = 2.0**16
-"""The norm bound, in clips, of each of a user's rows before averaging, which keeps rounding far
-below one clip."""
+"""The bound, divided by the clip, on the norm of each row of a user before the rows are averaged.
+It keeps the rounding error of the average far below the clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
-"""Coordinates held as float64 at a time; on a CPU, as many as fit in the cache."""
+"""The maximum number of coordinates that are stored as float64 at the same time. On a CPU, so many
+fit in the cache."""
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Returns rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity
-    becomes zero.
+    """Scales down every row whose L2 norm is above `clip` to this norm, and returns float64.
 
-    float64 is used because the bound must hold for the values that are summed: with bf16, sums
-    exceeded it by 7 %.
+    A row with a NaN or infinity becomes zero. float64 is used because the bound must hold for the
+    rounded values that are summed. With bf16, sums exceeded the bound by 7 %.
     """
     rows = rows_ND.to(torch.float64)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if a coordinate is not
@@ -59,10 +60,10 @@ def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:
-    """Returns the sums of clipped rows by group, [groups, D], float64: the statistic before noise,
-    of sensitivity `clip` under add/remove.
+    """Clips each row and sums the rows of each group, [groups, D], float64.
 
-    Private: only `GaussianSumMechanism` and tests may call this.
+    The sums have no noise yet. Their sensitivity is `clip` if one example is added or removed.
+    They are private, so only `GaussianSumMechanism` and tests may call this function.
     """
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
     at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
@@ -77,10 +78,11 @@ def _rows_at_once(rows: Tensor, width: int) -> int:
 
 
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
-    """Returns the sums plus noise, rounded to the nearest multiple of the grid's spacing, float64.
+    """Adds noise to sums and rounds to the nearest multiple of the grid's spacing, float64.
 
-    The noise is added to the remainder of the sums modulo the spacing, whose size does not depend
-    on the sums. In `sums + noise`, large sums would round off the noise. Ties go to even steps.
+    The noise is added to the remainder of each sum modulo the spacing, because the remainder is
+    small however large the sum is. If noise were added to large sums directly, its lowest bits
+    would be lost. Ties go to even multiples.
     """
     steps = sums / grid.spacing  # exact: the spacing is a power of two
     rounded = torch.round(steps)
@@ -88,17 +90,20 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Means by user and group, clipped over all groups of a user together. Rows may arrive in
-    pieces that split a user.
+    """Sums of the users' contributions, each of which is a clipped mean of the user's rows.
 
-    The position of a split, and so the order in which a user's rows are added, depends on the
-    number of other users' records. Huge rows that cancel would leave a rounding residue as large as
-    the clip that depends on this order. Therefore each row is first clipped to `USER_ROW` clips: n
-    rows then leave at most n · 2⁻³⁷ clips.
+    A user's rows are averaged in each group. The averages of all groups together are then clipped.
+    Rows may arrive in several calls, and the rows of one user may be split between two calls.
+
+    Where the rows are split depends on the number of other users' records, and so does the order in
+    which a user's rows are added. Huge rows that cancel each other would leave a rounding error
+    that depends on this order and may be as large as the clip. Therefore each row is first clipped
+    to `USER_ROW` times the clip. The rounding error of n rows is then at most n · 2⁻³⁷ times the
+    clip.
 
     Args:
         groups, width: the shape [groups, width] of a user's contribution.
-        clip: the contribution's L2 bound.
+        clip: the bound on the L2 norm of a user's contribution.
     """
 
     def __init__(self, groups: int, width: int, clip: float) -> None:
@@ -110,8 +115,18 @@ class UserSums:
     def add(
         self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
     ) -> None:
-        """Adds rows to `sums` [groups, width] in place. User numbers are ascending, and on the CPU;
-        the last user stays open."""
+        """Adds the contributions of users to `sums` [groups, width] in place.
+
+        The last user's contribution is kept back until `close` or the next call, because more of
+        their rows may follow.
+
+        Args:
+            rows_ND: the rows.
+            groups_N: the group of each row.
+            users_N: the user of each row, ascending, on the CPU.
+            shares_N: the weight of each row in its user's mean.
+            sums: the sums to add to.
+        """
         at_once = _rows_at_once(rows_ND, self._groups * self._width)
         pieces = [column.split(at_once) for column in (rows_ND, groups_N, users_N, shares_N)]
         for rows, group, user, share in zip(*pieces, strict=True):
@@ -127,37 +142,40 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the last user, who stayed open because more of their records could follow."""
+        """Adds the contribution of the last user to `sums` in place, if it was kept back."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
 
 
 class GaussianSumMechanism:
-    """A charged series of noisy clipped sums on one client's data set.
+    """A charged series of releases, each of which is a noisy sum of clipped vectors.
 
-    Each step calls `sample` (draws the records), `add` (any number of times, as a batch may come in
-    pieces) and `release`.
+    All releases of the series are computed from the data set of one client. Each step calls
+    `sample`, which draws the records, then `add` any number of times, because a batch may come in
+    pieces, and then `release`. Constructing the series charges the ledger.
 
     Args:
-        release: the charged row: σ, the clip (`sensitivity`), q, number of steps, dimension (=
-            groups · D).
+        release: the row that is charged to the ledger. It states σ, the clip (`sensitivity`), q,
+            the number of steps, and the dimension, which is groups · D.
+        groups: the number of groups. Each group has its own sum [D].
         guard: the client's ledger and cap.
         secret: the client's secret generator.
 
     Attributes:
         steps_left: the number of charged releases that remain.
-        owner: the index of the client that it was charged for; None: it was constructed directly.
-        shares: H of securely aggregated noise: the charged noise is that of H clients together, and
-            this client adds its share, with 1/√H of the standard deviation. 1: it adds all of it.
-        grid: the grid to which releases are rounded after the noise, if they are summed before
-            anyone sees them (`fedsynth.privacy.grid`); None: they are rounded to float32.
+        owner: the index of the client whose ledger was charged. None if the series was constructed
+            directly.
+        shares: the number H of clients that together add the charged noise under secure
+            aggregation. This client adds noise with 1/√H of the standard deviation. With 1, this
+            client adds all of the noise.
+        grid: the grid to which releases are rounded after adding noise, if secure aggregation sums
+            them before anyone sees them (`fedsynth.privacy.grid`). None rounds them to float32.
 
     Raises:
-        BudgetExceededError: the series would exceed the client's cap; nothing was charged and
-            nothing drawn.
-        PrivacyError: dimensions that do not match, more steps than charged, calls out of order, or
-            use in a forked process.
+        BudgetExceededError: the series would exceed the client's cap. Nothing was charged or drawn.
+        PrivacyError: dimensions do not match, there are more steps than were charged, methods are
+            called in the wrong order, or the series is used in a forked process.
     """
 
     def __init__(
@@ -165,8 +183,8 @@ class GaussianSumMechanism:
     ) -> None:
         if release.dimension % groups:
             raise PrivacyError(
-                f"a release of {release.dimension} coordinates cannot be {groups} groups of equal "
-                "width"
+                f"a release of {release.dimension} coordinates cannot be divided into {groups} "
+                "groups of equal width"
             )
         guard.charge(release)
         self._release = release
@@ -184,54 +202,67 @@ class GaussianSumMechanism:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a charged mechanism must not be copied: it could release more than was charged"
+            "a charged mechanism must not be copied or pickled, because it could then release more "
+            "than was charged"
         )
 
     @property
     def sample_rate(self) -> float:
-        """q, as charged."""
+        """The sampling rate q that was charged."""
         return self._release.sample_rate
 
     @property
     def sensitivity(self) -> float:
-        """𝒞, as charged: the norm to which every unit's contribution is clipped."""
+        """The clip 𝒞 that was charged, to whose norm every unit's contribution is clipped."""
         return self._release.sensitivity
 
     @property
     def noise_std(self) -> float:
-        """σ𝒞/√H, the standard deviation of the noise that this client adds to each coordinate of a
-        release; public."""
+        """The public standard deviation σ𝒞/√H of the noise that this client adds.
+
+        Each coordinate of a release gets independent noise of this standard deviation.
+        """
         return self._release.noise_multiplier * self.sensitivity / math.sqrt(self.shares)
 
     def sample(self, units: int) -> Tensor:
-        """Starts a step, and returns the indices (int64) of the records (or users) in its Poisson
-        sample, which may be empty."""
+        """Starts a step and draws its Poisson sample.
+
+        Args:
+            units: the number of the client's records (or users).
+
+        Returns:
+            The indices (int64) of the sampled records (or users). There may be none.
+        """
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
-                "a step of this mechanism is still open: release it before you draw the next sample"
+                "a step of this mechanism is still open: call release() before the next sample()"
             )
         if self.steps_left == 0:
             raise PrivacyError(
-                f"all {self._release.steps} charged steps of this mechanism are used"
+                f"all {self._release.steps} charged steps of this mechanism have been made, and "
+                "another step would not be charged"
             )
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds sampled records' vectors [N, D] to the sums of their groups [N] (int64).
+        """Clips the vectors of sampled records and adds each to the sum of its group.
 
         Args:
-            sample: the part of the step's sample that these rows belong to. If users are the units,
-                a user's rows are averaged in each group and clipped over all groups together;
-                otherwise (and with None) each row is clipped separately.
+            rows_ND: the vectors.
+            groups_N: the group of each vector (int64).
+            sample: the part of the step's sample to which these vectors belong. If users are the
+                units, a user's vectors are averaged in each group, and the averages of all groups
+                together are clipped. Otherwise, and if `sample` is None, each vector is clipped
+                separately.
         """
         sums = self._open_sums(sample)
         # with fewer coordinates, broadcasting would share noise
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
-                f"charged for rows of {self._width} coordinates, got a tensor of shape "
-                f"{tuple(rows_ND.shape)}"
+                f"the mechanism was charged for rows of {self._width} coordinates, but got a "
+                f"tensor of shape {tuple(rows_ND.shape)}"
             )
         self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
@@ -240,54 +271,62 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds sampled records' vectors, given by factors, to the sum of the only group.
+        """Adds the vectors of sampled records, which are given by their factors, to the sum.
+
+        The series must have exactly one group.
 
         Args:
             products: the vectors, whose norms are at most `products.bound`.
-            sample: see `add`. A user's vectors are averaged; the mean's norm is at most the largest
-                of theirs.
+            sample: the part of the step's sample to which these vectors belong, as in `add`. If
+                users are the units, a user's vectors are averaged. The norm of the mean is at most
+                the largest norm of the vectors, so it needs no further clipping.
 
         Raises:
-            PrivacyError: as `add`; the bound exceeds the charged sensitivity, or there is more than
-                one group.
+            PrivacyError: the vectors have the wrong dimension, the series has more than one group,
+                the bound exceeds the charged sensitivity, or no step is open.
         """
         open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
-                f"charged for {self._groups} groups of {self._width} coordinates, got products of "
-                f"{products.width} for one"
+                f"the mechanism was charged for {self._groups} groups of {self._width} "
+                f"coordinates, but got products of {products.width} coordinates for one group"
             )
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
-                f"charged for a sensitivity of {self.sensitivity:g}, got vectors of norm up to "
-                f"{products.bound:g}"
+                f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
+                f"vectors of norm up to {products.bound:g}"
             )
         sums = products.sums(None if sample is None else sample.shares)
         self._sums = open_sums.to(sums.device, non_blocking=True) + sums
 
     def _open_sums(self, sample: Sample | None) -> Tensor:
-        """Returns the sums of the open step; if users are the units, refuses records without
-        users."""
+        """Returns the sums of the current step.
+
+        Raises:
+            PrivacyError: no step is open, or users are the units and `sample` does not state the
+                users of its records.
+        """
         if self._sums is None:
-            raise PrivacyError("no step is open: records must be sampled before they are summed")
+            raise PrivacyError("no step is open: call sample() before records are added")
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "charged for users as the unit: rows need their user ids and are clipped by user"
+                "the mechanism was charged to protect users, so every row needs the number of its "
+                "user: pass the sample that Units.sample returned"
             )
         return self._sums
 
     def release(self) -> Released:
-        """Ends the step and returns its noisy sums [groups, D], float32 (float64 on a grid).
+        """Ends the step and returns its noisy sums [groups, D].
 
-        Every group gets fresh noise, even if the sample is empty. The noise is added in float64.
-        Rounding afterwards is post-processing; rounding before would not be. A part of a sum is
-        rounded to its grid, whose steps are equal, and not to float32, whose steps depend on the
-        sums.
+        Every group gets fresh noise, even if the sample is empty. The noise is added in float64 and
+        the result is then rounded, which is post-processing. Rounding before adding noise would not
+        be. Without a grid, the result is float32. With a grid, it is float64 and rounded to the
+        grid, because the grid's steps are equal, while the steps of float32 depend on the sums.
         """
         self._refuse_forks()
         if self._sums is None:
-            raise PrivacyError("no step is open: nothing to release")
+            raise PrivacyError("no step is open: call sample() before release()")
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
@@ -299,6 +338,6 @@ class GaussianSumMechanism:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "this mechanism was charged by another process: after a fork, both "
-                "processes would release on one charge"
+                "this mechanism was charged by another process: after a fork, both processes would "
+                "make releases that were charged only once"
             )

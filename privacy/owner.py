@@ -1,12 +1,13 @@
-"""A data owner outside a federation: records, a ledger and a budget, for custom pipelines.
+"""Private statistics and training for one data owner, for custom pipelines outside a federation.
 
-Everything that a `DataOwner` releases goes through the Gaussian mechanism of
-`fedsynth.privacy.mechanisms`: the ledger is charged first, then noise is drawn. The number of
-records is private. Divisors, sampling rates and pass lengths follow from `nominal_size`, a public
-number that the owner states.
+A `DataOwner` holds records, a ledger and a privacy budget. Everything that it releases goes through
+the Gaussian mechanism of `fedsynth.privacy.mechanisms`. The ledger is charged first, and only then
+is noise drawn. The number of records is private. Divisors, sampling rates and batch lengths are
+computed from `nominal_size`, a public number that the owner states.
 
-Functions, networks and losses of the user are tried on public random records. A trial finds code
-that mixes records, draws random numbers or keeps state, but it is no proof; the report lists it.
+The user's functions, networks and losses are first called with public random records. This trial
+finds code that mixes records, draws random numbers or keeps state, but it cannot prove that there
+is no such code. The report therefore mentions that custom code was used.
 """
 
 from __future__ import annotations
@@ -46,29 +47,31 @@ from fedsynth.privacy.units import Units
 
 _LOGGER = logging.getLogger(__name__)
 RECORDS_AT_ONCE = 512
-"""Upper bound of the records in one pass."""
+"""The maximum number of records in one call of a user's function."""
 
 
 class DataOwner:
-    """A data owner's records, ledger and privacy budget.
+    """A data owner with private records, a ledger and a privacy budget.
 
     Args:
-        name: the owner's name, in the ledger and the report.
-        x: the records, a tensor [N, ...], used as float32; private.
-        y: their labels in 0, ..., classes - 1, int64 [N]; None: all records have label 0.
-        classes: the number of classes; public.
-        nominal_size: the public number of records (or users) that divisors and sampling rates use.
-            It is a statement, such as "about 2,000": never pass `len(x)`, which is private.
-        epsilon, delta: the budget. It covers every release that the ledger holds.
-        bounds: the public range of a record's values; values outside are clamped.
-        ledger: a folder of ledgers, kept across programs; None: a ledger in memory, which forgets
-            earlier programs.
-        users: the user of each record, integers [N]; the privacy unit is then a user with all of
-            their records. None: the unit is a record.
+        name: the owner's name, as it appears in the ledger and the report.
+        x: the private records, a tensor [N, ...], which is converted to float32.
+        y: the labels of the records in 0, ..., classes - 1, int64 [N]. None gives all records
+            label 0.
+        classes: the public number of classes.
+        nominal_size: the public number of records (or users), from which divisors and sampling
+            rates are computed. State an approximate number, such as 2000 for "about 2,000". Never
+            pass `len(x)`, because the exact number is private.
+        epsilon, delta: the budget. It covers all releases in the ledger.
+        bounds: the public range of a record's values. Values outside the range are clamped.
+        ledger: the folder that keeps the ledger for later programs. None keeps the ledger in
+            memory only, so that releases of earlier programs are not counted.
+        users: the user of each record, integers [N]. The privacy unit is then a user with all of
+            their records. If None, the privacy unit is a record.
 
     Raises:
         PrivacySettingError: an argument has the wrong shape or is out of range.
-        LedgerError: the ledger was kept for other records.
+        LedgerError: the ledger in the folder was charged for other records.
 
     >>> import torch
     >>> x, y = torch.rand(200, 4), torch.arange(200) % 2
@@ -100,7 +103,7 @@ class DataOwner:
         require(within, "y", f"must hold labels from 0 to {classes - 1}", "another label")
         shaped = users is None or (users.shape == y.shape and not users.is_floating_point())
         require(shaped, "users", "must hold one integer for each record", "another shape or type")
-        require(bounds[0] < bounds[1], "bounds", "must be (lowest, highest)", bounds)
+        require(bounds[0] < bounds[1], "bounds", "must be (lowest, highest) in this order", bounds)
         sized = math.isfinite(nominal_size) and nominal_size > 0
         require(sized, "nominal_size", "must be a finite number above 0", nominal_size)
         self.name = name
@@ -134,30 +137,36 @@ class DataOwner:
         return [digests]
 
     def spent(self) -> float:
-        """Returns ε of all releases in the ledger, at `delta`."""
+        """Returns the total ε of all releases in the ledger, at the owner's `delta`."""
         return epsilon(self._ledger.releases, self.delta)
 
     def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
         """Charges the ledger for a series of noisy sums, with as little noise as the budget allows.
 
         Args:
-            plan: the series: clip, sampling rate, steps and dimension.
-            total_epsilon: ε of the whole ledger after this charge; None: the whole budget.
+            plan: the clip, sampling rate, number of steps and dimension of the series.
+            total_epsilon: the ε that all releases in the ledger may have together after this
+                charge. None allows the whole budget.
+
+        Returns:
+            The charged series, for `class_sums` or `dp_sgd`.
 
         Raises:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
-            PrivacySettingError: the plan shares its noise with other clients.
+            PrivacySettingError: the plan shares its noise with other clients, or is for an exchange
+                before the main one.
         """
         complete = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
-        require(complete, "plan", "must not share its noise with other clients", plan.name)
+        rule = f"must not share its noise with other clients, and its phase must be {MAIN!r}"
+        require(complete, "plan", rule, plan.name)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"{self.name!r} has spent ε = {spent:.4g}, and this release may bring it to "
-                f"{target:g} (δ = {self.delta:g}; total_epsilon, or the budget): too little is "
-                "left for anything but noise",
+                f"{self.name!r} has spent ε = {spent:.4g} of at most {target:g} that total_epsilon "
+                f"and the budget allow (δ = {self.delta:g}); the rest is so small that a release "
+                "would be only noise",
                 (self.name, spent, target),
             )
         number = len(rows) + 1
@@ -176,21 +185,32 @@ class DataOwner:
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Releases noisy sums by class of a vector of each sampled record.
+        """Releases one noisy sum of vectors for each class.
+
+        A step draws a sample of the records, and `values` computes a vector from each sampled
+        record.
 
         Args:
-            series: one charged series.
-            values: (records [M, ...], their classes [M] on the CPU) -> vectors [M, D]. Each vector
-                must be a function of its own record, which is tried; M is constant, and a padded
-                record has class -1.
-            start_over_row: the fixed cost of a call of `values`, in records.
+            series: a sequence with exactly one charged series (see `charge`).
+            values: a function of records [M, ...] and their classes [M] on the CPU that returns
+                vectors [M, D]. Each vector must depend only on its own record. A trial on random
+                records checks this. M is the same in every call. Missing records are padded, and
+                padding has class -1.
+            start_over_row: the fixed cost of one call of `values`, divided by its cost per record.
 
         Returns:
-            [classes, D]
+            The noisy sums [classes, D].
+
+        Raises:
+            UnplannedReleaseError: the series was not charged to this owner.
+            PrivacyError: the trial found that a vector depends on more than its own record.
         """
         (only,) = series
         if only not in self._charged:
-            raise UnplannedReleaseError(f"this series was not charged to {self.name!r}")
+            raise UnplannedReleaseError(
+                f"this series was not charged to {self.name!r}: pass a series that its "
+                "DataOwner.charge returned"
+            )
 
         def of_first_class(x: Tensor) -> Tensor:
             return values(x, torch.zeros(len(x), dtype=torch.int64))
@@ -215,17 +235,20 @@ class DataOwner:
         quantity: str = "class means",
         total_epsilon: float | None = None,
     ) -> Tensor:
-        """Returns the noisy class means of a vector of each record: the noisy sums divided by
-        `nominal_size / classes`.
+        """Releases a noisy mean vector for each class.
+
+        `values` computes a vector from each record. The noisy sum of each class is divided by
+        `nominal_size / classes`, a public number, and not by the number of records of the class.
 
         Args:
-            values: records [M, ...] -> vectors [M, D], each a function of its own record.
-            clip: L2 bound of a vector; longer vectors are scaled to it.
-            quantity: the name of the release in ledger and report.
+            values: a function of records [M, ...] that returns vectors [M, D]. Each vector must
+                depend only on its own record.
+            clip: the bound on the L2 norm of a vector. Longer vectors are scaled down to it.
+            quantity: the name of the release in the ledger and the report.
             total_epsilon: see `charge`.
 
         Returns:
-            [classes, D]
+            The noisy means [classes, D].
         """
         self.check_independent(values)
         plan = ReleasePlan(
@@ -244,11 +267,11 @@ class DataOwner:
         return sums * (self.classes / self.nominal_size)
 
     def check_independent(self, values: Callable[[Tensor], Tensor]) -> None:
-        """Tries a function on public random records.
+        """Calls a function with public random records to check that it treats each one separately.
 
         Raises:
-            PrivacyError: a record's value depends on other records, random numbers or state, so one
-                record's influence has no bound.
+            PrivacyError: the value computed for a record depends on other records, on random
+                numbers or on state. The influence of one record would then have no bound.
         """
         low, high = self.bounds
 
@@ -259,11 +282,13 @@ class DataOwner:
 
         finding = dependence_on_batch(in_bounds, self.record_shape, self.device)
         if finding:
-            raise PrivacyError(f"the function {finding}: {ADVICE}")
+            raise PrivacyError(f"the function {finding}; {ADVICE}")
 
     def public_records(self, count: int, seed: int = 0) -> Tensor:
-        """Returns random records [count, ...] within the bounds (standard normal ones without
-        bounds): public, for trials and start images."""
+        """Draws public random records [count, ...], for trials and as start images.
+
+        They are uniform within the bounds, or standard normal if a bound is infinite.
+        """
         generator = torch.Generator().manual_seed(seed)
         low, high = self.bounds
         shape = (count, *self.record_shape)
@@ -284,20 +309,24 @@ class DataOwner:
         loss: ExampleLoss | None = None,
         total_epsilon: float | None = None,
     ) -> None:
-        """Trains a model in place by DP-SGD.
+        """Trains a model in place with DP-SGD.
 
         Args:
             model: a network without batch norm, dropout and buffers.
-            optimizer: parameters -> a torch optimizer, such as `torch.optim.Adam`, which gets the
-                noisy mean gradients. Called twice: one step is tried before the charge.
-            steps: number of steps; each draws a Poisson sample.
+            optimizer: a function of a list of parameters that returns a torch optimizer, such as
+                `torch.optim.Adam`. The optimizer receives the noisy mean gradients. The function
+                is called twice, because one step is tried before the ledger is charged.
+            steps: the number of steps. Each step draws a Poisson sample.
             batch_size: the expected size of a sample.
-            clip: L2 bound of one example's gradient.
-            loss: (model, x, y) -> the loss of each example; None: cross-entropy.
+            clip: the bound on the L2 norm of one example's gradient.
+            loss: a function of (model, x, y) that returns the loss of each example. None uses
+                cross-entropy.
             total_epsilon: see `charge`.
 
         Raises:
-            ForbiddenLayerError: DP-SGD cannot train the model; nothing was charged.
+            ForbiddenLayerError: DP-SGD cannot train the model. Nothing was charged.
+            PrivacyError: an example's loss depends on other examples, random numbers or state.
+                Nothing was charged.
         """
         rate = batch_size / self.nominal_size
         require(0 < rate <= 1, "batch_size", "must be at most nominal_size", batch_size)
@@ -339,10 +368,10 @@ class DataOwner:
         """Writes the privacy report of all releases in the ledger.
 
         Args:
-            path: a file that ends in .html, .md or .json.
+            path: the file to write. Its name must end in .html, .md or .json.
 
         Raises:
-            PrivacySettingError: another ending.
+            PrivacySettingError: the file name has another ending.
         """
         # imported here, since a pipeline without a report needs none of it
         from fedsynth.privacy.report.build import build_report
@@ -378,7 +407,7 @@ class DataOwner:
 
 
 class _TorchOptimiser:
-    """A torch optimizer as `Optimiser`, on one vector of all parameters."""
+    """Adapts a torch optimizer to `Optimiser`, for one vector that holds all parameters."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         self._make = make

@@ -1,20 +1,20 @@
-"""Passes over private records have a constant length, so that no kernel's shape depends on the
-number of records.
+"""Batches of a constant length for computations on private records.
 
-Libraries choose their kernels by shape, and kernels round differently. If a pass were as long as
-the sample, an additional record could change the features of *other* records. Only their rounding
-would change, but a server can send weights that cancel everything else and amplify it
-(docs/threat-model.md, "Malicious servers"). Therefore the records of a step are split into passes
-of a public length, which depends only on public numbers. The last pass is padded with zeros, whose
-results are discarded.
+Libraries choose their kernels by the shapes of the tensors, and kernels round differently. If a
+batch were as long as the sample of a step, an additional record could change the rounding of the
+values of *other* records. A malicious server can send weights that amplify this rounding until it
+is visible (docs/threat-model.md, "Malicious servers"). Therefore the records of a step are split
+into batches ("passes") whose length is computed only from public numbers. The last batch is padded
+with zeros, and the values of the padding are discarded.
 
-The kernels must ensure that a row's bits depend neither on its position in a pass nor on its
-neighbours. The tests check this for every architecture, mechanism and precision, on the device on
-which they run.
+The value of a record must then be the same to the last bit, whatever its position in a batch and
+whatever the other records are. This depends on the kernels. The tests check it for every
+architecture, mechanism and precision, on the device on which they run.
 
-Code that computes on records may raise on some of them. If a step failed because of one record, the
-failure would reveal that the record is there. Therefore the record's value becomes NaN, which every
-clip turns into a contribution of zero, and the other records' values stay the same as without it.
+Code that computes values of records may raise on some of them. If a step failed because of one
+record, the failure would reveal that the record is there. Therefore the value of such a record
+becomes NaN, which clipping turns into a contribution of zero. The values of all other records are
+the same as if it were not there.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ import torch
 from torch import Tensor
 
 Note = Callable[[str], None]
-"""Receives a line that depends on private records, and that only people who may see these may
-read."""
+"""A function that receives a line of text. The line may depend on private records, so only people
+who may see the records may read it."""
 
 MIN_LENGTH = 2
-"""Normalisation layers of 1×1 maps refuse a single record in training mode."""
+"""The smallest length of a pass. In training mode, normalisation layers refuse a single record if
+their feature maps have 1×1 pixels."""
 
 
 def power_of_two(bound: float) -> int:
-    """Returns the largest power of two that is at most `bound`, and at least 1."""
+    """Returns the largest power of two that is at most `bound`, or 1 if `bound` is below 1."""
     return 1 << max(0, int(bound).bit_length() - 1)
 
 
 def pass_length(expected: float | None, start_over_row: float, limit: int) -> int:
-    """Returns the number of records in a pass: a power of two that does not depend on the data.
+    """Chooses the number of records in a pass, a power of two that does not depend on the data.
 
-    If a pass has a fixed cost of s rows, n records in passes of p cost n + (n/p)·s + p/2 rows, as
-    the last pass is half empty on average. The minimum is at p = √(2ns), where both extra terms are
-    √(ns/2).
+    If a pass has a fixed cost of s records, then n records in passes of length p cost as much as
+    n + (n/p)·s + p/2 records, because the last pass is half empty on average. The minimum is at
+    p = √(2ns), where both extra terms are √(ns/2).
 
     Args:
-        expected: n, the public expected number of records of a step (q times the nominal size);
-            None if undeclared, which gives the longest passes.
-        start_over_row: s, the fixed cost of a pass, in rows.
-        limit: the largest number that memory allows.
+        expected: n, the public expected number of records of a step (q times the nominal size).
+            None if it was not declared. The passes then have the largest length.
+        start_over_row: s, the fixed cost of a pass, divided by its cost per record.
+        limit: the largest number of records that fits in memory.
     """
     longest = power_of_two(limit)
     if expected is None:
@@ -60,7 +61,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
-    """Returns `rows` [n, …] padded with rows of `fill` to [length, …]."""
+    """Pads `rows` [n, …] at the end with rows of the value `fill`, and returns [length, …]."""
     if len(rows) == length:
         return rows
     full = rows.new_full((length, *rows.shape[1:]), fill)
@@ -69,15 +70,17 @@ def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], note: Note) -> Tensor:
-    """Returns `compute(*records)` [N, …], with NaN for the records on which it raises.
+    """Returns `compute(*records)` [N, …], with NaN as the value of each record on which it raises.
 
-    All calls have N records, so that rounding stays the same: random images with label 0 replace
-    the omitted ones.
+    If `compute` raises, it is called again with some of the records replaced by random images with
+    label 0, until the records that cause the exception are found. All calls have N records, so that
+    rounding stays the same.
 
     Args:
-        compute: a function each of whose values depends on one record only.
+        compute: a function that returns one value for each record. Each value must depend on one
+            record only.
         records: images [N, …], and labels [N] (int64).
-        note: receives the reason why values are missing.
+        note: a function that receives the reason why values are NaN.
 
     Raises:
         Exception: `compute` raises even if all images are random, so that no record is the cause.
@@ -109,7 +112,11 @@ def _bisected(
     missing: Tensor,
     positions: list[int],
 ) -> Tensor:
-    """Returns the values at some positions; bisects them if `compute` raises."""
+    """Returns the values of the records at some positions.
+
+    If `compute` raises, the positions are halved recursively. A single record on which it raises
+    gets the value `missing`.
+    """
     trial = []
     for filler, record in zip(fillers, records, strict=True):
         mixed = filler.clone()
@@ -129,12 +136,19 @@ def _bisected(
 def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:
     values = compute(*map(torch.clone, records))  # user code may change its inputs in place
     if len(values) != len(records[0]):
-        raise ValueError(f"{len(values)} values were computed for {len(records[0])} records")
+        raise ValueError(
+            f"the function returned {len(values)} values for {len(records[0])} records, but must "
+            "return one for each record"
+        )
     return values
 
 
 def _public_like(tensor: Tensor) -> Tensor:
-    """Returns random images, or labels of 0, of the same shape, type and device."""
+    """Returns public values in place of private ones, with the same shape, type and device.
+
+    int64 tensors are labels and are replaced with zeros. Other tensors are images and are replaced
+    with random numbers.
+    """
     if tensor.dtype == torch.int64:
         return torch.zeros_like(tensor)
     # drawn by NumPy, as a trial of `compute` watches torch's random draws

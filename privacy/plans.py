@@ -1,9 +1,10 @@
-"""The planned releases of a method in a round, and the charged series that its steps receive.
+"""The releases that a method plans for a round, and the charged series that its steps receive.
 
-A method names its plans once (`Method.release_plans`), before any data are read. A client's ledger
-is charged for all plans of an exchange; only then is there an `ReleaseBudget`, from which a step takes
-each series once, by its plan's name. An allowance holds neither ledger nor guard, so a step cannot
-charge a release outside the plan.
+A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
+with the server, a client's ledger is first charged for all plans of this exchange. The client's
+step then receives a `ReleaseBudget`, from which it can take each charged series once, by the name
+of its plan. A `ReleaseBudget` gives no access to the ledger, so a step cannot charge a release that
+was not planned.
 """
 
 from __future__ import annotations
@@ -22,39 +23,43 @@ from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
 
 S = TypeVar("S")
 MakeSeries = Callable[[Release, int, BudgetEnforcer, SecretGenerator], GaussianSumMechanism]
-"""(release, groups, a client's guard, its secret generator) -> a charged series, like
-`GaussianSumMechanism`."""
+"""A function of (release, groups, a client's `BudgetEnforcer`, its secret generator) that returns a
+charged series. `GaussianSumMechanism` is the default."""
 FIRST, MAIN = "first", "main"
 PHASES = (FIRST, MAIN)
-"""The exchanges of a round; some methods have one before the main one."""
+"""The exchanges between server and clients in a round. Every method has the main exchange, and some
+methods have one before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan:
-    """One planned kind of release in a round: a series of noisy sums.
+    """A plan for a series of noisy sums that a client releases in a round.
 
     Args:
         name: the name by which a step asks for the series, such as "images".
-        quantity: the released quantity, in words for ledger and report.
-        mechanism: the mechanism's name.
+        quantity: the released quantity, in words for the ledger and the report.
+        mechanism: the name of the mechanism.
         clipped: the vector that is clipped, in words.
-        clip: L2 bound 𝒞 of one example's contribution.
-        sample_rate: q of Poisson sampling.
-        steps: releases in a round.
-        dimension: coordinates of one release.
-        groups: number of sums into which the coordinates divide: one per class, or one.
-        relative_noise_multiplier: the release's noise multiplier over the run's σ.
-        phase: the exchange in which it is made, "main" or "first".
-        shares: H of secure aggregation: the charged noise is that of H clients together, each of
-            which adds noise of 1/√H of its standard deviation; 1: every client adds all of it.
-        addends: the clients whose releases are rounded and summed before anyone sees them; None:
-            each release is seen individually.
-        signal: norm of the sum over all clients' examples, divided by its bound (𝒞 per example), in
-            a public reference case that the method's documentation describes; None: no such case.
+        clip: the bound 𝒞 on the L2 norm of one example's contribution.
+        sample_rate: the rate q of Poisson sampling.
+        steps: the number of noisy sums in a round.
+        dimension: the number of coordinates of one release.
+        groups: the number of separate sums in one release, such as one per class. They divide the
+            coordinates evenly.
+        relative_noise_multiplier: the noise multiplier of this release, divided by the run's σ.
+        phase: the exchange in which the release is made, "main" or "first".
+        shares: the number H of clients that together add the charged noise under secure
+            aggregation. Each of them adds noise with 1/√H of the charged standard deviation. With
+            1, every client adds all of the noise.
+        addends: the bounds on the clients and records in the sum, if the clients' releases are
+            rounded and summed before anyone sees them. None if each release is seen separately.
+        signal: the norm of the sum over the examples of all clients, divided by the largest
+            possible norm (𝒞 times the number of examples), in a public reference case. The
+            method's documentation describes the case. None if there is no such case.
 
     Raises:
-        PrivacySettingError: an unknown phase, fewer than one share, or a dimension that `groups`
-            does not divide.
+        PrivacySettingError: the phase is unknown, `shares` is less than 1, or `groups` does not
+            divide `dimension`.
     """
 
     name: str
@@ -82,8 +87,10 @@ class ReleasePlan:
     def signal_to_noise(
         self, noise_multiplier: float, records: float, clients: int
     ) -> float | None:
-        """Returns the norm of the pooled sum in the public reference case, divided by the root mean
-        square of its noise's norm: signal·n·𝒞 / (σ·𝒞·√(K/H)·√D).
+        """Returns the signal-to-noise ratio of the sum over all clients, in the reference case.
+
+        The ratio is signal·n·𝒞 / (σ·𝒞·√(K/H)·√D). It divides the norm of the sum by the root mean
+        square of the norm of its noise.
 
         Args:
             noise_multiplier: the run's σ.
@@ -91,7 +98,7 @@ class ReleasePlan:
             clients: K, the number of clients, each of which adds noise.
 
         Returns:
-            The ratio; None if the plan names no signal.
+            The ratio. None if the plan has no `signal`.
         """
         if self.signal is None:
             return None
@@ -99,14 +106,15 @@ class ReleasePlan:
         return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def grid(self, noise_multiplier: float) -> Grid | None:
-        """Returns the grid to which a client rounds its noisy release, or None if it does not
-        round.
+        """Returns the grid to which a client rounds its noisy release.
+
+        Returns None if the release is not summed by secure aggregation.
 
         Args:
             noise_multiplier: the run's σ.
 
         Raises:
-            PrivacySettingError: see `grid_of`.
+            PrivacySettingError: the noise is too small for such a sum (see `grid_of`).
         """
         if self.addends is None:
             return None
@@ -121,13 +129,13 @@ class ReleasePlan:
         unit: str = RECORD,
         unaccounted: str | None = None,
     ) -> Release:
-        """Returns the ledger row of this release.
+        """Returns the row that the ledger records when a client makes this release.
 
         Args:
-            round: the round's number.
+            round: the number of the round.
             noise_multiplier: the run's σ.
             unit: the privacy unit, one of `releases.UNITS`.
-            unaccounted: the reason why it has no guarantee, or None.
+            unaccounted: the reason why the release has no guarantee. None if it has one.
         """
         return Release(
             round=round,
@@ -147,23 +155,23 @@ class ReleasePlan:
 
 
 def check_plans(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses plans that steps cannot ask for by name.
+    """Checks that a round has at least one plan and that all its plans have different names.
 
     Raises:
-        PrivacySettingError: there is no plan, or two have the same name.
+        PrivacySettingError: there is no plan, or two plans have the same name.
     """
-    require(bool(plans), "plans", "must contain at least one plan: the releases of a round", plans)
+    require(bool(plans), "plans", "must contain at least one ReleasePlan for a round", plans)
     names = [plan.name for plan in plans]
     require(len(set(names)) == len(names), "plans", "of a round must have different names", names)
 
 
 @dataclass(frozen=True)
 class UnaccountedNoise:
-    """The noise of a mechanism without a guarantee (`paper`), for a row in the ledger.
+    """The noise of a mechanism without a privacy guarantee (`paper`).
 
     Attributes:
-        release: the ledger row, with σ and the clip.
-        secret: the client's secret generator.
+        release: the row that the ledger records. It states σ and the clip.
+        secret: the client's secret generator, which draws the noise.
     """
 
     release: Release
@@ -171,16 +179,16 @@ class UnaccountedNoise:
 
     @property
     def noise_std(self) -> float:
-        """σ𝒞."""
+        """The standard deviation σ𝒞 of the noise."""
         return self.release.noise_multiplier * self.release.sensitivity
 
 
 class ReleaseBudget(Generic[S]):
-    """One client's charged series, for one exchange of one round.
+    """The charged series that one client may release in one exchange of a round.
 
     Args:
-        phase: the exchange.
-        charged: the exchange's plans, each with its charged series.
+        phase: the exchange, "main" or "first".
+        charged: the plans of the exchange, each with its charged series.
     """
 
     def __init__(self, phase: str, charged: Sequence[tuple[ReleasePlan, S]]) -> None:
@@ -192,34 +200,45 @@ class ReleaseBudget(Generic[S]):
             self._unused[plan.name] = series
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan with this name that this client was charged for.
+        """Returns the plan with this name.
 
         Raises:
-            UnplannedReleaseError: this exchange has no such plan.
+            UnplannedReleaseError: the client was not charged for such a plan in this exchange.
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"no release {name!r} is planned for the {self._phase} exchange of this round; "
-                f"Method.release_plans names {', '.join(map(repr, self._plans))}"
+                f"the method planned no release {name!r} for the {self._phase} exchange of this "
+                f"round, only {', '.join(map(repr, self._plans)) or 'none'}: add it to "
+                "Method.release_plans"
             )
         return self._plans[name]
 
     @property
     def unused(self) -> bool:
-        """True if no series was taken. Then no noise was drawn, and a failed attempt may be
-        repeated on the same charge."""
+        """True if no series was taken yet.
+
+        In this case no noise was drawn, so a step that failed may be repeated without another
+        charge.
+        """
         return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Refuses the names that `take` would refuse, without taking anything."""
+        """Checks that `take` would return a series for this name, without taking it.
+
+        Raises:
+            UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
+        """
         self.plan(name)
         if name not in self._unused:
             raise UnplannedReleaseError(
-                f"the mechanism of plan {name!r} was already taken: it is charged once per round"
+                f"release {name!r} was already taken: a step can take each release only once per "
+                "round"
             )
 
     def take(self, name: str) -> S:
-        """Returns the charged series of the plan with this name, once.
+        """Returns the charged series of the plan with this name.
+
+        Each series can be taken only once.
 
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
@@ -229,42 +248,58 @@ class ReleaseBudget(Generic[S]):
 
 
 class GroupReleaseBudget(Generic[S]):
-    """The allowances of a group of clients, in the group's order."""
+    """The charged series that the clients of a group may release in one exchange of a round.
+
+    Args:
+        allowances: the `ReleaseBudget` of each client, in the order of the group.
+    """
 
     def __init__(self, allowances: Sequence[ReleaseBudget[S]]) -> None:
         self._allowances = tuple(allowances)
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan with this name, if all clients of the group have the same.
+        """Returns the plan with this name, which must be the same for all clients of the group.
 
         Raises:
-            UnplannedReleaseError: there is none, or it differs between clients (in steps or
-                dimension), so that each must be asked separately.
+            UnplannedReleaseError: there is no such plan, or the clients' plans differ, for example
+                in steps or dimension. In the latter case, ask for each client's plan with
+                `of_client`.
         """
         self._refuse_empty(name)
         plan = self._allowances[0].plan(name)
         for allowance in self._allowances:
             if allowance.plan(name) != plan:
                 raise UnplannedReleaseError(
-                    f"the clients of this group have different plans {name!r}: use select(position)"
+                    f"the clients of this group have different plans {name!r}: ask for the plan of "
+                    "each client separately, with select(position)"
                 )
         return plan
 
     def take(self, name: str) -> list[S]:
-        """Returns each client's charged series of the plan with this name; takes none if one
-        refuses."""
+        """Returns the charged series of the plan with this name, one for each client of the group.
+
+        Raises:
+            UnplannedReleaseError: a client has no such plan, or its series was taken before. No
+                series of any client is taken in this case.
+        """
         self._refuse_empty(name)
         for allowance in self._allowances:
             allowance.check(name)
         return [allowance.take(name) for allowance in self._allowances]
 
     def of_client(self, position: int) -> GroupReleaseBudget[S]:
-        """Returns one client's group allowance; a series taken from either is taken from both."""
+        """Returns a group budget with only the client at this position of the group.
+
+        It shares the series with this group budget, so each series can still be taken only once.
+        """
         return GroupReleaseBudget(self._allowances[position : position + 1])
 
     def _refuse_empty(self, name: str) -> None:
         if not self._allowances:
-            raise UnplannedReleaseError(f"release {name!r}: there are no clients with a charge")
+            raise UnplannedReleaseError(
+                f"release {name!r} was requested for a group without clients; a group must have at "
+                "least one"
+            )
 
 
 def charge_round(
@@ -277,19 +312,24 @@ def charge_round(
     phase: str = MAIN,
     make_series: MakeSeries = GaussianSumMechanism,
 ) -> ReleaseBudget[GaussianSumMechanism]:
-    """Charges a client for everything that an exchange releases, before any noise can be drawn.
+    """Charges a client for all releases of an exchange, before any noise can be drawn.
 
     Args:
-        plans: the round's plans; those of other exchanges are not charged.
-        round: the round's number.
+        plans: the plans of the round. Plans for another exchange are not charged.
+        round: the number of the round.
         noise_multiplier: the run's σ.
         guard: the client's ledger and cap.
         secret: the client's secret generator.
-        phase: the exchange.
-        make_series: charges and creates a series; an audit replaces it to observe the series.
+        phase: the exchange, "main" or "first".
+        make_series: a function that charges and creates a series. An audit replaces it to observe
+            the series.
+
+    Returns:
+        The charged series.
 
     Raises:
-        BudgetExceededError: the cap would be exceeded; earlier charges remain.
+        BudgetExceededError: a release would exceed the cap. Releases that were charged before it
+            remain charged.
     """
     charged: list[tuple[ReleasePlan, GaussianSumMechanism]] = []
     for plan in plans:

@@ -1,7 +1,9 @@
-"""Per-example vectors that are products of two short vectors, summed without being written out.
+"""Sums of per-example vectors that are products of two short vectors.
 
-Theorem (sensitivity). Each kind clips the short vectors of every example, and its `bound` bounds
-the L2 norm of the example's whole vector, whatever the example is:
+The sums are computed from the short vectors, so the long products of the examples are never stored.
+
+Theorem (sensitivity). Each class below clips the short vectors of every example. Therefore, for
+every possible example, the L2 norm of its long vector u is at most the attribute `bound`:
 
 - `Rows`: u itself, clipped to norm a.
 - `Outer`: u = l ⊗ r with ‖l‖ ≤ a and ‖r‖ ≤ 1, so ‖u‖ = ‖l‖·‖r‖ ≤ a.
@@ -12,9 +14,9 @@ the L2 norm of the example's whole vector, whatever the example is:
   ‖z‖ ≤ 1 and p² + q² = 1. ‖Z Zᵀ‖_F ≤ ‖Z‖_F², and Zᵀ Z has the same norm; hence ‖u‖² ≤
   (p² + q²)·Σ_b ‖Z_b‖⁴ ≤ (Σ_b ‖Z_b‖²)² = ‖z‖⁴ ≤ 1.
 
-An example's vector of d(d+1)/2 + dC coordinates thus costs one row of two matrix products. The sums
-equal those of the clipped vectors written out (tests/privacy/test_products.py). All computations
-are in float64, as in `clip_rows`.
+For example, the sum of the `Moments` vectors, each with d(d+1)/2 + dC coordinates, takes only two
+matrix products over the examples. The sums equal those of the clipped long vectors
+(tests/privacy/test_products.py). All computations are in float64, as in `clip_rows`.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from fedsynth.privacy.mechanisms import clip_rows
 
 
 class Products(ABC):
-    """The vectors of N examples, given by factors: the tensor fields of a dataclass, its first
-    field among them.
+    """Base class: the long vectors of N examples, stored as their short factors.
+
+    A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
+    must be a tensor.
 
     Attributes:
         bound: the bound on the L2 norm of one example's vector.
@@ -45,14 +49,14 @@ class Products(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """The number of coordinates of a vector."""
+        """The number of coordinates of one example's vector."""
 
     def __len__(self) -> int:
-        """Returns N."""
+        """Returns N, the number of examples."""
         return len(next(iter(vars(self).values())))
 
     def part(self, indices: slice | Tensor) -> Self:
-        """Returns the vectors of some of the examples."""
+        """Returns the vectors of the examples with these indices."""
         part = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -61,16 +65,20 @@ class Products(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """Returns the vectors written out, [N, width], float64: for tests and audits."""
+        """Computes the long vector of each example, [N, width], float64, for tests and audits."""
 
     @abstractmethod
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Returns their sum, or the sum weighted by shares, [width], float64."""
+        """Computes the sum of the examples' vectors, [width], float64.
+
+        Args:
+            shares_N: the weight of each example, in [0, 1]. None gives every example weight 1.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Products):
-    """Vectors that are given directly.
+    """Vectors that are stored directly and are not products.
 
     Args:
         vectors: [N, D], clipped to norm `bound`.
@@ -93,7 +101,7 @@ class Rows(Products):
 
 @dataclass(frozen=True, eq=False)
 class Outer(Products):
-    """l ⊗ r of each example, in row-major order.
+    """The outer product l ⊗ r of two vectors of each example, flattened in row-major order.
 
     Args:
         column: l [N, P], clipped to norm `bound`.
@@ -122,12 +130,15 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class Moments(Products):
-    """√½·[svec(z zᵀ); e/b ⊗ z] of each example.
+    """The vector √½·[svec(z zᵀ); e/b ⊗ z] of each example.
+
+    The sum of these vectors contains the second moments of the features z and their products with
+    the targets e.
 
     Args:
         z: [N, d], clipped to norm 1.
         targets: e [N, C], clipped to norm b, such as centred one-hot labels.
-        target_norm: b, the norm of every target.
+        target_norm: b, the bound on the norm of each target.
     """
 
     z: Tensor
@@ -160,13 +171,15 @@ class Moments(Products):
 
 @dataclass(frozen=True, eq=False)
 class Grams(Products):
-    """[p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of each of an example's matrices Z [channels, cells],
-    concatenated.
+    """The Gram matrices of each example's feature maps, as one vector.
+
+    Each example has several matrices Z [channels, cells], where the cells are the spatial positions
+    of a feature map. The vectors [p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of all its matrices are concatenated.
 
     Args:
         z: [N, Σ channels·cells], clipped to norm 1.
         blocks: (channels, cells) of each matrix.
-        cells_part: q² in [0, 1]; p² is the rest.
+        cells_part: q² in [0, 1]. p² is 1 − q².
     """
 
     z: Tensor
@@ -202,7 +215,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Returns the number of coordinates of `Grams`.
+    """Returns the number of coordinates of a `Grams` vector with these blocks.
 
     >>> grams_width(((3, 2),))
     9
@@ -211,14 +224,16 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Returns the matrices that rows consist of, [N, channels, cells] each."""
+    """Splits each row into its matrices, and returns one tensor [N, channels, cells] per block."""
     parts = rows_Nd.split([channels * cells for channels, cells in blocks], dim=1)
     return [part.unflatten(1, size) for part, size in zip(parts, blocks, strict=True)]
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
-    """Returns l ⊗ r of each example, clipped to `clip` as a whole, in float64. r is normalised and
-    l multiplied by its norm, so that clipping l clips the product.
+    """Returns the product l ⊗ r of each example, clipped to norm `clip`, in float64.
+
+    r is divided by its norm and l multiplied by the norm of r, so that clipping l clips the
+    product.
 
     >>> product = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
     >>> product.rows().tolist()  # of norm 6, clipped to 5
@@ -234,13 +249,14 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
     if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
-        raise PrivacyError("shares of a user's records must be in [0, 1]")
+        raise PrivacyError("the shares (weights) of a user's records must be in [0, 1]")
     return rows * shares_N.to(rows)[:, None]
 
 
 def svec(matrix: Tensor) -> Tensor:
-    """Returns the upper triangles of symmetric matrices [..., d, d] as vectors of the same norm,
-    [..., d(d+1)/2]: off-diagonal entries are multiplied by √2.
+    """Converts symmetric matrices [..., d, d] to vectors [..., d(d+1)/2] of the same norm.
+
+    A vector holds the upper triangle of its matrix, with the off-diagonal entries multiplied by √2.
 
     >>> svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])).square().sum().item()
     18.0
@@ -252,7 +268,7 @@ def svec(matrix: Tensor) -> Tensor:
 
 
 def smat(vector_D: Tensor, d: int) -> Tensor:
-    """Returns the symmetric matrix [d, d] whose `svec` this is.
+    """Converts a vector from `svec` back to its symmetric matrix [d, d].
 
     >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).round().tolist()
     [[1.0, 2.0], [2.0, 3.0]]

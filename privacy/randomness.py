@@ -1,18 +1,17 @@
-"""The client's secret randomness: a ChaCha20 generator keyed with 256 bits from the operating
-system.
+"""A client's secret random generator: ChaCha20 with a 256-bit key from the operating system.
 
 Noise and sampling masks must be unpredictable to anyone who sees a release. torch's CPU generator
 is seeded with only 32 bits. A class that a client lacks is released as pure noise, so an attacker
 could find such a seed by exhaustive search and subtract all noise. Keys therefore come from
-`secrets`, are never derived from the run's seed, and are never logged or saved: a generator refuses
-to be pickled or copied.
+`secrets` and are never derived from the run's seed. They are never logged or saved, so a generator
+refuses to be pickled or copied.
 
-A forked process would continue with a copy of its parent's generator and repeat its noise, so a
-generator takes a new key in every process that uses it. A process cannot detect that its whole
-machine was copied (a snapshot that is started twice, a checkpoint of the process); docs/threat-model.md
-explains what to do then.
+After a fork, the child process would hold a copy of the parent's generator and would draw the same
+noise again. A generator therefore takes a new key in every process that uses it. However, a process
+cannot detect that its whole machine was copied, for example by starting a snapshot twice.
+docs/threat-model.md explains what to do in that case.
 
-Tests may pass their own generator; `is_secret` is then False, and reports state "not private".
+Tests may pass a seeded generator. `is_secret` is then False, and reports state "not private".
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> tuple[int, int]:
-    """Returns an identifier of this process that differs from every other's, including its
-    forks'."""
+    """Returns an identifier that differs between any two processes, including a process and its
+    forks."""
     return os.getpid(), _forks[0]
 
 
@@ -58,10 +57,11 @@ class SecretGenerator:
     """A source of Gaussian noise and Bernoulli masks that only the client can reproduce.
 
     Args:
-        four_sums: draw every Gaussian as half the sum of four independent ones. This mitigates
-            (without proof) an attack on the floating-point values that a generator can produce
-            (Haney et al. 2022; Opacus' "secure mode" does the same), at four times the cost.
-        test_only: a seeded NumPy generator, for tests. Never use it on real data: the report then
+        four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.
+            This makes an attack harder that uses the exact floating-point values of the noise
+            (Haney et al. 2022), although there is no proof that it prevents the attack. Opacus'
+            "secure mode" does the same. Drawing noise then takes four times as long.
+        test_only: a seeded NumPy generator for tests. Never use it on real data. The report then
             states "not private".
     """
 
@@ -75,8 +75,11 @@ class SecretGenerator:
 
     @property
     def _generator(self) -> np.random.Generator:
-        """The generator of this process, with a new key after a fork; a test-only one is
-        unchanged."""
+        """The generator of this process.
+
+        After a fork, the child process gets a generator with a new key. A generator that was
+        passed as `test_only` is never replaced.
+        """
         if self.is_secret and self._process != this_process():
             self._process = this_process()
             self._current = _fresh_generator()
@@ -85,8 +88,10 @@ class SecretGenerator:
     def normal(
         self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Returns independent N(0, standard_deviation²) noise, float64, drawn on the CPU and then
-        moved."""
+        """Returns independent noise from N(0, standard_deviation²), as float64.
+
+        The noise is drawn on the CPU and then moved to `device`.
+        """
         generator = self._generator
         noise = generator.standard_normal(shape)
         if self.four_sums:
@@ -97,15 +102,15 @@ class SecretGenerator:
         return torch.from_numpy(noise).to(device)
 
     def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
-        """Returns the indices (int64, ascending) of a Poisson sample.
+        """Draws a Poisson sample and returns the indices of its records (int64, ascending).
 
-        Each record is included independently with probability `sample_rate`; at rate 1 every record
-        is included.
+        Each record is included independently with probability `sample_rate`. With rate 1, every
+        record is included.
         """
         return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a secret generator must not be copied, pickled or saved: its noise could be drawn "
-            "twice"
+            "a secret generator must not be copied, pickled or saved, because a copy would draw "
+            "the same noise again"
         )

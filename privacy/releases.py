@@ -1,4 +1,7 @@
-"""A client's releases as ledger rows, and the terms of a guarantee: adjacency and δ."""
+"""The rows of a ledger, and checks of adjacency and δ.
+
+A row describes one release of a client, with all that is needed to compute its ε.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,53 @@ from typing import Any
 from fedsynth.privacy.errors import PrivacySettingError, short_repr
 
 ADJACENCIES = ("add-remove", "zero-out", "replace-one")
-"""The definitions of neighbouring data sets: one unit is added or removed, replaced by a null
-record that contributes nothing (the number of a client's units is then public), or replaced by any
-other unit. Zero-out costs the same as add-remove; replace-one doubles every sensitivity."""
+"""The definitions of neighbouring data sets.
+
+- add-remove: one unit is added or removed.
+- zero-out: one unit is replaced by a null record that contributes nothing. The number of a client's
+  units is then public. The cost is that of add-remove.
+- replace-one: one unit is replaced by any other unit. This doubles every sensitivity.
+"""
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
 UNITS = (RECORD, USER)
-"""The unit that adjacency adds or removes: one example, or one user with all their examples."""
+"""The privacy units: one example, or one user with all their examples. Neighbouring data sets
+differ in one unit."""
 POISSON, FULL = SAMPLERS = ("poisson", "full")
 
 
 @dataclass(frozen=True)
 class Release:
-    """One ledger row: `steps` adaptively composed uses of one (subsampled) Gaussian mechanism on a
-    client's data.
+    """One row of a ledger, which describes releases from a client's data.
+
+    A row counts `steps` uses of one Gaussian mechanism, which may be subsampled. Each use may
+    depend on the results of earlier ones (adaptive composition).
 
     Attributes:
-        round: the round, from 0.
+        round: the number of the round, from 0.
         quantity: the name of the released quantity.
-        mechanism: the mechanism's name.
-        clipped: the description of the vector that is clipped.
-        noise_multiplier: σ, the noise's standard deviation divided by `sensitivity`; 0 means no
-            noise (ε infinite).
-        sensitivity: L2 bound on one example's influence (the clip), in the units of the release.
-        sample_rate: q, the public inclusion probability of each example in each step; 1 with the
+        mechanism: the name of the mechanism.
+        clipped: a description of the vector that is clipped.
+        noise_multiplier: σ, the standard deviation of the noise divided by `sensitivity`. With 0
+            there is no noise, and ε is infinite.
+        sensitivity: the bound on the L2 norm of one example's influence on the release (the clip).
+        sample_rate: q, the public probability that a step includes an example. It is 1 with the
             sampler "full".
-        sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove
-            and are refused.
-        steps: number of uses.
-        dimension: number of coordinates released at each step.
-        unaccounted: the reason why this row has no guarantee, or None; a reason makes ε infinite.
-        unit: one of `UNITS`: the unit whose influence `sensitivity` bounds and that `sample_rate`
-            samples.
-        shares: H: the charged noise is that of H clients together, each of which adds 1/√H of it;
-            1: the client adds all of it.
+        sampler: "poisson" or "full". Batches of a fixed size are refused, because they have no
+            valid accounting under add/remove adjacency.
+        steps: the number of uses of the mechanism.
+        dimension: the number of coordinates that each step releases.
+        unaccounted: the reason why this release has no guarantee, which makes ε infinite. None if
+            it has a guarantee.
+        unit: the privacy unit, one of `UNITS`. `sensitivity` bounds the influence of one unit, and
+            `sample_rate` is the probability that a step includes a unit.
+        shares: the number H of clients that together add the charged noise under secure
+            aggregation. Each adds noise with 1/√H of the standard deviation. With 1, the client
+            adds all of the noise.
 
     Raises:
-        PrivacySettingError: a value outside its range.
+        PrivacySettingError: a value is out of range.
     """
 
     round: int
@@ -81,7 +93,7 @@ class Release:
         full = "must be 1 with the sampler 'full', which uses all data"
         require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         explained = reason is None or (isinstance(reason, str) and reason != "")
-        require(explained, "unaccounted", "must be a reason or None", reason)
+        require(explained, "unaccounted", "must be a non-empty text or None", reason)
         require(is_real(σ) and σ >= 0, "noise_multiplier", f"{finite} of at least 0", σ)
         require(is_real(clip) and clip > 0, "sensitivity", f"(the clip) {finite} above 0", clip)
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
@@ -89,13 +101,16 @@ class Release:
         require(self.sampler != FULL or q == 1, "sample_rate", full, q)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row as a flat, JSON-able dict; `from_json` is the inverse."""
+        """Returns the row as a flat dict that JSON can encode. `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Release:
-        """Rebuilds a row. Raises PrivacySettingError on missing or unknown fields and on values out
-        of range."""
+        """Creates a row from the dict that `to_json` returned.
+
+        Raises:
+            PrivacySettingError: a field is missing or unknown, or a value is out of range.
+        """
         names = sorted(cls.__dataclass_fields__)
         require(sorted(row) == names, "row", f"must have exactly the fields {names}", sorted(row))
         values = dict(row)
@@ -106,7 +121,7 @@ class Release:
 
 
 def is_real(value: object) -> bool:
-    """Returns whether it is a number that a float can hold, and not a bool."""
+    """Returns True if the value is a finite number that fits in a float, and not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -116,23 +131,44 @@ def is_real(value: object) -> bool:
 
 
 def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
-    """Refuses the value of `key` (in `section` of a config file, if any) unless `ok`."""
+    """Raises an error about a setting unless `ok` is True.
+
+    Args:
+        ok: the result of the check.
+        key: the name of the setting or argument.
+        rule: the rest of the message, which begins with a verb, such as "must be above 0".
+        value: the wrong value, which the message shows.
+        section: the section of the config file. None if `key` is an argument.
+
+    Raises:
+        PrivacySettingError: `ok` is False.
+    """
     if not ok:
         raise PrivacySettingError(section, key, f"{rule}, got {short_repr(value)}")
 
 
 def check_adjacency(adjacency: str) -> None:
-    """Refuses an adjacency that is not in `ADJACENCIES`."""
+    """Checks that the adjacency is one of `ADJACENCIES`.
+
+    Raises:
+        PrivacySettingError: it is not.
+    """
     rule = f"must be one of {', '.join(ADJACENCIES)}"
     require(adjacency in ADJACENCIES, "adjacency", rule, adjacency, "privacy")
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
-    """Refuses a δ outside (0, 1) or above 1/max_records, which would allow publishing one record
-    outright.
+    """Checks that δ is in (0, 1) and at most 1/max_records.
 
-    `max_records` is a declared public bound on the federation's records, never the true number;
-    None skips that check.
+    A larger δ would allow a mechanism that publishes one of the records.
+
+    Args:
+        delta: δ.
+        max_records: a public bound on the number of records of all clients. It must not be the
+            true number, which is private. None skips the second check.
+
+    Raises:
+        PrivacySettingError: δ or `max_records` is out of range.
     """
     require(is_real(delta) and 0 < delta < 1, "delta", "must be in (0, 1)", delta, "privacy")
     if max_records is None:

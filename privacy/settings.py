@@ -1,4 +1,4 @@
-"""The privacy settings, all of which are public and fixed before any data are read."""
+"""The privacy settings of a run. All are public, and they are fixed before any data are read."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ RANGES = {
     "user_records": (1, 1e15),
     "max_request_norm": (1e-15, 1e300),
 }
-"""The ranges of useful values, within which sums, squares and quotients stay finite."""
+"""The allowed range of each setting. Within these ranges, no sum, square or quotient overflows."""
 
 
 def ledger_setting(value: Path | str) -> Path | str:
-    """Returns a folder as an absolute path, or `NO_LEDGER` unchanged.
+    """Checks the setting `privacy.ledger` and makes the path of a folder absolute.
+
+    Returns `NO_LEDGER` unchanged. An empty `Path` is the current folder.
 
     Raises:
-        PrivacySettingError: a text that resembles `NO_LEDGER`, an empty text (an empty `Path` is
-            the current folder), or the home of a user who does not exist.
+        PrivacySettingError: the text is empty, resembles `NO_LEDGER` but differs from it, or names
+            the home of a user who does not exist.
     """
     text = str(value).strip()
     if text == NO_LEDGER:
@@ -55,11 +57,11 @@ def ledger_setting(value: Path | str) -> Path | str:
 
 
 def needs_a_budget() -> PrivacySettingError:
-    """Returns the error for settings with neither a noise multiplier nor a budget."""
+    """Returns the error for settings that have neither a noise multiplier nor a budget."""
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
-        "or a budget, privacy.epsilon, must be set for differential privacy",
+        "or privacy.epsilon (a budget) must be set for differential privacy",
     )
 
 
@@ -68,42 +70,51 @@ _require = partial(require, section="privacy")
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Differential privacy of one run, for one example (or one user) of one client.
+    """The differential privacy settings of one run.
+
+    The guarantee protects one example (or one user) of one client.
 
     Args:
-        noise_multiplier: noise multiplier σ of each release, relative to the clip. None: calibrated
-            to `epsilon` for the planned run.
-        epsilon: budget ε of each client. With a noise multiplier it is a hard cap; without one, σ
-            is calibrated to it.
-        mechanism: one of the method's (`fedsynth methods show NAME` lists them; default: the first).
-            "paper" is FedDM as published, without a guarantee.
-        clip: L2 bound of one example's contribution; default: the method's, a public constant.
-        delta: δ, a constant (default 1e-5), at most 1 / `max_records`.
-        max_records: public upper bound on the records of all clients together; default: the data
-            set's published size.
-        sample_rate: public rate q of Poisson sampling, in (0, 1]. None: the rate at which a step's
-            expected batch is the method's batch, from public sizes only.
-        nominal_size: public number of records (or users) that a client is supposed to have, for
-            divisors. None: the data set's published size divided by the number of clients.
-        unit: the privacy unit: "record" (one example) or "user" (all examples of a person at a
-            client). "user" needs data with the user of each record, a partition by user, and
-            `nominal_size`. All sizes then count users: a step samples users, and each contributes
-            the clipped mean of their records' vectors.
-        user_records: with unit "user", the maximum number of records of each user that take part,
-            chosen by a public keyed hash; None: all.
-        adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" has the same cost
-            as "add-remove" and makes the number of a client's examples public; "replace-one"
-            doubles every sensitivity.
-        four_sums: compute each noise value from four Gaussians, which mitigates (without proof) a
-            known floating-point attack (`SecretGenerator`).
-        max_request_norm: L2 norm of a server's message above which clients do not answer it
-            (messages with non-finite numbers are always refused); None: no bound.
-        ledger: folder of the clients' ledgers, kept across runs; default: each run is accounted for
-            separately. Only published data sets allow that; with other data that are public, set
-            `NO_LEDGER` ("none: this data set is public").
+        noise_multiplier: the noise multiplier σ of each release, which is the standard deviation
+            of the noise divided by the clip. None chooses the smallest σ for which the planned run
+            stays within `epsilon`.
+        epsilon: the budget ε of each client. If `noise_multiplier` is given, too, a release that
+            would exceed the budget is refused.
+        mechanism: the name of one of the method's mechanisms, which `fedsynth methods show NAME`
+            lists. The default is the first of them. "paper" is FedDM as published and has no
+            guarantee.
+        clip: the bound on the L2 norm of one example's contribution. The default is a public
+            constant of the method.
+        delta: the constant δ, at most 1 / `max_records`.
+        max_records: a public upper bound on the number of records of all clients together. The
+            default is the published size of the data set.
+        sample_rate: the public rate q of Poisson sampling, in (0, 1]. None chooses the rate at
+            which a step draws, on average, as many records as the method's batch size. It is
+            computed from public sizes only.
+        nominal_size: a public number of records (or users) that a client is supposed to have, from
+            which divisors are computed. The default is the published size of the data set divided
+            by the number of clients.
+        unit: the privacy unit, which is "record" (one example) or "user" (all examples of a person
+            at a client). "user" needs data with the user of each record, a partition by user, and
+            `nominal_size`. All sizes then count users. A step samples users, and each sampled user
+            contributes the clipped mean of their records' vectors.
+        user_records: the maximum number of records of each user that take part, for unit "user".
+            They are chosen by a public keyed hash. None uses all records.
+        adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" costs as much as
+            "add-remove", but makes the number of a client's examples public. "replace-one" doubles
+            every sensitivity.
+        four_sums: compute each noise value from four Gaussian values. This makes a known
+            floating-point attack harder, although there is no proof that it prevents the attack
+            (see `SecretGenerator`).
+        max_request_norm: the largest L2 norm of a server's message that clients answer. None means
+            that there is no bound. Messages with numbers that are not finite are always refused.
+        ledger: the folder that keeps the clients' ledgers across runs. By default, each run is
+            accounted for separately, which is allowed only for published data sets. If your own
+            data are public, set `NO_LEDGER` ("none: this data set is public").
 
     Raises:
-        PrivacySettingError: neither noise nor budget, or a value outside its range.
+        PrivacySettingError: neither `noise_multiplier` nor `epsilon` is set, or a value is out of
+            range.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> budget, linear = PrivacySettings(epsilon=8.0), ModelSettings("linear")
@@ -148,7 +159,7 @@ class PrivacySettings:
     def _check_unit(self) -> None:
         _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
-            reason = "needs privacy.nominal_size: the public, nominal number of users of a client"
+            reason = "needs privacy.nominal_size, the approximate public number of a client's users"
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
         _require(valid, "user_records", f"needs privacy.unit={USER}", self.user_records)
@@ -156,10 +167,10 @@ class PrivacySettings:
     def _check_without_guarantee(self, mechanism: str) -> None:
         reason = ""
         if self.unit == USER:
-            reason = "protects neither records nor users"
+            reason = "has no privacy guarantee, so it cannot be used with privacy.unit=user"
         elif self.epsilon is not None:
             reason = (
-                "has no differential privacy guarantee, so it has no ε: set only "
+                "has no privacy guarantee, so privacy.epsilon must not be set; set only "
                 "privacy.noise_multiplier"
             )
         if reason:
@@ -167,5 +178,5 @@ class PrivacySettings:
 
     @property
     def ledger_folder(self) -> Path | None:
-        """The folder of ledgers that are kept across runs, or None."""
+        """The folder that keeps the ledgers across runs, or None if there is no such folder."""
         return self.ledger if isinstance(self.ledger, Path) else None

@@ -1,10 +1,10 @@
-"""Signing of a run folder, and the check of its signature: the holder of the private key states
-that these files belong together.
+"""Signing a run folder, and checking its signature.
 
-`signature.json` holds the SHA-256 of every file of the folder (the report, which has the ledgers'
-chain hashes; the ledgers, the model, the synthetic set), and an Ed25519 signature over all of them
-(RFC 8032; PyCA's `cryptography`, the extra `fedsynth[sign]`). The folder `simulation_only/` is left
-out: it is not meant to leave the machine.
+With a signature, the holder of a private key states that the files of a run folder belong together.
+`signature.json` contains the SHA-256 of every file of the folder, such as the report, the ledgers,
+the model and the synthetic images. It also contains an Ed25519 signature over all these hashes (RFC
+8032). Signing needs the package `cryptography`, which the extra `fedsynth[sign]` installs. The
+folder `simulation_only/` is not signed, because it is not meant to leave the machine.
 
 A signature shows who vouches for a run. It does not prove that the content is true.
 """
@@ -33,29 +33,34 @@ _PURPOSE = b"fedsynth run folder, schema 1\n"
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """Returns an unencrypted Ed25519 private key in PEM (PKCS 8), as `openssl genpkey -algorithm
-    ed25519` makes it.
+    """Reads an unencrypted Ed25519 private key from a PEM file (PKCS 8).
+
+    The command `openssl genpkey -algorithm ed25519` creates such a key.
 
     Raises:
-        SigningError: it cannot be read, is not such a key, or `cryptography` is not installed.
+        SigningError: the file cannot be read, it is not such a key, or `cryptography` is not
+            installed.
     """
     key: Ed25519PrivateKey = _read_key(path, "private", password=None)
     return key
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """Returns an Ed25519 public key in PEM, as `openssl pkey -in KEY -pubout` makes it.
+    """Reads an Ed25519 public key from a PEM file.
+
+    The command `openssl pkey -in KEY -pubout` extracts it from a private key.
 
     Raises:
-        SigningError: as `read_private_key`.
+        SigningError: the file cannot be read, it is not such a key, or `cryptography` is not
+            installed.
     """
     key: Ed25519PublicKey = _read_key(path, "public")
     return key
 
 
 COMMANDS = {
-    "private": "create one with openssl genpkey -algorithm ed25519 -out KEY",
-    "public": "extract it from a private key with openssl pkey -in KEY -pubout -out PUBLIC",
+    "private": "create a key with openssl genpkey -algorithm ed25519 -out KEY",
+    "public": "extract the public key with openssl pkey -in KEY -pubout -out PUBLIC",
 }
 
 
@@ -65,7 +70,9 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SigningError("signing needs cryptography: pip install 'fedsynth[sign]'") from None
+        raise SigningError(
+            "signatures need the package cryptography: pip install 'fedsynth[sign]'"
+        ) from None
     try:
         key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
     except OSError as error:
@@ -76,16 +83,20 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
-        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM ({COMMANDS[kind]})")
+        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM: {COMMANDS[kind]}")
     return key
 
 
 def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
-    """Writes signature.json over all other files of a run folder with a privacy report; replaces an
-    existing one.
+    """Signs all files of a run folder and writes the signature to signature.json.
+
+    An existing signature.json is replaced. The folder must contain a privacy report.
+
+    Returns:
+        The path of signature.json.
 
     Raises:
-        PrivacyError: there is no report.
+        PrivacyError: the folder has no report.
         SigningError: a file cannot be read or written, or is not a regular file.
     """
     read_report(folder)
@@ -107,16 +118,20 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
 
 
 def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
-    """Returns why this key does not vouch for these files; an empty list if it does.
+    """Checks the signature of a run folder, and returns a list of problems.
+
+    The list is empty if signature.json was made with this key and no file was changed, added or
+    removed since.
 
     Raises:
-        PrivacyError: signature.json is damaged.
+        PrivacyError: signature.json cannot be read or is not JSON.
+        SigningError: a file of the folder cannot be read or is not a regular file.
     """
     from cryptography.exceptions import InvalidSignature
 
     path = folder / SIGNATURE
     if not path.exists():
-        return [f"{SIGNATURE} is missing: the run is not signed"]
+        return [f"{SIGNATURE} is missing, so the run is not signed"]
     content = read_json(path, "signature")
     problems = schema_problems(content, Signature)
     if problems:
@@ -127,11 +142,11 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))
     except (ValueError, InvalidSignature):
-        return [f"{SIGNATURE} was not made with this key, or was changed afterwards"]
+        return [f"{SIGNATURE} was not made with this key, or it was changed after signing"]
     signed, current = content["files"], file_hashes(folder)
     for name in {**signed, **current}:
         if name not in current:
-            problems.append(f"{name} was signed but is missing")
+            problems.append(f"{name} is missing, although it was signed")
         elif name not in signed:
             problems.append(f"{name} was added after signing")
         elif current[name] != signed[name]:
@@ -140,11 +155,13 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of every file of a run folder that a signature covers, by sorted path in
-    the folder.
+    """Computes the SHA-256 of every file of a run folder that a signature covers.
+
+    Returns:
+        A mapping from the path of each file in the folder to its hash, sorted by path.
 
     Raises:
-        SigningError: something is not a regular file, or cannot be read.
+        SigningError: an entry of the folder is not a regular file or cannot be read.
     """
     try:
         names = plain_files(folder, leave_out=(EXCLUDED, SIGNATURE))
@@ -156,5 +173,5 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def _message(files: dict[str, str]) -> bytes:
-    """Returns the bytes that are signed, the same for the same files."""
+    """Returns the bytes that are signed, which depend only on the file names and hashes."""
     return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()

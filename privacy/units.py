@@ -1,14 +1,16 @@
 """The privacy unit: one record, or one user with all their records.
 
-A unit is what adjacency adds or removes, so units are also sampled and clipped. If records are the
-units, this needs no extra work. If users are the units, each step Poisson-samples users. A sampled
-user contributes the *mean* of their records' vectors in each group, clipped over all groups
-together (`GaussianSumMechanism.add`). A user's influence is then at most the clip, however many records and
-classes they have. The mean is used instead of the sum so that public constants keep their meaning:
-a divisor counts users, and a clip that suits one record's vector also suits the mean.
+Neighbouring data sets differ in one unit. Therefore sampling selects units, and clipping bounds the
+influence of one unit. If records are the units, this needs no extra work. If users are the units,
+each step Poisson-samples users. A sampled user contributes the *mean* of their records' vectors in
+each group, and the means of all groups together are clipped (`GaussianSumMechanism.add`). The
+influence of a user is then at most the clip, however many records and classes they have. The mean
+is used instead of the sum so that public constants keep their meaning. A divisor then counts users,
+and a clip that suits one record's vector also suits the mean.
 
-Contributions can also be bounded first: at most m records of a user are kept, chosen by a keyed
-hash of each record's bytes, so that the choice depends only on that user's records.
+The number of records per user can also be limited beforehand. Then at most m records of each user
+are kept. They are chosen by a keyed hash of each record's bytes, so the choice depends only on that
+user's records.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 
 @dataclass(frozen=True)
 class Sample:
-    """A step's Poisson sample of one client.
+    """The records that one training step draws from a client's data by Poisson sampling.
 
     Attributes:
-        records: indices [N] into the client's data set; a user's records are contiguous.
-        users: the user of each record [N], ascending; None if records are the units.
-        shares: the weight of each record [N], 1 / (number of its user's records); None if records
-            are the units.
+        records: indices [N] into the client's data set. Records of the same user are contiguous.
+        users: the user of each record [N], ascending. None if records are the units.
+        shares: the weight of each record [N], which is 1 / (number of records of the same user).
+            None if records are the units.
     """
 
     records: Tensor
@@ -40,27 +42,32 @@ class Sample:
         return len(self.records)
 
     def split(self, size: int) -> list[Sample]:
-        """Returns the sample in non-empty pieces of at most `size` records; a piece may end within
-        a user."""
+        """Splits the sample into non-empty pieces of at most `size` records.
+
+        The records of one user may be in two or more pieces.
+        """
         return [self.part(first, first + size) for first in range(0, len(self), size)]
 
     def part(self, first: int, stop: int) -> Sample:
-        """Returns the records from `first` up to `stop`."""
+        """Returns the sample's records from position `first` up to, but without, `stop`."""
         return self.select(slice(first, stop))
 
     def select(self, indices: Tensor | slice) -> Sample:
-        """Returns the records that a mask (bool) or a slice selects."""
+        """Returns the part of the sample that a boolean mask or a slice selects."""
         if self.users is None or self.shares is None:
             return Sample(self.records[indices])
         return Sample(self.records[indices], self.users[indices], self.shares[indices])
 
 
 class Units:
-    """One client's records, divided into units; on the CPU.
+    """The privacy units of one client: its records, or its users with their records.
+
+    All tensors are on the CPU.
 
     Args:
-        records: the number of the client's records.
-        users: the user of each record [records], any integers; None: records are the units.
+        records: the number of records of the client.
+        users: the user of each record [records], as arbitrary integers. None if each record is a
+            unit.
 
     >>> import torch
     >>> len(Units(5)), len(Units(5, torch.tensor([7, 3, 7, 7, 3])))
@@ -88,7 +95,7 @@ class Units:
         return self._count
 
     def sample(self, series: GaussianSumMechanism) -> Sample:
-        """Starts a step of `series` and returns all records of the units in its Poisson sample."""
+        """Starts a step of `series`, draws a Poisson sample of units, and returns their records."""
         chosen = series.sample(len(self))
         if self._order is None:
             return Sample(chosen)

@@ -1,4 +1,4 @@
-"""Ledgers: the record of every release from one client's data set, and folders of them."""
+"""Ledgers, which record every release from a client's data set, and folders of ledgers."""
 
 from fedsynth.privacy.ledger.ledger import Ledger as Ledger
 from fedsynth.privacy.ledger.ledger import read_ledger as read_ledger

@@ -1,20 +1,20 @@
-"""A folder of ledgers that is kept across runs, and the check that each is charged for its records.
+"""A folder that keeps the clients' ledgers across runs, and checks that records match ledgers.
 
-A budget belongs to records, not to a name or a position in a list. For each client the folder keeps
-a keyed hash of every record that its ledger was kept for. It thus detects that the records come
-under another name, that a client's data set has changed, and that a record has moved to another
-client:
+A privacy budget belongs to records, not to a client's name or number. For each client the folder
+keeps a keyed hash of every record for which its ledger was used. From these hashes the folder
+detects that the same records come from a client with another name, that a client's data set has
+changed, or that a record has moved to another client. The files are:
 
-    NAME.jsonl              a ledger, with a fingerprint of its records: useless without the key
+    NAME.jsonl              a ledger, which contains a fingerprint: a keyed hash of all its records
     private/records.key     the key, 32 bytes from the operating system
-    private/FINGERPRINT     the hashes of the records with that fingerprint, sorted
+    private/FINGERPRINT     the sorted hashes of the records with this fingerprint
 
-The key would allow testing guesses of records, and a file of hashes reveals their number. Therefore
-only the owner can read `private` (0700, its files 0600), and it is never published, copied or
-printed.
+Whoever has the key can test guesses of records, and a file of hashes reveals the number of records.
+Therefore only the owner can read the folder `private` and its files (modes 0700 and 0600). It is
+never published, copied or printed. The fingerprint in a ledger is useless without the key.
 
-Records are compared by the image's bytes, whatever the label. The same picture with other
-preprocessing (cropped, scaled) is another record here.
+Two records are equal if the bytes of their images are equal, whatever the labels. The same picture
+with other preprocessing, such as cropping or scaling, counts as a different record.
 """
 
 from __future__ import annotations
@@ -43,19 +43,23 @@ PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_RECORDS_BYTES = 2**34
-"""The size limit of a list of records, with at most 32 bytes each."""
+"""The maximum size of a file with the hashes of a client's records, in bytes."""
 
 
 def default_names(clients: int) -> tuple[str, ...]:
-    """Returns the names client-000, client-001, …"""
+    """Returns the default names of clients, which are client-000, client-001, …"""
     return tuple(f"client-{k:03d}" for k in range(clients))
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Returns the clients' declared names, if each client has one that can name a separate file.
+    """Checks the declared names of the clients, which are also the names of the ledgers' files.
+
+    Returns:
+        The names as a tuple.
 
     Raises:
-        PrivacySettingError: names the first that cannot.
+        PrivacySettingError: the number of names is wrong, a name has other characters than allowed,
+            or two names differ only in upper and lower case.
     """
     listed = not isinstance(names, str) and len(names) == clients
     require(listed, "names", f"must be a list of {clients} names, one for each client", names)
@@ -72,10 +76,10 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
 
 
 class LedgerFolder:
-    """The ledgers in a folder, for runs on given records.
+    """A folder with the ledgers of several clients.
 
     Args:
-        path: the folder; created with the first ledger.
+        path: the folder. It is created together with the first ledger.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,17 +91,21 @@ class LedgerFolder:
         records: Callable[[bytes], Sequence[Digests]],
         dataset: str,
     ) -> list[Ledger]:
-        """Returns the ledger of each client of a run; creates missing ones.
+        """Opens the ledger of each client of a run. Missing ledgers are created.
 
         Args:
-            names: the clients' declared names; None: `default_names`.
-            records: maps the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
+            names: the declared names of the clients. None uses `default_names`.
+            records: a function of the folder's key that returns the hashes of each client's
+                records, uint8 [N, `DIGEST_BYTES`].
             dataset: an identifier of the data set and its partition.
 
+        Returns:
+            The ledgers, in the order of the clients.
+
         Raises:
-            LedgerError: a client has other records than its ledger was charged for, or records that
-                another ledger was charged for; the message explains what to do. No ledger is
-                changed then.
+            LedgerError: the records of a client differ from those for which its ledger was charged,
+                or another ledger was charged for some of them. No ledger is changed. The message
+                explains what to do.
         """
         with self._locked() as index:
             present = [_unpacked(digests.tobytes()) for digests in records(index.key)]
@@ -119,50 +127,52 @@ class LedgerFolder:
 
     @contextmanager
     def _confirmed(self, name: str, records_by_client: Mapping[str, Records]) -> Iterator[None]:
-        """Checks again before a ledger's first charge, as another run may have started meanwhile.
+        """Checks the records again before the first charge of a ledger.
 
-        Neither run noticed the other when it opened its ledgers, as no budget had been spent yet.
+        Another run may have opened the ledger for other records in the meantime. When the runs
+        opened it, neither could notice the other, because nothing had been charged yet.
         """
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"{self._file(name)} was taken by another run for other records in the "
-                    "meantime; nothing was charged: start this run again"
+                    f"another run has used {self._file(name)} for other records since this run "
+                    "began; nothing was charged: start this run again"
                 )
             self._check(name, index, records_by_client)
             yield
 
     def ledgers(self) -> dict[str, Ledger]:
-        """Returns all ledgers in the folder, by name."""
+        """Opens all ledgers in the folder and returns them by client name."""
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
 
     def check_whole(self) -> None:
-        """Refuses if a ledger is missing: its list of records exists, but no ledger names it.
+        """Checks that no ledger was deleted from the folder.
 
-        This needs neither key nor records. Otherwise the remaining ledgers would be charged as if
-        the missing one had never existed.
+        A ledger is missing if there is a file with the hashes of its records but no ledger that
+        refers to this file. If this were not checked, the remaining ledgers would be charged as if
+        the missing one had never existed. The check needs neither the key nor the records.
 
         Raises:
-            LedgerError: names the list.
+            LedgerError: a ledger is missing. The message names the file with the hashes.
         """
         ledgers = self.ledgers()
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, ledgers)):
             raise LedgerError(
-                f"a ledger in {self.path} is missing, but its list of records exists: "
+                f"a ledger in {self.path} is missing, although the list of its records exists: "
                 f"{_restore_hint(orphan)}"
             )
 
     def carry_over(self, client: str) -> int:
-        """Declares that `client`'s data set has changed.
+        """Declares that the data set of a client has changed.
 
-        The ledger's releases count for all records of the next run: an upper bound for new records,
-        and exact for those that it was charged for.
+        The releases in the ledger then count for all records of the client's next run. For new
+        records this overestimates ε. For the records for which the ledger was charged it is exact.
 
         Returns:
-            The number of releases that the ledger holds.
+            The number of releases in the ledger.
 
         Raises:
-            LedgerError: there is no such ledger.
+            LedgerError: the folder has no ledger of this client.
         """
         ledgers = self.ledgers()
         if client not in ledgers:
@@ -179,9 +189,9 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} does not identify its records (it is a copy from "
-                f"a run folder): if they are those of client {name!r}, confirm it with "
-                f"{self._command(name)}"
+                f"ledger {self._file(name)} does not identify its records, because it is a copy "
+                f"from a run folder: if it belongs to the records of client {name!r}, confirm this "
+                f"with {self._command(name)}"
             )
 
     def _command(self, name: str) -> str:
@@ -190,7 +200,12 @@ class LedgerFolder:
     def _check(
         self, name: str, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Refuses records that differ from the ledger's, or that belong to another ledger."""
+        """Checks that a client's records are those of its ledger and of no other ledger.
+
+        Raises:
+            LedgerError: the records differ from those for which the ledger was charged, or another
+                ledger was charged for some of them.
+        """
         ledger = index.ledgers.get(name)
         bound = ledger is not None and ledger.bound
         present = records_by_client[name]
@@ -219,7 +234,12 @@ class LedgerFolder:
     def _refuse_moved(
         self, name: str, new: Records, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Refuses records of `name` that the ledger of another client was charged for."""
+        """Checks that the new records of a client are not those of another client's ledger.
+
+        Raises:
+            LedgerError: another ledger was charged for some of the records, or it cannot be checked
+                whether it was.
+        """
         moved: Counter[str] = Counter()
         for record in new:
             for other in index.owners[record] - {name}:
@@ -236,9 +256,10 @@ class LedgerFolder:
             if moved[other]:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} records that {self._file(other)} "
-                    "was charged for, and the cost of a record stays with it: give the "
-                    "clients their earlier names (simulate(names=...)), or leave out those "
-                    "records; records of one owner's synthetic set remain with that owner"
+                    "was charged for, but a record must stay with the ledger that was charged for "
+                    "it: give the clients their earlier names (simulate(names=...)), or leave out "
+                    "those records; records from which one owner's synthetic images were made "
+                    "cannot be divided among several clients"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -254,15 +275,20 @@ class LedgerFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[_RecordIndex]:
-        """Yields the folder's knowledge of records; creates a key if there is none.
+        """Locks the folder and yields the records of its ledgers.
 
-        Meanwhile no other process opens ledgers here.
+        No other process can open ledgers in this folder in the meantime. A key is created if there
+        is none.
+
+        Raises:
+            LedgerError: the folder cannot be used.
         """
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
-                f"{self.path} is part of a run folder, which others may see: copy its "
-                "ledgers into a separate folder, and use that folder"
+                f"{self.path} is part of a run folder, which others may see, and cannot keep "
+                "ledgers for later runs: copy its ledgers into a separate folder, and use that "
+                "folder"
             )
         try:
             if not path.exists():
@@ -273,34 +299,41 @@ class LedgerFolder:
                 lock(file, path)
                 key = file.readall()
                 if len(key) != KEY_BYTES:
-                    raise LedgerError(f"{path} is damaged: restore it from a backup")
+                    raise LedgerError(
+                        f"{path} is damaged, because it must have {KEY_BYTES} bytes: restore it "
+                        "from a backup"
+                    )
                 yield _RecordIndex(self.path / PRIVATE, key, self.ledgers())
         except OSError as error:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Refuses to create a second key if a ledger needs the missing one to identify its
-        records."""
+        """Checks that no ledger needs an earlier key, before a new key is created.
+
+        Raises:
+            LedgerError: the records of a ledger cannot be identified without the missing key.
+        """
         for name, ledger in self.ledgers().items():
             self._refuse_unknown(name, ledger)
             if ledger.bound:
                 raise LedgerError(
-                    f"the key {path} is missing, and without it the ledgers cannot be "
-                    "matched with records: restore it from a backup, or confirm for each "
-                    f"client that its records are the same with {self._command(name)}"
+                    f"the key {path} is missing, without which the ledgers cannot be compared with "
+                    "the records: restore it from a backup, or confirm for each client that its "
+                    f"ledger belongs to its records, with {self._command(name)}"
                 )
 
 
 class _RecordIndex:
-    """The records of each ledger in a folder, current and former.
+    """The hashes of all records for which the ledgers in a folder are or were used.
 
     Attributes:
-        folder: the private folder with the lists of records.
-        key: of the records' hashes.
-        ledgers: the ledgers by name.
-        orphans: records in lists that no ledger names, with the list: a ledger was deleted.
-        owners: records that budget was spent on, with the names of the ledgers that recorded it, if
-            their lists exist.
+        folder: the private folder, which has a file with the hashes of each record set.
+        key: the key of the hashes.
+        ledgers: the ledgers by client name.
+        orphans: the hashes in files to which no ledger refers, each with its file. There are some
+            if a ledger was deleted.
+        owners: the hashes of records for which releases were charged, each with the names of the
+            ledgers that were charged. Record sets whose file is missing are not included.
     """
 
     def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
@@ -318,22 +351,27 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Returns a keyed hash of a client's name and of its records, independent of their order.
+        """Computes a keyed hash of a client's name and its records, whatever their order.
 
-        It includes the name, so that it does not reveal that two clients have the same records,
-        such as none.
+        It includes the name, so that it does not reveal that two clients have the same records or
+        that both have none.
         """
         hashed = name.encode() + b"\0" + _packed(records)
         digest = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
         return digest.hexdigest()
 
     def is_current(self, name: str, records: Records) -> bool:
-        """Returns whether these are exactly the records that the ledger is for."""
+        """Returns True if these are exactly the current records of the ledger of this client."""
         return self.ledgers[name].records[-1:] == (self.fingerprint(name, records),)
 
     def current(self, name: str) -> Records:
-        """Returns the records that a ledger is for, each with the number of times its client has
-        it."""
+        """Returns the current records of a client's ledger.
+
+        Each record comes with the number of times that the client has it.
+
+        Raises:
+            LedgerError: the file with the hashes of these records is missing or damaged.
+        """
         if name not in self._current:
             ledger = self.ledgers[name]
             records = self._list(ledger.records[-1]) if ledger.records else None
@@ -353,7 +391,7 @@ class _RecordIndex:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the lists of records in a private folder that no ledger names."""
+    """Returns the files with hashes in a private folder to which no ledger refers."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.records)

@@ -1,17 +1,17 @@
-"""The append-only record of every release from one client's data set.
+"""A client's ledger, the append-only record of every release from its data set.
 
-The ledger is a file of JSON lines: a header, then one line per release. It is kept outside
-checkpoints and run folders, since all runs on a data set share its budget. A row is on the disk
-before `charge` returns, and noise is drawn only afterwards: after a crash, a charged release may be
-missing, but no release is uncharged.
+A ledger is a file of JSON lines, with a header and then one line per release. All runs on a data
+set share its budget, so the ledger is not part of checkpoints and run folders. `charge` returns
+only when the new line is on the disk, and noise is drawn only afterwards. After a crash, the ledger
+may therefore contain a release that was not made, but every release that was made is in the ledger.
 
-A ledger in a folder that is kept across runs also identifies its records: its header holds a keyed
-fingerprint of them (`fedsynth.privacy.ledger.folder`), and lines with an `entry` record changes.
+If the ledger is in a folder that is kept across runs, its header also contains a keyed hash of the
+client's records (`fedsynth.privacy.ledger.folder`). Later lines with the key `entry` state changes
+of the records.
 
 `fedsynth.privacy.ledger.lines` defines the lines and detects edits. `fedsynth.privacy.guard`
-refuses a release that would exceed the budget.
-
-The ledger contents that a client sends to the server when it joins, and that reports use.
+refuses releases that would exceed the budget. `History` is the content of a ledger that a client
+sends to the server when it joins a run, and from which reports are computed.
 """
 
 from __future__ import annotations
@@ -41,32 +41,34 @@ from fedsynth.privacy.releases import Release
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
-    """Allows every release."""
+    """Allows every release. It is the default check of `Ledger.charge`."""
 
 
 class Ledger:
-    """All releases from one client's data set, in order; rows are only ever added.
+    """All releases from one client's data set, in the order in which they were charged.
 
-    An existing file is read and continued. The file is locked (`flock`) only during each operation.
-    Several processes or threads may use the same ledger: each first reads what the others appended,
-    and rows never interleave. On a network file system the lock is only as reliable as that
-    system's `flock`.
+    Releases are only ever added. An existing file is read and continued. Several processes or
+    threads may use the same ledger. The file is locked (`flock`) during each operation, and an
+    operation first reads the lines that others have appended. On a network file system, the lock is
+    only as reliable as that system's `flock`.
 
     Args:
-        client: the client's name, which is in the header, like `dataset`. None: the file must
-            exist, and may belong to any client.
-        path: the file; None keeps the ledger in memory (tests, simulations on published data).
-        dataset: an identifier of the data set, so that one data set's budget is not charged to
-            another; None: an existing file is not checked.
-        records: the fingerprint that the header of a new file gets.
+        client: the client's name, which the header of the file states. If None, the file must exist
+            and may belong to any client.
+        path: the file. None keeps the ledger in memory, for tests and simulations on published
+            data.
+        dataset: an identifier of the data set, which the header of the file states. It ensures that
+            releases from one data set are not charged to another. If None, the data set of an
+            existing file is not checked.
+        records: a keyed hash of the client's records, for the header of a new file.
 
     Attributes:
-        confirm: a context that is entered around the first charge; it may refuse
-            (`fedsynth.privacy.ledger.folder`).
+        confirm: a function that returns a context manager. The first charge is made inside this
+            context, which may refuse it (`fedsynth.privacy.ledger.folder`).
 
     Raises:
         LedgerError: the file cannot be read or written, belongs to another client or data set, has
-            an unknown schema, or is damaged. It is never reset or repaired silently.
+            an unknown schema, or is damaged. A damaged file is never reset or repaired silently.
     """
 
     def __init__(
@@ -96,54 +98,65 @@ class Ledger:
         self.dataset = self._read.dataset
 
     def check_dataset(self, dataset: str) -> None:
-        """Refuses another data set, or another partition of it, if some budget was spent."""
+        """Checks that the ledger belongs to this data set and partition.
+
+        Raises:
+            LedgerError: it belongs to another data set, and releases were already charged.
+        """
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to dataset {short_repr(self._read.dataset)}, not "
-                f"{dataset!r} (another data set, or another partition of it: seed, clients, "
-                "alpha): use the same one, or another folder, which does not count the "
-                "releases in this one"
+                f"{dataset!r}: use the same data set and partition (seed, clients, alpha), or "
+                "another folder, whose ledgers do not count the releases in this one"
             )
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Fingerprints of all record sets that the ledger was kept for, the current one last."""
+        """The keyed hashes of all record sets for which the ledger was used, the current one
+        last."""
         return self._read.records
 
     @property
     def charged_records(self) -> tuple[str, ...]:
-        """`records` without those that were replaced before any budget was spent."""
+        """The entries of `records`, without record sets that were replaced before the first charge.
+
+        It is empty if no release was charged.
+        """
         return self._read.charged if self._read.releases else ()
 
     @property
     def bound(self) -> bool:
-        """True if budget was spent and the owner has not declared that it counts for other records
-        too."""
+        """True if the client may not use other records than those of the ledger.
+
+        This is so if a release was charged and the owner has not declared that the records may
+        change.
+        """
         return bool(self._read.releases) and not self.may_change
 
     @property
     def may_change(self) -> bool:
-        """True if the owner has declared that the next run uses other records of the client."""
+        """True if the owner has declared that the next run may use other records of the client."""
         return self._read.may_change
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """The rows, oldest first, including those that other processes have appended since."""
+        """All rows of the ledger, oldest first, including those that other processes have added."""
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file, self.client)
         return self._read.releases
 
     def history(self) -> History:
-        """Returns the rows that the ledger holds now, with their chain hash."""
+        """Returns the current rows of the ledger and the hash that identifies them."""
         releases = self.releases
         return History(self.client, releases, self.chains[-1] if self.chains else None)
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """The chain hashes of the header and of each release that was read.
+        """The chain hashes after the header and after each release that was read.
 
-        Lines are only appended, so the n-th hash identifies the first n releases.
+        Entry n, counted from 0, identifies the header and the first n releases, because lines are
+        only appended.
         """
         return self._read.chains
 
@@ -152,19 +165,25 @@ class Ledger:
         release: Release,
         check: Callable[[Sequence[Release], Sequence[Release]], None] = _allow,
     ) -> None:
-        """Appends one row; it is written and fsync'ed when this returns. Draw the noise only
-        afterwards.
+        """Appends one row to the ledger.
+
+        The row is on the disk when this method returns. Draw the noise only afterwards.
 
         Args:
             release: the row.
-            check: called with the existing rows and the new one under the same lock, so that two
-                processes cannot both spend the same remaining budget; it raises to refuse the row.
+            check: a function of the existing rows and the new rows that raises an error to refuse
+                the new ones. It is called under the same lock as the charge, so that two processes
+                cannot both spend the same remaining budget.
+
+        Raises:
+            LedgerError: the ledger cannot be written.
         """
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another "
-                    "process, which would not see this charge: use a ledger folder"
+                    f"the ledger of client {self.client!r} is in the memory of another process, "
+                    "which would not see this charge: keep the ledger in a folder "
+                    "(privacy.ledger)"
                 )
             with self._in_memory:
                 check(self._read.releases, [release])
@@ -177,8 +196,10 @@ class Ledger:
         self.confirm = nullcontext
 
     def check_writable(self) -> None:
-        """Refuses if a row could not be charged now. It is called before a round, so that no other
-        client is charged in vain.
+        """Checks that the ledger can be written.
+
+        It is called for all clients before a round, so that no client is charged for a round that
+        fails because another client's ledger cannot be written.
 
         Raises:
             LedgerError: the file cannot be opened for writing.
@@ -193,35 +214,52 @@ class Ledger:
     def carry_over(self) -> None:
         """Declares that the next run may use other records of this client.
 
-        The spent budget counts for them too.
+        The releases in the ledger count for the new records, too.
         """
         self._note({"entry": MAY_CHANGE})
 
     def note_resumption(self, finished_rounds: int) -> None:
-        """Records that a run was resumed after this many rounds, so that its folder cannot claim a
-        resumption that did not happen."""
+        """Writes into the ledger that a run was resumed after this many rounds.
+
+        A report is checked against this line, so a run folder cannot claim a resumption that did
+        not happen.
+        """
         self._note({"entry": RESUMED, "after": finished_rounds})
 
     @property
     def resumptions(self) -> tuple[tuple[int, int], ...]:
-        """For each resumption of a run, the number of rows before it and the number of finished
-        rounds."""
+        """A pair for each time that a run was resumed.
+
+        The pair states the number of rows that the ledger had then, and the number of rounds that
+        the run had finished.
+        """
         return self._read.resumptions
 
     def take_records(self, records: str, dataset: str) -> None:
-        """Binds the ledger to the records with this fingerprint, of this data set, from now on."""
+        """Writes into the ledger that it is used for other records from now on.
+
+        Args:
+            records: the keyed hash of the records.
+            dataset: the identifier of the data set.
+        """
         self._note({"entry": RECORDS, "records": records, "dataset": dataset})
         self.dataset = dataset
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
-            raise LedgerError("a ledger in memory can be used by only one run")
+            raise LedgerError(
+                "a ledger in memory can be used by only one run: keep the ledger in a folder "
+                "(privacy.ledger)"
+            )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
             self._append(file, entry)
 
     def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
-        """Writes a line durably; the file must be locked, and all its lines read."""
+        """Appends a line to the file and waits until it is on the disk.
+
+        The file must be locked, and all its lines must have been read.
+        """
         line, _ = encode(entry, self._read.chain)
         complete = False
         try:
@@ -238,8 +276,10 @@ class Ledger:
         self._catch_up(file, self.client)
 
     def _start(self, path: Path, records: str | None) -> None:
-        """Creates the file with its header atomically: it is never empty, so an empty file means
-        damage."""
+        """Creates the file with its header.
+
+        The file is created atomically and is therefore never empty. An empty file is damaged.
+        """
         header = {
             "fedsynth_ledger": LEDGER_SCHEMA,
             "client": self.client,
@@ -256,8 +296,11 @@ class Ledger:
 
     @contextmanager
     def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
-        """Opens and locks the existing file for reading, or also for appending. A file that has
-        vanished is an error, not a new ledger."""
+        """Opens and locks the file, for reading or also for appending.
+
+        Raises:
+            LedgerError: the file cannot be opened. If it is missing, no new file is created.
+        """
         try:
             file = open_regular(path, writing=writing, max_bytes=MAX_TEXT_BYTES)
         except OSError as error:
@@ -267,31 +310,34 @@ class Ledger:
             yield file
 
     def _catch_up(self, file: FileIO, client: str | None) -> None:
-        """Reads and checks the lines that were appended since the last read."""
+        """Reads and checks the lines that were appended since the last call."""
         if file.seek(0, os.SEEK_END) < self._read.size:
-            raise LedgerError(f"ledger {self.path} has lost lines: an append-only file was edited")
+            raise LedgerError(
+                f"ledger {self.path} was edited: lines that it had before are missing; restore it "
+                "from a backup"
+            )
         file.seek(self._read.size)
         self._read = read_on(self._read, file.read(), client, self.path)
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Returns the ledger in an existing file of any client.
+    """Opens the ledger in an existing file. The ledger may belong to any client.
 
     Raises:
-        LedgerError: it cannot be read, or is damaged.
+        LedgerError: the file cannot be read or is damaged.
     """
     return Ledger(None, path, dataset=None)
 
 
 @dataclass(frozen=True)
 class History:
-    """The releases in a client's ledger. They are public, like everything in a ledger.
+    """The releases in a client's ledger. They are public, like all contents of a ledger.
 
     Attributes:
         client: the client's name.
         releases: the rows, oldest first.
-        chain: the chain hash over them in the ledger's file, which identifies exactly these rows
-            even if the file has grown since; None if the ledger is in memory.
+        chain: the chain hash in the ledger's file after these rows. It identifies exactly these
+            rows, even if the file has more rows now. None if the ledger is in memory.
     """
 
     client: str
@@ -299,12 +345,12 @@ class History:
     chain: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON-able mapping; `from_json` is the inverse."""
+        """Returns the history as a dict that JSON can encode. `from_json` is the inverse."""
         return {**vars(self), "releases": [row.to_json() for row in self.releases]}
 
     @classmethod
     def from_json(cls, stated: Mapping[str, Any]) -> History:
-        """Returns the history that `to_json` encoded.
+        """Creates a history from the dict that `to_json` returned.
 
         Raises:
             PrivacySettingError: a row is invalid.

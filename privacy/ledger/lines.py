@@ -1,9 +1,9 @@
-"""The lines of a ledger file: reading, checking, and repairing a torn last line.
+"""Reading, checking and repairing the lines of a ledger file.
 
-The first line is a header. Each further line is a release, or an entry about the records that the
-ledger is for. Each line carries a hash over itself and all lines before it, so that an edit is
-detected. This guards against accidents and hasty repairs; the owner of the file can still rebuild
-it, or cut whole lines off its end.
+The first line is a header. Each further line is a release, or a note, for example that the client's
+records have changed. Each line contains a hash over itself and all lines before it, so that edits
+are detected. This protects against accidents and careless repairs. It does not protect against the
+owner of the file, who can compute all hashes again or remove whole lines at the end.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries tha
 
 @dataclass(frozen=True)
 class Lines:
-    """The content of a ledger that has been read so far.
+    """The content of a ledger file, as far as it has been read.
 
     Attributes:
-        client: the client's name; empty before the header is read.
+        client: the client's name. Empty before the header is read.
         releases: the rows, oldest first.
         dataset: the identifier of the data set.
-        records: fingerprints of all record sets that it was kept for, the current one last.
-        charged: `records` without those that were replaced before any budget was spent.
-        may_change: whether the spent budget also counts for other records of the client.
-        resumptions: for each resumption of a run, the number of rows before it and the number of
-            finished rounds.
+        records: the keyed hashes of all record sets for which the ledger was used, the current one
+            last.
+        charged: `records` without record sets that were replaced before the first charge.
+        may_change: True if the owner has declared that the client's records may change.
+        resumptions: a pair for each time that a run was resumed. It states the number of rows that
+            the ledger had then, and the number of finished rounds.
         size: the number of bytes that have been read.
-        chain: the chain hash over the lines that were read.
-        chains: the chain hashes of the header and of each release: the n-th identifies the first n
-            releases, whatever has been added since.
+        chain: the chain hash over all lines that have been read.
+        chains: the chain hashes after the header and after each release. Entry n, counted from 0,
+            identifies the first n releases, whatever has been added since.
     """
 
     client: str = ""
@@ -57,29 +58,41 @@ class Lines:
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
-    """Returns one line, and the hash over it and all lines before it."""
+    """Encodes an entry as a line of the file.
+
+    Args:
+        entry: the content of the line.
+        chain: the chain hash over all lines before it.
+
+    Returns:
+        The line, and the chain hash over this line and all lines before it.
+    """
     digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
     return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
 
 
 def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
-    """Returns the content after `data`, the bytes of the file that follow those already read.
+    """Reads further lines of a ledger file.
 
     Args:
-        lines: the content so far.
-        data: the new bytes.
-        client: the client that the ledger must belong to; None: any.
-        path: the file's path, for errors.
+        lines: the content that has been read so far.
+        data: the bytes of the file that follow.
+        client: the client to which the ledger must belong. None accepts any client.
+        path: the path of the file, for error messages.
+
+    Returns:
+        The content including the new lines.
 
     Raises:
-        LedgerError: a line is torn, damaged or unknown, or the header is another client's.
+        LedgerError: a line is incomplete, damaged or of an unknown kind, or the ledger belongs to
+            another client.
     """
     if lines.size + len(data) == 0:
-        raise LedgerError(f"ledger {path} is empty: an append-only file was edited")
+        raise LedgerError(f"ledger {path} is empty, so it was damaged: restore it from a backup")
     if data and not data.endswith(b"\n"):
         raise LedgerError(
-            f"the last line of ledger {path} is incomplete, because a charge was "
-            f"interrupted: remove it with {repair_command(path)}"
+            f"the last line of ledger {path} is incomplete, because a charge was interrupted: "
+            f"repair the ledger with {repair_command(path)}"
         )
     releases = list(lines.releases)
     chains = list(lines.chains)
@@ -99,12 +112,16 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
 
 
 def repair_command(path: Path | None) -> str:
-    """Returns the command that removes a torn line."""
+    """Returns the command that repairs an incomplete last line of a ledger."""
     return f"fedsynth privacy repair {shlex.quote(str(path))}"
 
 
 def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
-    """Returns a line's entry and its hash, which is checked."""
+    """Decodes a line and checks its hash.
+
+    Returns:
+        The content of the line, and the chain hash over this line and all lines before it.
+    """
     try:
         entry = decode_json(line)
     except ValueError as error:
@@ -115,8 +132,8 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(
-            f"ledger {path} was edited or is not a fedsynth ledger: the hash of a line does "
-            "not match"
+            f"ledger {path} was edited or is not a fedsynth ledger, because the hash of a line is "
+            "wrong: restore it from a backup"
         )
     return entry, expected
 
@@ -126,7 +143,9 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}")
+        raise LedgerError(
+            f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}, which this version reads"
+        )
     if client is not None and owner != client:
         raise LedgerError(
             f"ledger {path} belongs to client {short_repr(owner)}, not {short_repr(client)}"
@@ -136,7 +155,14 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
 
 
 def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """Returns the content after a line that is not a release and that follows `rows` releases."""
+    """Returns the content including a note, which is a line that is not a release.
+
+    Args:
+        lines: the content before the line.
+        entry: the content of the line.
+        rows: the number of releases before the line.
+        path: the path of the file, for error messages.
+    """
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
     if entry["entry"] == MAY_CHANGE:
@@ -150,7 +176,10 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
-    raise LedgerError(f"ledger {path} has an entry that this version of fedsynth does not support")
+    raise LedgerError(
+        f"ledger {path} has a line of a kind that this version of fedsynth does not know: use the "
+        "version that wrote it"
+    )
 
 
 def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
@@ -167,9 +196,10 @@ class Repair:
     """The result of `repair_ledger`.
 
     Attributes:
-        line: the torn line.
-        counts: whether it lacked only its line break, and was kept.
-        copy: a copy of the file before the repair.
+        line: the incomplete line.
+        counts: True if only the line break was missing. The line was then kept, and its release
+            counts.
+        copy: the path of a copy of the file as it was before the repair.
     """
 
     line: str
@@ -178,14 +208,15 @@ class Repair:
 
 
 def repair_ledger(path: Path) -> Repair | None:
-    """Removes a torn last line from a ledger; a copy of the original is kept in the same folder.
+    """Repairs a ledger whose last line is incomplete because a charge was interrupted.
 
-    No release belongs to a torn line: noise is drawn only after the line is complete and durable.
-    A line that lacks only its line break may have been read as complete, so it counts and gets its
-    line break.
+    The line is removed. The release for which it was meant was never made, because noise is drawn
+    only after the complete line is on the disk. If only the line break is missing, it is added
+    instead, because the line may have been read as complete. A copy of the original file is kept in
+    the same folder.
 
     Returns:
-        The repair; None if no line is torn.
+        The repair. None if the last line is complete.
 
     Raises:
         LedgerError: the file cannot be read or written, or has other damage, which is not repaired.

@@ -131,9 +131,9 @@ def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
 
 
 def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
-    with pytest.raises(UnplannedReleaseError, match="no clients with a charge"):
+    with pytest.raises(UnplannedReleaseError, match="a group without clients"):
         PrivateClientView([0], DATA, [torch.arange(20)], []).series("images")
-    with pytest.raises(UnplannedReleaseError, match="no clients with a charge"):
+    with pytest.raises(UnplannedReleaseError, match="a group without clients"):
         ExactClientView([0], DATA, [torch.arange(20)]).noise("images")
 
 

@@ -35,7 +35,7 @@ def test_the_size_limit_is_exact(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 1000)
     assert read_regular(path, 1000) == b"x" * 1000
-    with pytest.raises(UnsuitableFileError, match="1,000 bytes, more than the 999 allowed"):
+    with pytest.raises(UnsuitableFileError, match="1,000 bytes, but at most 999 are allowed"):
         read_regular(path, 999)
 
 

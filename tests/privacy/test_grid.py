@@ -77,7 +77,7 @@ def test_rounded_parts_tell_what_their_sum_tells(means: tuple[float, ...], tau: 
 def test_with_less_noise_than_a_step_rounded_parts_tell_more() -> None:
     """The broken twin: a grid that is too coarse, which is refused."""
     assert apart((0.3, 0.4), 0.2) > 0.1
-    with pytest.raises(PrivacySettingError, match="is too small for a sum of"):
+    with pytest.raises(PrivacySettingError, match="is too small for a 64-bit sum of"):
         grid_of(clip=1.0, noise_std=1e-9, shares=2, addends=Addends(3, 10**9))
 
 

@@ -63,7 +63,7 @@ def test_records_keep_their_ledger_in_any_order_but_not_under_another_number(fol
     assert charged(folder, "abc", "de") == ["client-000", "client-001"]
     assert charged(folder, "bca", "ed") == ["client-000", "client-001"]
     for parts in (("ed", "bca"), ("xy", "cab", "de")):
-        with pytest.raises(LedgerError, match=r"stays with it|differ from those"):
+        with pytest.raises(LedgerError, match=r"must stay with the ledger|differ from those"):
             opened(folder, *parts)
     assert charged(folder, "xy", "cab", names=["client-002", "client-000"])
     assert spent(folder) == {"client-000": 3, "client-001": 2, "client-002": 1}
@@ -100,7 +100,9 @@ def everything(folder: Path) -> dict[str, bytes]:
 def test_records_do_not_move_between_ledgers(folder: Path, after: tuple[str, ...]) -> None:
     charged(folder, "abcd", "efgh")
     for names in (None, ["one", "two"][: len(after)]):
-        with pytest.raises(LedgerError, match=r"stays with it: give|differ from those"):
+        with pytest.raises(
+            LedgerError, match=r"must stay with the ledger .*: give|differ from those"
+        ):
             opened(folder, *after, names=names)
 
 
@@ -260,7 +262,7 @@ def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
         with pytest.raises(LedgerError, match="is missing: restore it from a backup"):
             opened(folder, "abc", "de", names=names)
     assert spent(folder) == {"client-001": 1}
-    with pytest.raises(LedgerError, match="is missing, but its list of records exists"):
+    with pytest.raises(LedgerError, match="is missing, although the list of its records exists"):
         LedgerFolder(folder).check_whole()  # as a plan asks, which has no records to compare
     charged(folder, "xyz", "de", names=["north", "client-001"])  # nobody's
 

@@ -108,7 +108,7 @@ def test_the_budget_covers_all_releases() -> None:
     one.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0)
     assert 1.99 < one.spent() <= 2.0
     before = one._ledger.releases
-    with pytest.raises(BudgetExceededError, match="may bring it to 2"):
+    with pytest.raises(BudgetExceededError, match="of at most 2 that"):
         one.noisy_mean(clip=1.0)
     assert one._ledger.releases == before
 
