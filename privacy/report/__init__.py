@@ -1,1 +1,1 @@
-"""The privacy report of a run: its figures, its pages, and their verification."""
+"""Privacy reports of runs, with their figures, pages and verification."""

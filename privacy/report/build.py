@@ -1,7 +1,8 @@
-"""Building and writing the privacy report of a run.
+"""Functions that build and write the privacy report of a run.
 
-The report is itself a release, so it is built only from public settings and ledger rows: no
-counts, no losses. Without a guarantee, it states the reasons and no ε.
+The report is published, so it is built only from public settings and the rows of the ledgers. It
+contains no numbers of records and no losses. If the run has no privacy guarantee, the report states
+the reasons and no ε.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ def build_report(
     histories: Sequence[History],
     initial: Mapping[str, LedgerStart] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns the report as a JSON-able mapping (`Report`), without NaN or infinity.
+    """Builds the report as a mapping that JSON can encode (see `Report`).
+
+    Its entry `guarantee` is None if the run has no guarantee or used test-only randomness. The
+    report contains no NaN or infinity.
 
     Args:
         facts: the public facts that are not in the ledgers.
-        histories: each client's ledger rows.
-        initial: client → its ledger when the run began; empty if missing.
-
-    `guarantee` is None if there is no guarantee or if test-only randomness was used.
+        histories: the ledger rows of each client.
+        initial: a mapping from each client to the state of its ledger when the run began. Clients
+            that are missing began with an empty ledger.
 
     Raises:
-        PrivacySettingError: δ or the adjacency is out of range, or a guarantee is claimed without a
+        PrivacySettingError: δ or the adjacency is out of range, or a run with a guarantee has no
             ledger.
     """
     check_delta(facts.delta, facts.max_records)
@@ -65,7 +68,8 @@ def build_report(
     promise = worst = None
     published: list[dict[str, str]] = []
     if formal:
-        require(bool(rows), "ledgers", "must hold at least one client's for a privacy report", rows)
+        rule = "must include the ledger of at least one client, because a report needs one"
+        require(bool(rows), "ledgers", rule, rows)
         promise = guarantee(rows, facts.delta, facts.adjacency)
         worst = promise.worst_client
         published = facts.published
@@ -95,10 +99,12 @@ def build_report(
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:
-    """Writes privacy_report.json, .md and .html into `folder`, each atomically and durably.
+    """Writes privacy_report.json, .md and .html into `folder`.
+
+    Each file is written atomically and is on the disk when this function returns.
 
     Raises:
-        PrivacyError: the folder cannot be written to.
+        PrivacyError: a file cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     contents = {"json": text, "md": render_markdown(report), "html": render_html(report)}
@@ -112,8 +118,11 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
-    """Returns the reasons in the ledgers that rule out a guarantee: unaccounted rows and rows
-    without noise."""
+    """Returns the reasons why the rows of the ledgers give no guarantee.
+
+    A guarantee is impossible if a row is marked as unaccounted or has no noise. The result is empty
+    if there is no such row.
+    """
     reasons = []
     for row in chain.from_iterable(ledgers.values()):
         reason = row.unaccounted
@@ -125,8 +134,11 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figures.Guarantee:
-    """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and the bounds on
-    attacks; each figure is the largest over the clients."""
+    """Computes the figures of the report's privacy guarantee.
+
+    They are the (ε, δ) of the worst client, ε by client and by round, ε for other δ, and bounds on
+    attacks. ε for other δ and the bounds are the largest over all clients.
+    """
     by_client, by_round = {}, {}
     different = {}  # clients with equal totals have equal figures
     for client, rows in ledgers.items():
@@ -175,10 +187,12 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figu
 
 
 def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Returns the worst client's ε after each round; a client without a new release keeps its ε.
+    """Returns the largest ε of all clients after each round.
+
+    A client that makes no release in a round keeps its ε.
 
     Args:
-        by_client: client → round → ε after the round.
+        by_client: for each client, a mapping from rounds to ε after the round.
     """
     worst: dict[int, float] = {}
     current = dict.fromkeys(by_client, 0.0)
@@ -190,8 +204,10 @@ def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, fl
 
 
 def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKind]:
-    """Returns the ε of each kind of release if it were the only one. These do not add up to the
-    total ε, which is smaller."""
+    """Computes for each kind of release the ε that it would have if it were the only kind.
+
+    These values do not add up to the total ε, which is usually smaller than their sum.
+    """
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
@@ -203,14 +219,22 @@ def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKin
 
 
 def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[float, bool]:
-    """Returns the ε that holds for `size` units (examples or users) of one client together, at the
-    same δ, infinite if it cannot be computed; and whether it is exact.
+    """Computes the ε that protects several units (examples or users) of one client together.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
-    noise multiplier σ/size. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
-    δ'·(1 + e^ε' + … + e^{(size−1)ε'}) (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the
-    smallest such ε' on a grid is used. It is often beyond the accountant's numerical accuracy,
-    since δ' must be tiny.
+    the noise multiplier σ/size. With subsampling, group privacy is used (the chain of neighbours in
+    Theorem 2.2 of Dwork & Roth 2014). If (ε', δ') holds for one unit, then size·ε' holds for `size`
+    units at δ'·(1 + e^ε' + … + e^{(size−1)ε'}). The smallest such ε' on a grid is used. Often δ'
+    would have to be so small that the accountant cannot compute it.
+
+    Args:
+        rows: the ledger rows of the client.
+        delta: δ, the same as for one unit.
+        size: the number of units.
+        adjacency: one of `ADJACENCIES`.
+
+    Returns:
+        ε, and True if it is exact. ε is infinite if it cannot be computed.
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
@@ -228,11 +252,11 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
-    """Merges rows that differ only in the round into one entry with its rounds, and clients with
-    equal entries.
+    """Shortens the ledgers of all clients for the report.
 
-    A round that appears twice in `rounds` was charged twice (a resumed or repeated round). The list
-    suffices to compute ε again.
+    Rows that differ only in the round and the client become one entry, which lists its rounds and
+    clients. A round is listed twice if it was charged twice, because it was repeated or the run was
+    resumed. ε can be computed again from the entries.
     """
     entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
     for client, rows in ledgers.items():
@@ -252,11 +276,13 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> figures.Accountant:
-    """Returns the accountant's name, version and discretisation, with Rényi DP's ε of the worst
-    client.
+    """Describes how ε was computed, and adds the ε of the worst client according to Rényi DP.
 
     Args:
-        worst: the worst client; None without a guarantee.
+        ledgers: the ledger rows of each client.
+        worst: the worst client. None if the run has no guarantee.
+        delta: δ.
+        adjacency: one of `ADJACENCIES`.
     """
     if worst is None:
         described = accounting.describe_accountant((), adjacency)

@@ -1,7 +1,8 @@
-"""The figures of a privacy report, schema 4: every key and its type; no other key is allowed.
+"""The data model of a privacy report (schema 4), with the type of every key.
 
-A report holds figures and names. Its sentences are in the templates (`report_pages`). An untrusted
-report is checked against these types before it is used; `verify` checks its values.
+Other keys are not allowed. A report contains only figures and names. Its sentences are in the
+templates of the pages (`fedsynth.privacy.report.pages`). An untrusted report is checked against
+these types before it is used, and `fedsynth.privacy.report.verify` checks its values.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ DataSet = dict[str, str | int | list[str] | list[float]]
 
 
 class Part(BaseModel):
-    """A part of a report."""
+    """Base class of the parts of a report."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the part as a JSON-able mapping."""
+        """Returns the part as a mapping that JSON can encode."""
         return self.model_dump()
 
 
 class Verdict(Part):
-    """Attributes:
-    formal: whether there is a guarantee; `build_report` decides.
-    reasons: the reasons why there is none.
-    warnings: the run's own warnings; the pages add those that follow from the figures.
+    """The answer to the question whether the run has a privacy guarantee.
+
+    Attributes:
+        formal: True if there is a guarantee, as `build_report` has determined.
+        reasons: the reasons why there is no guarantee.
+        warnings: warnings of the run. The pages add warnings that depend on the figures.
     """
 
     formal: bool = False
@@ -68,7 +71,10 @@ class Attack(Part):
 
 
 class Group(Part):
-    """The ε of several units together; None: beyond the accountant's accuracy."""
+    """The ε that protects several units together.
+
+    `epsilon` is None if the accountant is not accurate enough to compute it.
+    """
 
     units: int
     epsilon: float | None
@@ -89,12 +95,13 @@ class Guarantee(Part):
 
 
 class Unit(Part):
-    """The privacy unit.
+    """The privacy unit of a run.
 
     Attributes:
-        kind: one of `releases.UNITS`.
-        person: the term for one person, such as "patient".
-        user_records: the bound on a person's records at one client, or None.
+        kind: the unit, one of `releases.UNITS`.
+        person: the word for a person in the data, such as "patient".
+        user_records: the maximum number of a person's records at one client that take part. None
+            if there is no maximum.
     """
 
     kind: str = RECORD
@@ -103,7 +110,13 @@ class Unit(Part):
 
 
 class Access(Part):
-    """An access to private data, and its status (`disclosure`)."""
+    """A way in which the run uses private data.
+
+    Attributes:
+        access: a description of the use.
+        status: the privacy label of the use, as in `fedsynth.privacy.disclosure`.
+        note: an explanation of the status.
+    """
 
     access: str
     status: Literal["accounted", "public", "simulation-only", "unaccounted"]
@@ -111,7 +124,7 @@ class Access(Part):
 
 
 class LedgerEntry(Part):
-    """Ledger rows that differ only in round and client."""
+    """Several ledger rows that differ only in their round and client."""
 
     rounds: list[int] = Field(min_length=1)
     clients: list[str] = Field(min_length=1)
@@ -130,7 +143,12 @@ class LedgerEntry(Part):
 
 
 class LedgerStart(Part):
-    """The number of rows in a ledger, and the chain hash over them (None: only in memory)."""
+    """The rows that a ledger had at some time, for example when a run began.
+
+    Attributes:
+        rows: the number of rows.
+        chain: the chain hash over these rows. None if the ledger is in memory.
+    """
 
     rows: int = Field(ge=0)
     chain: str | None
@@ -141,7 +159,11 @@ class LedgerHead(LedgerStart):
 
 
 class Accountant(Part):
-    """The accountant, and the ε of Rényi DP as a cross-check (None: it is not finite)."""
+    """The accountant that computed ε, and a second ε as a check.
+
+    `rdp_epsilon` is the ε according to Rényi DP. It is None if it was not computed or is not
+    finite.
+    """
 
     name: str
     library: str
@@ -151,7 +173,7 @@ class Accountant(Part):
 
 
 class Audit(Part):
-    """The counts of a canary audit, and the bound that follows from them."""
+    """The counts of a canary audit, and the lower bound on ε that was computed from them."""
 
     command: str = Field(pattern=r"^fedsynth privacy audit( [^\x00-\x1f\x7f]{0,2000})?$")
     method: str
@@ -165,16 +187,18 @@ class Audit(Part):
 
 
 class Event(Part):
-    """A deviation from the plan.
+    """An event in which a run deviated from its plan.
 
     Attributes:
-        kind: "resumed", "ended" (before the last round), "absent" (a client did not participate),
-            or "unstated" (a client has not stated its ledger since it was asked for a step).
+        kind: "resumed", "ended" (the run ended before the last round), "absent" (a client did not
+            participate), or "unstated" (a client was asked for a step, but has not sent its ledger
+            since then).
         rounds_done: the number of finished rounds.
-        client: the client whose budget ended the run, or that was absent or silent.
-        rounds: the rounds in which a silent client was asked.
-        epsilon, epsilon_next: that client's ε at the end, and after one more round.
-        why: the reason as another party stated it, which cannot be derived from figures.
+        client: the client whose budget ended the run, that did not participate, or that has not
+            sent its ledger.
+        rounds: the rounds in which this client was asked for a step.
+        epsilon, epsilon_next: the client's ε at the end of the run, and its ε after one more round.
+        why: the reason that another party stated. It cannot be computed from other figures.
     """
 
     kind: Literal["resumed", "ended", "absent", "unstated"]
@@ -187,13 +211,13 @@ class Event(Part):
 
     @classmethod
     def ended(cls, rounds_done: int, spent: tuple[str, float, float] | None, reason: str) -> Event:
-        """Returns the event of a run that a refused release has ended.
+        """Creates the event for a run that ended because a release was refused.
 
         Args:
             rounds_done: the number of finished rounds.
-            spent: the client, its current ε, and its ε after one more round; None: known only to
-                the client.
-            reason: the client's reason.
+            spent: the client, its current ε, and its ε after one more round. None if only the
+                client knows them.
+            reason: the reason that the client stated. It is used only if `spent` is None.
         """
         if spent is None:
             return cls(kind="ended", rounds_done=rounds_done, why=reason)
@@ -202,13 +226,14 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """The run that a report is about; None for facts that were not stated.
+    """Facts about the run that a report describes. A fact that was not stated is None.
 
     Attributes:
-        id: the run folder's name when the run began.
-        date: the date on which it began, YYYY-MM-DD.
-        responsible, purpose: as the settings state them.
-        sites: client → its site or sites.
+        id: the name of the run folder when the run began.
+        date: the date on which the run began, YYYY-MM-DD.
+        responsible, purpose: the person who is responsible for the run and the purpose of the run,
+            as the settings state them.
+        sites: a mapping from each client to its site or sites.
     """
 
     id: str | None = None
@@ -219,36 +244,40 @@ class RunFacts(Part):
 
 
 class ReportFacts(Part):
-    """The public facts in a report that do not follow from the ledgers.
+    """The public facts in a report that cannot be computed from the ledgers.
 
     Attributes:
-        method, mechanism: their names.
+        method, mechanism: the names of the method and of its mechanism.
         delta: δ.
-        max_records: the declared public bound on all records, None if undeclared.
-        epsilon_cap: the cap, or None.
-        planned_rounds, rounds_done: of this run.
-        public_items: item → its value, or the reason why it is public.
-        verdict: the reasons why there is no guarantee, and the run's own warnings.
-        events: deviations from the plan.
-        ledger_kept: whether the ledgers are kept across runs.
-        randomness: the source of noise and masks.
-        published: comparisons of figures printed in papers with ours.
-        scope: all accesses to private data.
+        max_records: the declared public bound on the number of all records. None if it was not
+            declared.
+        epsilon_cap: the cap on ε. None if there is no cap.
+        planned_rounds, rounds_done: the numbers of planned and of finished rounds of this run.
+        public_items: a mapping from each public item to its value or to the reason why it is
+            public.
+        verdict: the reasons why there is no guarantee, and the warnings of the run.
+        events: events in which the run deviated from its plan.
+        ledger_kept: True if the ledgers are kept across runs.
+        randomness: the source of the noise and of the sampling masks.
+        published: comparisons of figures that papers state with the figures of this run.
+        scope: all ways in which the run uses private data.
         adjacency: one of `releases.ADJACENCIES`.
-        test_only_randomness: whether a test injected noise or masks; there is no guarantee then.
-        provenance: the hash of the settings, and versions.
-        noise_multiplier: the run's σ, or None.
-        simulated: whether all clients ran in one process; otherwise each ran where its data are.
-        abandoned: whether the run did not finish, and the report was built afterwards.
-        shares: H of this run: each client adds 1/√H of the charged noise, and only sums over
-            clients may be seen; 1: each client adds all of it.
-        min_clients: the smallest number of clients in a sum that the server received, if it saw
-            only sums; otherwise 0.
-        own_code: the operator's custom code, other than the method, that computes on private data.
-        run: the run, and who is responsible for it.
-        files: file → its SHA-256.
-        exported: whether the report belongs to an exported folder, whose files `files` then
-            lists.
+        unit: the privacy unit.
+        test_only_randomness: True if a test replaced the secret random generator. The run then has
+            no guarantee.
+        provenance: the hash of the settings, and the versions of the packages.
+        noise_multiplier: the run's σ. None if the run has none.
+        simulated: True if all clients ran in one process. Otherwise each ran where its data are.
+        abandoned: True if the run did not finish and the report was built afterwards.
+        shares: the number H of clients that together add the charged noise. Each adds noise with
+            1/√H of the standard deviation, so only sums over clients may be seen. With 1, each
+            client adds all of the noise.
+        min_clients: the smallest number of clients in a sum that the server received. 0 if the
+            server received the uploads of single clients.
+        own_code: the operator's custom code that computes on private data, apart from the method.
+        run: facts about the run, such as the person who is responsible for it.
+        files: a mapping from file names to their SHA-256.
+        exported: True if the report belongs to an exported folder, whose files `files` then lists.
     """
 
     method: str
@@ -284,8 +313,9 @@ class Report(ReportFacts):
     """The whole report.
 
     Attributes:
-        counted_shares: the largest H of all counted releases, including those of earlier runs.
-        audit: a canary audit of the settings, or None.
+        counted_shares: the largest H (see `ReportFacts.shares`) of all releases in the ledgers,
+            including those of earlier runs.
+        audit: the result of a canary audit of the settings. None if there was no audit.
     """
 
     schema_version: int
@@ -301,7 +331,8 @@ class Promise(Part):
     """The privacy section of summary.json.
 
     Attributes:
-        aggregation: if clients share noise: "executed", or "assumed, not executed".
+        aggregation: "executed" or "assumed, not executed", which states whether secure aggregation
+            took place. None if clients do not share their noise.
     """
 
     guarantee: bool
@@ -313,19 +344,24 @@ class Promise(Part):
 
 
 class RunStart(Part):
-    """The start date of a run, and the name of its folder then (None: no folder)."""
+    """The start of a run.
+
+    Attributes:
+        id: the name of the run folder when the run began. None if there is no folder.
+        date: the date on which the run began.
+    """
 
     id: str | None
     date: str
 
     @classmethod
     def today(cls, folder: str | None) -> RunStart:
-        """Returns the facts of a run that starts now."""
+        """Creates the entry for a run that starts today in this folder."""
         return cls(id=folder, date=datetime.date.today().isoformat())
 
 
 class Start(Part):
-    """A run folder's privacy_start.json: the public facts that were fixed when the run began."""
+    """The file privacy_start.json, which states the public facts that the start of a run fixed."""
 
     schema_version: Literal[4]
     noise_multiplier: float | None
@@ -338,21 +374,28 @@ class Start(Part):
 
 
 class Resumptions(Part):
-    """A run folder's resumed.json: the rounds after which the run was resumed."""
+    """The file resumed.json, which lists the rounds after which a run was resumed."""
 
     after_rounds: list[Annotated[int, Field(ge=0)]]
 
 
 class Owner(Part):
-    """The owner.json of an owner's report: the client index, and the number of rounds after which
-    the run ended."""
+    """The file owner.json, which belongs to the report that a data owner keeps.
+
+    Attributes:
+        client: the index of the owner's client.
+        rounds: the number of rounds after which the run ended.
+    """
 
     client: int = Field(ge=0)
     rounds: int = Field(ge=0)
 
 
 class Signature(Part):
-    """A run folder's signature.json: key and signature in base64, and the SHA-256 of each file."""
+    """The file signature.json of a run folder.
+
+    The key and the signature are in base64. `files` maps each file name to its SHA-256.
+    """
 
     fedsynth_signature: Literal[1]
     algorithm: Literal["Ed25519"]
@@ -362,8 +405,12 @@ class Signature(Part):
 
 
 def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
-    """Returns missing and unknown keys and values of the wrong type, one line each; if empty, code
-    that reads the value can rely on its shape."""
+    """Checks an untrusted value against a data model.
+
+    Returns:
+        One line for each key that is missing or unknown and for each value of the wrong type. If
+        there is none, the value has all keys of `shape` with the right types.
+    """
     try:
         shape.model_validate(value)
     except ValidationError as error:
@@ -372,7 +419,10 @@ def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Returns the faults of an invalid value, one line each."""
+    """Converts a pydantic error to short lines, one for each fault of the value.
+
+    If there are more than `MAX_SHOWN_FAULTS`, the last line states how many were left out.
+    """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
     for fault in errors[:MAX_SHOWN_FAULTS]:
@@ -384,7 +434,7 @@ def faults(error: ValidationError) -> list[str]:
 
 
 def short_key(name: str) -> str:
-    """Returns an untrusted key as error messages show it."""
+    """Shortens and escapes an untrusted key for error messages."""
     if len(name) <= MAX_SHOWN_KEY and name.isprintable():
         return name
     return reprlib.repr(name)

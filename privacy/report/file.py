@@ -1,5 +1,7 @@
-"""Reading of a privacy report, other JSON files of a run folder, and the ledger rows that a report
-is about. All of them are untrusted input."""
+"""Functions that read a privacy report, other JSON files of a run folder, and ledger rows.
+
+All of these files are untrusted input.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,36 @@ HOSTILE = (
     *(LookupError, TypeError, AttributeError, ValueError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""The exceptions that unforeseen values may raise in code that expects valid ones."""
+"""The exceptions that code for valid values may raise if it receives unexpected ones."""
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Returns the JSON report in a run folder or at its own path; checks only its version.
+    """Reads a JSON report and checks only its schema version.
+
+    Args:
+        path: the report's file, or a run folder that contains it.
 
     Raises:
-        PrivacyError: there is none, or it has another schema version.
+        PrivacyError: there is no report, it cannot be read, or it has another schema version.
     """
     file = path / "privacy_report.json" if path.is_dir() else path
     report = read_json(file, "privacy report")
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
-        raise PrivacyError(f"{file} has report schema {short_repr(version)}, not {SCHEMA_VERSION}")
+        raise PrivacyError(
+            f"{file} has report schema {short_repr(version)}, but this version of fedsynth reads "
+            f"only schema {SCHEMA_VERSION}"
+        )
     return report
 
 
 def sound_report(path: Path) -> dict[str, Any]:
-    """Returns a report whose shape is valid, so that it can be rendered. Its values are not
-    verified.
+    """Reads a report and checks that all its keys are present and have the right types.
+
+    Such a report can be rendered. Its values are not verified.
 
     Raises:
-        PrivacyError: there is none, or it is damaged.
+        PrivacyError: there is no report, or it is damaged.
     """
     report = read_report(path)
     problems = schema_problems(report)
@@ -55,11 +64,10 @@ def sound_report(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_as_error(message: str) -> Iterator[None]:
-    """Converts the exceptions that the code for sound files raises on damaged ones into
-    PrivacyError.
+    """Converts exceptions that damaged files cause in a `with` block to PrivacyError.
 
     Args:
-        message: the beginning of the error's message.
+        message: the beginning of the message of the PrivacyError.
     """
     try:
         yield
@@ -68,29 +76,34 @@ def damage_as_error(message: str) -> Iterator[None]:
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """Returns the JSON object in an untrusted file.
+    """Reads a JSON object from an untrusted file.
 
     Args:
-        file: the file's path.
-        what: the file's kind, for errors.
+        file: the path of the file.
+        what: the kind of file, for error messages, such as "privacy report".
 
     Raises:
-        PrivacyError: it cannot be read, or is not a JSON object.
+        PrivacyError: the file cannot be read or does not contain a JSON object.
     """
     try:
         text = read_text(file)
     except OSError as error:
-        raise PrivacyError(f"cannot read a {what} at {file}: {error.strerror}") from None
+        raise PrivacyError(f"cannot read the {what} {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
     return parse_json(text, f"{file} is not a {what}")
 
 
 def read_part(file: Path, kind: str, shape: type[P]) -> P:
-    """Returns the content of an untrusted JSON file with this shape.
+    """Reads an untrusted JSON file and checks its keys and types.
+
+    Args:
+        file: the path of the file.
+        kind: the kind of file, for error messages.
+        shape: the data model with the expected keys and types.
 
     Raises:
-        PrivacyError: it cannot be read, or has another shape.
+        PrivacyError: the file cannot be read, or a key or type is wrong.
     """
     content = read_json(file, kind)
     for problem in schema_problems(content, shape):
@@ -99,10 +112,16 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
 
 
 def parse_json(text: str, complaint: str) -> dict[str, Any]:
-    """Returns a JSON object without NaN, infinities, duplicate keys or lone surrogates.
+    """Parses a JSON object from an untrusted text.
+
+    NaN, infinities, duplicate keys and halves of surrogate pairs are refused.
+
+    Args:
+        text: the text.
+        complaint: the beginning of the error's message.
 
     Raises:
-        PrivacyError: the text is not such an object; the message begins with `complaint`.
+        PrivacyError: the text is not such an object.
     """
     try:
         value = decode_json(text)
@@ -115,13 +134,13 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LedgerRows:
-    """The ledger rows that a report is about.
+    """The ledger rows from which a report was computed.
 
     Attributes:
-        rows: client → its rows.
-        ledgers: client → its file's ledger, for clients with a file.
-        problems: the differences between files and report.
-        note: what was compared; empty: no file.
+        rows: a mapping from each client to its rows.
+        ledgers: a mapping from each client that has a ledger file to its ledger.
+        problems: the differences between the ledger files and the report.
+        note: a sentence that states which files were compared. Empty if there are no files.
     """
 
     rows: dict[str, tuple[Release, ...]]
@@ -130,8 +149,12 @@ class LedgerRows:
     note: str = ""
 
     def begins_with(self, client: str, start: LedgerStart) -> bool:
-        """Returns whether a client's file, if any, has the chain hash that `start` states for its
-        first rows."""
+        """Checks that a client's ledger file begins with the rows that `start` identifies.
+
+        Returns:
+            True if the chain hash after these rows is the one in `start`. Also True if the client
+            has no ledger file or the file has fewer rows, because nothing can be compared then.
+        """
         if client not in self.ledgers:
             return True
         chains = self.ledgers[client].chains
@@ -139,17 +162,16 @@ class LedgerRows:
 
 
 def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> LedgerRows:
-    """Returns the rows that the report is about.
+    """Reads the ledger rows from which a report was computed, and compares them with the report.
 
     Args:
-        report: a report of a valid shape.
-        files: the folder of the ledger files; None: there is none, and the report's own rows are
-            used.
-        exact: the files must hold exactly these rows; otherwise (a ledger that is kept across runs)
-            they may have grown since.
+        report: a report that `schema_problems` has found valid.
+        files: the folder of the ledger files. None uses the rows that the report itself contains.
+        exact: True if the files must contain exactly the rows of the report. False if they may
+            contain later rows, because the ledgers are kept across runs.
 
     Raises:
-        PrivacyError: the report's own ledger section is damaged.
+        PrivacyError: the ledger section of the report is damaged.
     """
     heads = report["ledger_heads"]
     stated = stated_rows(report)
@@ -158,7 +180,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
     if files is None:
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
-                other = f"its ledger head states {head['rows']}"
+                other = f"its ledger_heads state {head['rows']}"
                 problems.append(f"{client}: the report has {len(rows[client])} rows, but {other}")
         return LedgerRows(rows, problems=problems)
     ledgers, damaged = _read_ledgers(files)
@@ -175,19 +197,19 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
                 other = f"the report states {count}"
                 problems.append(f"{client}: the ledger file has {count_in_file} rows, but {other}")
             elif ledger.chains[count] != heads[client]["chain"]:
-                rows_in_file = f"the ledger file's first {count} rows"
-                problems.append(f"{client}: {rows_in_file} differ from the report's chain hash")
+                rows_in_file = f"the first {count} rows of the ledger file"
+                problems.append(f"{client}: {rows_in_file} do not match the report's chain hash")
         elif exact:
-            problems.append(f"{files} has a ledger of {client}, which the report lacks")
+            problems.append(f"{files} has a ledger of {client}, which the report does not mention")
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Returns each client's rows, expanded from the report's ledger section.
+    """Returns the ledger rows of each client that the report contains.
 
     Raises:
-        PrivacyError: the section is damaged.
+        PrivacyError: the ledger section of the report is damaged.
     """
     rows: dict[str, list[Release]] = {}
     try:
@@ -203,7 +225,11 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
 
 
 def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
-    """Returns the ledgers in a folder by client, and problems with files."""
+    """Reads all ledgers in a folder.
+
+    Returns:
+        The ledgers by client, and one line for each file that is damaged or has the wrong name.
+    """
     ledgers: dict[str, Ledger] = {}
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -215,5 +241,8 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
         if path.stem == ledger.client:
             ledgers[ledger.client] = ledger
         else:
-            problems.append(f"{path} is the ledger of {short_repr(ledger.client)}")
+            problems.append(
+                f"{path} contains the ledger of {short_repr(ledger.client)}, which does not match "
+                "the file's name"
+            )
     return ledgers, problems

@@ -1,5 +1,7 @@
-"""Formatting of a privacy report's figures and texts: figures are never rounded down, and texts are
-escaped."""
+"""Functions that format the figures and texts of a privacy report.
+
+Figures are rounded up, never down, and texts are escaped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _BLOCK_START = re.compile(r"^(?:(\d+)(?=[.)](?:\s|$))|(?=[-+=#]+(?:\s|$)))")
 
 
 def format_epsilon(value: float) -> str:
-    """Returns ε rounded up to three significant digits, the format of every printed ε.
+    """Formats ε with three significant digits, rounded up. Every printed ε has this format.
 
     >>> format_epsilon(8.941), format_epsilon(8.0), format_epsilon(0.0)
     ('8.95', '8', '0')
@@ -30,8 +32,7 @@ def format_epsilon(value: float) -> str:
 
 
 def format_rounded_up(value: float, digits: int) -> str:
-    """Returns a value rounded up to significant digits, so that no printed value is smaller than
-    the computed one."""
+    """Formats a value with this number of significant digits, rounded up."""
     if value <= 0:
         return "0"
     if math.isinf(value):
@@ -46,7 +47,7 @@ def format_rounded_up(value: float, digits: int) -> str:
 
 
 def format_odds(epsilon: float) -> str:
-    """Returns e^ε, rounded up to three digits.
+    """Computes e^ε and formats it with three significant digits, rounded up.
 
     >>> format_odds(1.0), format_odds(8.0), format_odds(20.0)
     ('2.72', '2,990', 'more than 1,000,000')
@@ -57,14 +58,19 @@ def format_odds(epsilon: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Returns a share in percent, rounded up to two decimals, and never 100 unless it is 1."""
+    """Formats a share in percent with two decimals, rounded up.
+
+    A share below 1 is never printed as 100.
+    """
     percent = 100 * share
     rounded = math.ceil(percent * 100 * (1 - 1e-12)) / 100
     return "99.99…" if rounded >= 100 > percent else f"{rounded:.2f}"
 
 
 def format_rounds(rounds: Sequence[int]) -> str:
-    """Returns round numbers as ranges.
+    """Formats the numbers of rounds as ranges.
+
+    Rounds that are listed more than once are named at the end.
 
     >>> format_rounds([0, 1, 2, 5, 5])
     '0–2, 5; charged more than once: 5'
@@ -85,7 +91,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
 
 
 def band(epsilon: float) -> str:
-    """Returns the common label for the strength of a guarantee with this ε.
+    """Returns the label that is commonly used for the strength of a guarantee with this ε.
 
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')
@@ -94,14 +100,16 @@ def band(epsilon: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text on one line, with unprintable characters replaced."""
+    """Joins the lines of a text to one line and replaces unprintable characters."""
     line = " ".join(text.split())
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def as_markdown(value: Any) -> Any:
-    """Returns a report with all texts printable, on one line, and escaped for Markdown, as a report
-    is untrusted input."""
+    """Escapes all texts of a report for Markdown, because a report is untrusted input.
+
+    Each text also becomes one line without unprintable characters.
+    """
     if isinstance(value, str):
         text = _MARKDOWN.sub(lambda match: "\\" + match[0], printable(value))
         return _BLOCK_START.sub(r"\1\\", text)

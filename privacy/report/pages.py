@@ -1,9 +1,10 @@
-"""A report's pages: Markdown from a template, one self-contained HTML page rendered from that
-Markdown, and the short table for the terminal.
+"""Functions that render a privacy report as Markdown, as an HTML page, and for the terminal.
 
-Reports are untrusted input: the Markdown is rendered with raw HTML off, and every text of a report
-is escaped before it enters the template. The page loads nothing and has no script. Its style suits
-screens (light and dark), phones and A4 paper, where wide tables are on landscape pages.
+The Markdown comes from a template, and the HTML page is rendered from the Markdown. Reports are
+untrusted input. Therefore every text of a report is escaped before it enters the template, and raw
+HTML in the Markdown is not rendered. The HTML page loads no other files and has no script. Its
+style suits screens (light and dark), phones and A4 paper. On paper, wide tables are on landscape
+pages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fedsynth.privacy.report.formatting import (
 from fedsynth.privacy.report.plots import Line, line_plot
 
 RENDERERS = ("jinja2", "markdown-it-py")
-"""The packages, other than fedsynth, whose versions determine how a page looks."""
+"""The packages other than fedsynth whose versions determine the content of a page."""
 FILES = {
     "model.safetensors": "the trained model",
     "synthetic.safetensors": "the synthetic examples of the last round",
@@ -46,7 +47,7 @@ FILES = {
     "config.toml": "the settings",
     "README.md": "how to use these files",
 }
-"""Files whose hashes a report may hold, with descriptions."""
+"""The files whose hashes a report may contain, each with a description."""
 
 
 _TEMPLATES = Environment(
@@ -72,19 +73,32 @@ STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
 
 
 def report_sentences(report: Mapping[str, Any]) -> Any:
-    """Returns the template macros for a report's sentences; each is a function that returns plain
-    text."""
+    """Returns the template macros that write the sentences of a report.
+
+    Each macro is a function that returns plain text.
+    """
     return _TEMPLATES.get_template("words.j2").make_module({"r": report})
 
 
 def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulated: bool) -> str:
-    """Returns the sentence that describes an event."""
+    """Returns the sentence that describes an event of a run.
+
+    Args:
+        event: the event.
+        planned_rounds: the number of rounds that the run planned.
+        cap: the cap on ε. None if there is no cap.
+        simulated: True if all clients ran in one process.
+    """
     macros: Any = _TEMPLATES.get_template("events.j2").module
     return str(macros.event(event, planned_rounds, cap, simulated))
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the table for the terminal: ε and δ first, or why there is no guarantee."""
+    """Returns the rows (name, text) of the table that summarises a report in the terminal.
+
+    The table begins with ε and δ if there is a guarantee. Otherwise it states the reasons why there
+    is none.
+    """
     text = report_sentences(report)
     guarantee = report["guarantee"]
     rows = []
@@ -108,10 +122,10 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """Returns the whole report as Markdown: the summary page, then the datasheet.
+    """Renders the whole report as Markdown, with a summary page and then a datasheet.
 
     Raises:
-        PrivacyError: it is damaged.
+        PrivacyError: the report is damaged.
     """
     with damage_as_error(UNRENDERABLE):
         complete = Report.model_validate(report).to_json()
@@ -121,10 +135,10 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def render_html(report: Mapping[str, Any]) -> str:
-    """Returns the HTML page: the content of the Markdown, with plots.
+    """Renders the whole report as an HTML page, with the content of the Markdown and with plots.
 
     Raises:
-        PrivacyError: it is damaged.
+        PrivacyError: the report is damaged.
     """
     parser = MarkdownIt("commonmark", {"html": False}, renderer_cls=_PageRenderer).enable("table")
     markdown = render_markdown(report)
@@ -136,8 +150,11 @@ def render_html(report: Mapping[str, Any]) -> str:
 
 
 class _PageRenderer(RendererHTML):
-    """Renderer that puts plots below their headings and tables into scrollable boxes. The section
-    of the ledger, whose table has the most columns, is printed on landscape pages."""
+    """Renderer of the HTML page, which adds plots and makes tables scrollable.
+
+    A plot is below the heading with its name. The table of the ledger has the most columns, so its
+    section is printed on landscape pages.
+    """
 
     def heading_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
         if tokens[index].tag == "h1" and index > 0:
@@ -162,7 +179,11 @@ class _PageRenderer(RendererHTML):
 
 
 def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the plots, keyed by the heading that they follow."""
+    """Draws the plots of a report.
+
+    Returns:
+        A mapping from the heading below which a plot belongs to the plot.
+    """
     if guarantee is None:
         return {}
     worst = [(row["round"], row["worst"]) for row in guarantee["epsilon_by_round"]]

@@ -1,7 +1,7 @@
-"""Small line plots as SVG text, for self-contained pages.
+"""Small line plots as SVG text, for HTML pages that need no other files.
 
-Text and axes have the colour of the surrounding text (`currentColor`). Lines have colours that are
-legible on white and on dark pages, and dashes that distinguish them in black and white.
+Labels and axes have the colour of the surrounding text (`currentColor`). Lines have colours that
+are legible on white and on dark pages. Different dashes distinguish them in black and white.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float]]
 COLOURS = ("#2f7fd1", "#d1602a", "#2e9461", "#9a66cc", "#a8821a", "#c4527f", "#3a8f9e", "#7a7f87")
 DASHES = ("", "7 4", "2 3", "10 3 2 3")
 WIDTH, X_START, X_END, Y_END, Y_START, BOTTOM = 640, 76, 620, 16, 272, 48
-"""Pixels: the picture's width, the ends of both axes, and the space below the x axis."""
+"""The width of the picture, the ends of both axes, and the space below the x axis, in pixels."""
 LEGEND = 18
 MAX_TICKS = 10
 
@@ -28,10 +28,11 @@ class Line:
     """A line of a plot.
 
     Attributes:
-        name: the name in the legend.
-        points: (x, y), sorted by x.
-        band: (x, low, high) around the line, such as the range over seeds.
-        colour: its index in `COLOURS` and `DASHES`; None: its position among the lines.
+        name: the name of the line in the legend.
+        points: the points (x, y), sorted by x.
+        band: points (x, low, high) of a shaded band around the line, such as the range over seeds.
+        colour: the index of the line's colour in `COLOURS` and of its dash in `DASHES`. None uses
+            the position of the line in the plot.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Line:
 
 
 def svg_templates(folder: Path) -> Environment:
-    """Returns the templates of a folder, with autoescaping."""
+    """Loads the templates in a folder, and those of this package, with autoescaping."""
     return Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent / "templates"]),
         undefined=StrictUndefined,
@@ -63,17 +64,17 @@ def line_plot(
     from_zero: bool = True,
     percent: bool = False,
 ) -> str:
-    """Draws lines over each other.
+    """Draws several lines in one plot.
 
     Args:
-        lines: drawn in this order.
-        x, y: the axes' labels.
-        log_x: uses a logarithmic x axis; all x are positive.
-        from_zero: whether the y axis begins at 0.
-        percent: labels the y axis in percent.
+        lines: the lines, which are drawn in this order.
+        x, y: the labels of the axes.
+        log_x: True uses a logarithmic x axis. All x must then be positive.
+        from_zero: True lets the y axis begin at 0.
+        percent: True labels the y axis in percent.
 
     Returns:
-        The SVG text; empty without any point.
+        The SVG text. It is empty if the lines have no points.
     """
     xs: set[float] = set()
     heights: list[float] = []
@@ -106,12 +107,15 @@ def line_plot(
 
 
 def standalone(svg: str) -> str:
-    """Returns a plot for a separate file: always black on white."""
+    """Makes the background of a plot white, for a separate SVG file."""
     return svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#fff"/>') + "\n"
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Returns round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`.
+    """Chooses round numbers from `low` to `high` for the labels of an axis.
+
+    The distance between two labels is 1, 2 or 5 times a power of ten. There are roughly `about`
+    labels.
 
     >>> ticks(0.0, 9.0, 5)
     [0.0, 2.0, 4.0, 6.0, 8.0]
@@ -126,7 +130,10 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values from `low` to `high` (on a log axis: their logarithms) to pixels."""
+    """An axis, which maps values from `low` to `high` to pixels.
+
+    On a logarithmic axis, `low` and `high` are the logarithms of the values.
+    """
 
     low: float
     high: float
@@ -143,8 +150,10 @@ class _Axis:
 
 
 def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
-    """Returns the axis for these sorted values. Its labels are the values themselves if they are
-    few integers, or on a log axis; otherwise round numbers.
+    """Returns the x axis for these sorted values.
+
+    The labels are the values themselves if the axis is logarithmic or if there are only a few
+    values, all of which are integers. Otherwise the labels are round numbers.
     """
     low, high = values[0], values[-1]
     if log:
@@ -159,7 +168,7 @@ def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
 
 
 def _y_axis(lowest: float, highest: float, *, from_zero: bool) -> _Axis:
-    """Returns the axis for values in this range, with some space above and below them."""
+    """Returns the y axis for values in this range, with some space above and below the values."""
     low = lowest
     if from_zero:
         low = 0.0
@@ -173,7 +182,7 @@ def _y_axis(lowest: float, highest: float, *, from_zero: bool) -> _Axis:
 
 
 def _drawn(line: Line, number: int, axis_x: _Axis, axis_y: _Axis) -> dict[str, Any]:
-    """Returns the template's variables for a line."""
+    """Returns the variables with which the template draws a line."""
     if line.colour is not None:
         number = line.colour
 

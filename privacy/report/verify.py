@@ -1,11 +1,11 @@
-"""The check of a privacy report: its figures are recomputed and compared.
+"""Verification of a privacy report by computing its figures again.
 
-A report follows from public facts (`fedsynth.results.verification` derives them from a
-run folder) and from ledger rows. Every key and figure must equal the derived one; what cannot be
-derived is taken as stated. The pages are rendered again and compared if the installed
-renderers are those that made them.
+A report is computed from public facts and from ledger rows. `fedsynth.results.verification` reads
+the public facts from a run folder. Every key and figure of the report must equal the recomputed
+one. Statements that cannot be recomputed are accepted as they are. The pages are rendered again and
+compared, if the packages that rendered them are installed in the same versions.
 
-This checks bookkeeping. It cannot attest that the noise was added.
+The verification checks only the bookkeeping. It cannot show that the noise was really added.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ AUDIT_TOLERANCE = 2e-4  # twice the precision to which an audit's bound is compu
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a verification.
+    """The result of the verification of a report.
 
     Attributes:
-        problems: every difference; empty: the report is correct.
-        notes: what was compared, and what could only be taken as stated.
+        problems: all differences that were found. Empty if the report is correct.
+        notes: sentences that state which files were compared, and which statements of the report
+            could not be checked.
     """
 
     problems: list[str]
@@ -50,13 +51,16 @@ def report_problems(
     ledger_rows: LedgerRows,
     initial: Mapping[str, LedgerStart],
 ) -> list[str]:
-    """Returns all differences between a report and the one that follows from facts and rows.
+    """Builds a report from the facts and the ledger rows, and compares it with the given report.
 
     Args:
-        report: a report of a valid shape (`schema_problems`).
+        report: a report that `schema_problems` has found valid.
         facts: the public facts.
         ledger_rows: the ledger rows.
-        initial: client → its ledger when the run began.
+        initial: a mapping from each client to the state of its ledger when the run began.
+
+    Returns:
+        All differences, one line each.
     """
     histories = []
     for client, rows in ledger_rows.rows.items():  # their chain hashes have been compared
@@ -64,9 +68,10 @@ def report_problems(
     try:
         expected = build_report(facts, histories, initial)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
-        return [f"no report can be built from this: {error}"]
+        return [f"no report can be built from these facts and ledger rows: {error}"]
     except ValidationError as error:  # the same, if they become infinite
-        return [f"no report can be built from this: {line}" for line in faults(error)]
+        message = "no report can be built from these facts and ledger rows"
+        return [f"{message}: {line}" for line in faults(error)]
     stated = report["provenance"]
     if stated.keys() == expected["provenance"].keys():  # versions are taken as stated
         expected["provenance"] = {**stated, "config": expected["provenance"]["config"]}
@@ -80,12 +85,14 @@ def report_problems(
             return [f"audit: {error}"]
         bound = expected["audit"]["epsilon_lower_bound"]
         if report["guarantee"] is not None and bound > report["guarantee"]["epsilon"]:
-            problems.append(f"audit: ε is at least {bound:.6g}, which is above the report's ε")
+            problems.append(
+                f"audit: its lower bound on ε, {bound:.6g}, is above the ε that the report states"
+            )
     return [*problems, *differences("", expected, report)]
 
 
 def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the audit of this report must state, given its counts."""
+    """Computes the audit section that the report must have, from the counts that it states."""
     counts = (stated["correct"], stated["guesses"], stated["canaries"])
     bound = epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
     if math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=AUDIT_TOLERANCE):
@@ -95,17 +102,22 @@ def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dic
 
 
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the differences between the report and the Markdown and HTML in a folder, and a note
-    if they were not compared because other versions of the renderers made them.
+    """Compares the Markdown and HTML pages in a folder with the report.
+
+    They are not compared if other versions of jinja2 or markdown-it-py rendered them.
 
     Args:
-        report: a report of a valid shape.
-        folder: the pages' folder; missing pages are ignored.
+        report: a report that `schema_problems` has found valid.
+        folder: the folder of the pages. Missing pages are ignored.
+
+    Returns:
+        The differences, one line each, and a note if the pages were not compared.
     """
     for name, installed in renderer_versions().items():
         version = report["provenance"].get(name)
         if version != installed:
-            return [], [f"{NAME}.md and .html were not compared: they are of {name} {version}"]
+            reason = f"they were rendered with {name} {version}, but {installed} is installed"
+            return [], [f"{NAME}.md and .html were not compared: {reason}"]
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"{NAME}.{ending}"
@@ -123,7 +135,13 @@ _MISSING = object()
 
 
 def differences(location: str, expected: Any, stated: Any) -> list[str]:
-    """Returns every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
+    """Lists all differences between two JSON values.
+
+    Args:
+        location: the path of the values within the report, for the messages.
+        expected: the recomputed value.
+        stated: the value in the report. A figure may differ by the relative error `TOLERANCE`.
+    """
     problems: list[str] = []
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         for key in {**expected, **stated}:

@@ -40,7 +40,7 @@ OTHERS = (
     ("distill --models a --method feddm", "run.method=feddm cannot distil without data"),
     ("reproduce", "name a table, such as feddm:table2; --list prints all tables"),
     ("runs {tmp}", "no finished run in {tmp}"),
-    ("privacy report {tmp}", "cannot read a privacy report"),
+    ("privacy report {tmp}", "cannot read the privacy report"),
     ("privacy sign {tmp} --key {tmp}/key", "cannot read the key"),
     ("deploy keys {tmp}/keys --clients 100000000", "clients must be at most 200000"),
 )

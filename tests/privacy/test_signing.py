@@ -148,7 +148,7 @@ def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_pat
     for act in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
         with pytest.raises(SigningError, match="neither a plain file nor a folder"):
             act()
-    with pytest.raises(PrivacyError, match="cannot read a privacy report"):
+    with pytest.raises(PrivacyError, match="cannot read the privacy report"):
         sign_run(tmp_path, read_private_key(keys[0]))
 
 

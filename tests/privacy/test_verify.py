@@ -84,7 +84,7 @@ def put(path: str, value: Any) -> Callable[[Any], None]:
         ({"correct": 401}, "audit: correct must be from 0 to guesses"),
         ({"canaries": 10**400}, "audit.canaries is wrong"),
         ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
-        ({"correct": 400, "confidence": 0.5}, "audit: ε is at least"),
+        ({"correct": 400, "confidence": 0.5}, "audit: its lower bound on ε"),
         ({"confidence": 1.0}, "audit.confidence is wrong"),
         ({"method": "fedavg"}, "audit.method is 'fedavg'"),
         ({"delta": 1e-6}, "audit.delta is"),
@@ -107,7 +107,7 @@ def test_ledger_files_must_hold_these_rows_and_no_others(run: Case) -> None:
     assert len(found) > 1
     assert run.problems(exact=False) == []  # a kept ledger may have grown since
     (run.files / "two.jsonl").rename(run.files / "three.jsonl")
-    assert any("three.jsonl is the ledger of 'two'" in one for one in run.problems())
+    assert any("three.jsonl contains the ledger of 'two'" in one for one in run.problems())
     assert any("has no ledger of two" in one for one in run.problems())
     Ledger("five", run.files / "five.jsonl", dataset="d")
     assert any("has a ledger of five" in one for one in run.problems())
@@ -122,7 +122,7 @@ def test_other_rows_than_the_stated_ones_are_noticed(run: Case) -> None:
     head = report["ledger_heads"]["one"]
     head["rows"] = 2
     problems = read_ledger_rows(report, None, exact=False).problems
-    assert problems == ["one: the report has 3 rows, but its ledger head states 2"]
+    assert problems == ["one: the report has 3 rows, but its ledger_heads state 2"]
     head["chain"] = "0"
     (problem,) = read_ledger_rows(report, run.files, exact=False).problems
     assert "chain hash" in problem

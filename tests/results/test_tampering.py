@@ -378,7 +378,7 @@ def test_every_value_is_compared(
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
-    (edit(without_client), "client-002, which the report lacks"),
+    (edit(without_client), "client-002, which the report does not mention"),
     (
         both(edit(without_client), delete("ledger/client-002.jsonl")),
         "other clients than privacy_start.json",
@@ -397,7 +397,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (drop("own_code"), "own_code is missing"),
     (text("privacy_report.md", "ε = ", "ε = 0."), ".md differs"),
     (text("privacy_report.html", "<p>", "<p>Good. "), ".html differs"),
-    (swapped_files, "client-000.jsonl is the ledger of 'client-001'"),
+    (swapped_files, "client-000.jsonl contains the ledger of 'client-001'"),
     (truncated, "the ledger file has 1 rows, but the report states 2"),
     (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
     (rewritten_ledger, "according to config.toml, synthetic"),
@@ -563,7 +563,7 @@ def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path
     text("privacy_report.md", "ε = ", "ε is ")(folder)
     result = verify_run(folder)
     assert result.problems == []
-    assert "were not compared: they are of jinja2 2.0" in " ".join(result.notes)
+    assert "were not compared: they were rendered with jinja2 2.0" in " ".join(result.notes)
 
 
 def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
@@ -590,7 +590,7 @@ def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
         f"the ledger folder {tmp_path / 'nowhere'} does not exist"
     ]
     edit(hide_last_rows)(folder)
-    assert any("has 1 rows, but its ledger head states 2" in problem for problem in found(folder))
+    assert any("has 1 rows, but its ledger_heads state 2" in problem for problem in found(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
     assert any("according to config.toml, synthetic" in problem for problem in found(folder))
     assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
