@@ -399,8 +399,8 @@ def calibrate_noise_multiplier(
             raise PrivacySettingError(
                 "privacy",
                 "epsilon",
-                "cannot be reached with a noise multiplier up to 1e6, because a release whose "
-                "noise does not depend on it costs more or has no guarantee",
+                "cannot be reached with a noise multiplier up to 1e6, because a release has fixed "
+                "noise and costs more, or has no guarantee",
                 value=f"{target_epsilon:g}",
             )
         low, at_low = high, at_high

@@ -3,9 +3,9 @@
 A canary audit computes a lower bound on ε from one run with many canaries. It can find a fault, but
 it cannot prove privacy.
 
-A fair coin decides for each of m canaries whether it is in the data. An auditor who sees the
-release guesses for r of them whether they are in the data: "in" for those with the highest scores,
-"out" for those with the lowest. If the mechanism is (ε, δ)-DP, many correct guesses are improbable
+A fair coin decides for each of m canaries whether it is in the data. An auditor sees the release
+and guesses for r of the canaries. The guess is "in the data" for the canaries with the highest
+scores and "not in the data" for those with the lowest. If the mechanism is (ε, δ)-DP, many correct guesses are improbable
 (Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training run", 2023, Theorem 5.2). With
 p = e^ε/(1 + e^ε) and W ~ Binomial(r, p), the number V of correct guesses satisfies
 
@@ -104,7 +104,7 @@ def right_guesses(
 
     Args:
         scores: the score of each canary.
-        included: whether each canary was in the data.
+        included: True for each canary that was in the data.
         guesses: the number of guesses, which is even.
     """
     order = np.argsort(scores)

@@ -107,10 +107,13 @@ class BudgetEnforcer:
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
-        """Refuses rows that protect another privacy unit than this run.
+        """Checks that all rows protect the same privacy unit as this run.
 
-        A clip bounds the influence of either one record or one user. The costs of both kinds cannot
-        be combined into one ε.
+        A clip bounds the influence of either one record or one user. The costs of releases of both
+        kinds cannot be combined into one ε.
+
+        Raises:
+            LedgerError: a row protects another unit.
         """
         for row in rows:
             if row.unaccounted is None and row.unit != self.unit:

@@ -329,7 +329,8 @@ class DataOwner:
                 Nothing was charged.
         """
         rate = batch_size / self.nominal_size
-        require(0 < rate <= 1, "batch_size", "must be at most nominal_size", batch_size)
+        rule = "must be above 0 and at most nominal_size"
+        require(0 < rate <= 1, "batch_size", rule, batch_size)
         check_model(model)
         check_example_gradients(model, self.public_records(4), loss)
 

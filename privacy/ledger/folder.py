@@ -226,9 +226,9 @@ class LedgerFolder:
             raise LedgerError(
                 f"the records of client {name!r} differ from those that {self._file(name)} "
                 f"was charged for ({new.total()} are new, {gone} are missing): use the same "
-                "records, or give each client a separate name (simulate(names=...)); if "
-                "this client's data set has changed, keep its earlier costs with "
-                f"{self._command(name)}"
+                "records, or give each client a separate name (simulate(names=...)); if this "
+                "client's data set has changed, count its earlier releases for the new records "
+                f"with {self._command(name)}"
             )
 
     def _refuse_moved(
@@ -400,8 +400,8 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 def _restore_hint(path: Path) -> str:
     return (
-        f"restore it from a backup (or delete {path}, if its run was interrupted before the "
-        "first round)"
+        f"restore the ledger from a backup, or delete {path} if its run was interrupted before the "
+        "first round"
     )
 
 

@@ -144,7 +144,8 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
         raise LedgerError(
-            f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}, which this version reads"
+            f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}, the only schema that this "
+            "version reads"
         )
     if client is not None and owner != client:
         raise LedgerError(
