@@ -5,9 +5,10 @@ it cannot prove privacy.
 
 A fair coin decides for each of m canaries whether it is in the data. An auditor sees the release
 and guesses for r of the canaries. The guess is "in the data" for the canaries with the highest
-scores and "not in the data" for those with the lowest. If the mechanism is (ε, δ)-DP, many correct guesses are improbable
-(Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training run", 2023, Theorem 5.2). With
-p = e^ε/(1 + e^ε) and W ~ Binomial(r, p), the number V of correct guesses satisfies
+scores and "not in the data" for those with the lowest. If the mechanism is (ε, δ)-DP, many correct
+guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training run",
+2023, Theorem 5.2). With p = e^ε/(1 + e^ε) and W ~ Binomial(r, p), the number V of correct guesses
+satisfies
 
     P[V ≥ v] ≤ P[W ≥ v] + 2·m·δ·max_{1 ≤ i ≤ m} P[v − i ≤ W < v] / i.
 
@@ -66,10 +67,10 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> float:
-    """Returns the lower bound on ε of a canary audit, which is at most 1e-4 below the exact bound.
+    """Computes the lower bound on ε that a canary audit gives.
 
-    It is the largest ε that `correct` correct guesses refute at this confidence. It is 0 if they
-    refute none, and the search ends at 64.
+    It is the largest ε that `correct` correct guesses refute at this confidence, with an error of
+    at most 1e-4. It is 0 if they refute no ε. The search ends once ε = 64 is refuted.
 
     Args:
         correct: the number of correct guesses.

@@ -54,7 +54,7 @@ def _fresh_generator() -> np.random.Generator:
 
 
 class SecretGenerator:
-    """A source of Gaussian noise and Bernoulli masks that only the client can reproduce.
+    """A client's source of Gaussian noise and Poisson samples, which nobody else can predict.
 
     Args:
         four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.

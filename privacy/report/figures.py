@@ -50,22 +50,30 @@ class Verdict(Part):
 
 
 class AfterRound(Part):
+    """The largest ε of all clients after a round."""
+
     round: int
     worst: float
 
 
 class ReleaseKind(Part):
+    """The ε that one kind of release would have if it were the only one."""
+
     quantity: str
     mechanism: str
     epsilon: float
 
 
 class CurvePoint(Part):
+    """The largest ε of all clients for one δ."""
+
     delta: float
     epsilon: float
 
 
 class Attack(Part):
+    """The largest true-positive rate of a membership test with this false-positive rate."""
+
     false_positive_rate: float
     true_positive_rate_at_most: float
 
@@ -82,6 +90,8 @@ class Group(Part):
 
 
 class Guarantee(Part):
+    """The figures of a run's privacy guarantee, as `build.guarantee` computes them."""
+
     epsilon: float
     delta: float
     worst_client: str
@@ -155,6 +165,12 @@ class LedgerStart(Part):
 
 
 class LedgerHead(LedgerStart):
+    """The rows of a ledger from which a report was computed.
+
+    Attributes:
+        rows_before: the number of rows that the ledger had when the run began.
+    """
+
     rows_before: int = Field(ge=0)
 
 
