@@ -109,7 +109,7 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
         Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
     refused = train(line)
     assert refused.code == 2
-    command = refused.stderr.strip().rpartition("confirm it with ")[2]
+    command = refused.stderr.strip().rpartition("confirm this with ")[2]
     assert command == f"fedsynth privacy carry-over '{folder}' client-000"
     for name in ("client-000", "client-001"):
         said = fedsynth(f"privacy carry-over '{folder}' {name}")

@@ -27,7 +27,7 @@ from tests.special import SPECIAL, special_file
 def test_special_files_are_refused(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
-    with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, more than"):
+    with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, but at most"):
         read(special_file(tmp_path / "special", kind))
 
 

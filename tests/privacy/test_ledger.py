@@ -154,7 +154,7 @@ def test_lines_that_are_no_release(path: Path) -> None:
         assert (one.records, one.may_change, one.bound) == (("aa", "bb"), False, True)
     with pytest.raises(LedgerError, match="in memory"):
         Ledger("alice").carry_over()
-    with pytest.raises(LedgerError, match="does not support"):
+    with pytest.raises(LedgerError, match="does not know"):
         ledger._note({"entry": "forgiven"})  # of a later version; it is in the file now
     with pytest.raises(LedgerError, match="does not support"):
         read_ledger(path)

@@ -153,7 +153,7 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
 
 def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -> None:
     first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
-    with pytest.raises(LedgerError, match="taken by another run"):
+    with pytest.raises(LedgerError, match="another run has used"):
         first[0].charge(ROW)
     for ledger in (*second, *opened(folder, "abef", "cdgh")):
         ledger.charge(ROW)
@@ -259,7 +259,7 @@ def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
     LedgerFolder(folder).check_whole()
     (folder / "client-000.jsonl").unlink()
     for names in (None, ["north", "client-001"]):
-        with pytest.raises(LedgerError, match="is missing: restore it from a backup"):
+        with pytest.raises(LedgerError, match="is missing: restore the ledger from a backup"):
             opened(folder, "abc", "de", names=names)
     assert spent(folder) == {"client-001": 1}
     with pytest.raises(LedgerError, match="is missing, although the list of its records exists"):

@@ -81,7 +81,7 @@ def put(path: str, value: Any) -> Callable[[Any], None]:
     ("values", "text"),
     [
         ({"correct": 200}, "audit.epsilon_lower_bound"),
-        ({"correct": 401}, "audit: correct must be from 0 to guesses"),
+        ({"correct": 401}, "audit: correct must satisfy 0 <= correct"),
         ({"canaries": 10**400}, "audit.canaries is wrong"),
         ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
         ({"correct": 400, "confidence": 0.5}, "audit: its lower bound on ε"),
