@@ -99,7 +99,7 @@ def test_series_are_handed_out_by_name_and_once() -> None:
     assert clients.series("counts")[0].noise_std == 12.0
     with pytest.raises(UnplannedReleaseError, match="'images' was already taken"):
         clients.series("images")
-    with pytest.raises(UnplannedReleaseError, match=r"no release 'weights' is planned .*'counts'"):
+    with pytest.raises(UnplannedReleaseError, match=r"no release 'weights' for the main exchange .*'counts'"):
         clients.series("weights")
     with pytest.raises(UnplannedReleaseError, match="for the main exchange"):
         clients.series("logits")
