@@ -125,7 +125,7 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, float, int]]) -> Totals:
-        """Adds up rows (σ, q, steps). Several rows may have the same σ and q."""
+        """Creates totals from rows (σ, q, steps), of which several may have the same σ and q."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
             counts[σ, q] += steps

@@ -90,7 +90,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     ...         raise ZeroDivisionError
     ...     return 1 / x
     >>> values_of_each(inverse, [torch.tensor([4.0, 0.0, 2.0])], print)
-    the contribution of an image (or of the blank padding of a pass) could not be computed: ZeroDivisionError()
+    the contribution of a record (or of padding) is left out, because it could not be computed: ZeroDivisionError()
     tensor([0.2500,    nan, 0.5000])
     """
     try:
@@ -99,8 +99,8 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
         fillers = list(map(_public_like, records))
         missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
-            "the contribution of an image (or of the blank padding of a pass) could not be "
-            f"computed: {error!r:.300}"
+            "the contribution of a record (or of padding) is left out, because it could not "
+            f"be computed: {error!r:.300}"
         )
         return _bisected(compute, records, fillers, missing, list(range(len(records[0]))))
 

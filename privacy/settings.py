@@ -99,7 +99,7 @@ class PrivacySettings:
             `nominal_size`. All sizes then count users. A step samples users, and each sampled user
             contributes the clipped mean of their records' vectors.
         user_records: the maximum number of records of each user that take part, for unit "user".
-            They are chosen by a public keyed hash. None uses all records.
+            They are chosen by a hash with a public seed. None uses all records.
         adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" costs as much as
             "add-remove", but makes the number of a client's examples public. "replace-one" doubles
             every sensitivity.

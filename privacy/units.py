@@ -9,8 +9,8 @@ is used instead of the sum so that public constants keep their meaning. A diviso
 and a clip that suits one record's vector also suits the mean.
 
 The number of records per user can also be limited beforehand. Then at most m records of each user
-are kept. They are chosen by a keyed hash of each record's bytes, so the choice depends only on that
-user's records.
+are kept. They are chosen by a hash of each record's bytes with a public seed, so the choice depends
+only on that user's records.
 """
 
 from __future__ import annotations
