@@ -34,7 +34,6 @@ Rows = Sequence[Release]
 CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
 GROUPS = (2, 5)
 EMPTY_LEDGER = LedgerStart(rows=0, chain=None)
-EMPTY_LEDGER = LedgerStart(rows=0, chain=None)
 
 
 def build_report(
