@@ -96,7 +96,7 @@ def test_a_hard_cap_ends_the_run_in_order() -> None:
 
 
 def test_fewer_records_than_the_data_set_declares_are_refused() -> None:
-    with pytest.raises(PrivacySettingError, match="below the 1438 records"):
+    with pytest.raises(PrivacySettingError, match="must be at least 1438"):
         simulate(tiny(noise_multiplier=3.0, max_records=1000))
 
 
