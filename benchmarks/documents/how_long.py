@@ -45,7 +45,7 @@ def _federations() -> Axis:
     for method, place, file, prefix in FEDERATIONS:
         rows = [row for key, row in by_key(file).items() if key.startswith(prefix)]
         entries.append(((method, place, "5"), {"records": rows}))
-    for clients, active in ((10, "10"), (1000, "10"), (1000, "all")):
+    for clients, active in ((10, "10"), (1000, "all")):
         row = case("load", f"digits, {clients} clients, {active} a round")
         label = ("FedAvg", f"digits, {clients:,} clients, {active} a round", str(row["rounds"]))
         entries.append((label, {"records": [row], **figure("seconds", ".1f", unit=" s")}))

@@ -28,7 +28,6 @@ def _robust(alpha: str) -> Table:
                 "none": "no attack",
                 "sign": "sign flipped, scaled by 5",
                 "scale": "scaled by 100",
-                "nan": "NaN",
             },
         ),
         {**ROBUST, "key": "{rule}, {attack}, alpha=" + alpha, "show": _ended},

@@ -40,11 +40,6 @@ def _numbers(values: Iterable[float], form: str = ".1f") -> list[str]:
     return [number(value, form) for value in values]
 
 
-def _floor() -> list[str]:
-    floor = case("condense", "mnist", _complete)["floor"]
-    return _numbers([floor["fp32"], floor["bf16"]], ".2f")
-
-
 def _with_allocator() -> list[str]:
     row = case("condense", "mnist", lambda row: ALLOCATOR in row["command"])
     ratios = [row["ratio to reference"][engine] for engine in list(ENGINES)[1:]]
@@ -128,11 +123,6 @@ TABLES = {
     ),
 }
 SENTENCES = [
-    (
-        "docs/speed.md",
-        "a lower bound of {} for the first row in fp32, and {} with bf16 real passes",
-        _floor,
-    ),
     (
         "docs/speed.md",
         "the loop takes {} seconds and the ratios are {}, {}, {} and {}.",
