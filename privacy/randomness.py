@@ -58,9 +58,9 @@ class SecretGenerator:
 
     Args:
         four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.
-            This makes an attack harder that uses the exact floating-point values of the noise
-            (Haney et al. 2022), although there is no proof that it prevents the attack. Opacus'
-            "secure mode" does the same. Drawing noise then takes four times as long.
+            This hinders an attack on the exact floating-point values of the noise (Haney et al.
+            2022), although there is no proof that it prevents the attack. Opacus' "secure mode"
+            does the same. Drawing noise then takes four times as long.
         test_only: a seeded NumPy generator for tests. Never use it on real data. The report then
             states "not private".
     """

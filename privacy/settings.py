@@ -103,9 +103,9 @@ class PrivacySettings:
         adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" costs as much as
             "add-remove", but makes the number of a client's examples public. "replace-one" doubles
             every sensitivity.
-        four_sums: compute each noise value from four Gaussian values. This makes a known
-            floating-point attack harder, although there is no proof that it prevents the attack
-            (see `SecretGenerator`).
+        four_sums: compute each noise value from four Gaussian values. This hinders a known attack
+            on floating-point noise, although there is no proof that it prevents the attack (see
+            `SecretGenerator`).
         max_request_norm: the largest L2 norm of a server's message that clients answer. None means
             that there is no bound. Messages with numbers that are not finite are always refused.
         ledger: the folder that keeps the clients' ledgers across runs. By default, each run is

@@ -58,8 +58,8 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
         The names as a tuple.
 
     Raises:
-        PrivacySettingError: the number of names is wrong, a name has other characters than allowed,
-            or two names differ only in upper and lower case.
+        PrivacySettingError: the number of names is wrong, a name has a character that is not
+            allowed or is too long, or two names are equal apart from upper and lower case.
     """
     listed = not isinstance(names, str) and len(names) == clients
     require(listed, "names", f"must be a list of {clients} names, one for each client", names)
@@ -224,8 +224,8 @@ class LedgerFolder:
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
-                f"the records of client {name!r} differ from those that {self._file(name)} "
-                f"was charged for ({new.total()} are new, {gone} are missing): use the same "
+                f"the records of client {name!r} differ from those for which {self._file(name)} "
+                f"was charged ({new.total()} are new, {gone} are missing): use the same "
                 "records, or give each client a separate name (simulate(names=...)); if this "
                 "client's data set has changed, count its earlier releases for the new records "
                 f"with {self._command(name)}"
@@ -237,8 +237,8 @@ class LedgerFolder:
         """Checks that the new records of a client are not those of another client's ledger.
 
         Raises:
-            LedgerError: another ledger was charged for some of the records, or it cannot be checked
-                whether it was.
+            LedgerError: another ledger was charged for some of the records, or the records of
+                another ledger are unknown.
         """
         moved: Counter[str] = Counter()
         for record in new:

@@ -171,7 +171,7 @@ def _same(expected: Any, stated: Any, small: float) -> bool:
 
 def _text(value: Any) -> str:
     if value is _MISSING:
-        return "nothing"
+        return "missing"
     if isinstance(value, float):
         return f"{value:.6g}"
     return short_repr(value)
