@@ -220,7 +220,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def delta_of(merged: Merged, epsilon: float) -> float:
-    """Returns the smallest δ for which the merged releases are (ε, δ)-DP."""
+    """Returns a δ, rounded up, for which the merged releases are (ε, δ)-DP."""
     if merged.interval is None:
         return gaussian_delta(merged.without_sampling, epsilon)
     return min(1.0, float(_composed(merged).get_delta_for_epsilon(epsilon)) + merged.slack)
@@ -228,7 +228,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def epsilon_of(merged: Merged, delta: float) -> float:
-    """Returns the smallest ε for which the merged releases are (ε, δ)-DP.
+    """Returns an ε, rounded up, for which the merged releases are (ε, δ)-DP.
 
     Raises:
         PrivacySettingError: δ is too small for the accuracy of the FFT.

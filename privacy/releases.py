@@ -151,7 +151,7 @@ def check_adjacency(adjacency: str) -> None:
     """Checks that the adjacency is one of `ADJACENCIES`.
 
     Raises:
-        PrivacySettingError: it is not.
+        PrivacySettingError: the adjacency is unknown.
     """
     rule = f"must be one of {', '.join(ADJACENCIES)}"
     require(adjacency in ADJACENCIES, "adjacency", rule, adjacency, "privacy")
