@@ -56,7 +56,7 @@ products would be exact in every kernel."""
 
 class _SeriesEndedError(Exception):
     """Raised during a trial when a step draws a batch for a release that the trial does not
-    simulate."""
+    simulate, or has made its last release."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,8 @@ class StepTrial:
             message = server.request(phase, context)
             if message is None:
                 continue
+            self._phase = phase
+            self._unfinished: set[int] = set()
             allowance = charge_round(
                 self._plans,
                 context.round,
@@ -205,6 +207,7 @@ class StepTrial:
     def next_number(self) -> int:
         """Returns the number of a new series of sums."""
         self._num_series += 1
+        self._unfinished.add(self._num_series)
         return self._num_series
 
     def watch(self) -> None:
@@ -253,8 +256,18 @@ class StepTrial:
 
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
         """Returns the sums of the first run in every run, so that later results do not depend on
-        the records."""
+        the records.
+
+        Raises:
+            _SeriesEndedError: this was the last release of the main exchange. A trial omits the
+                computations on releases: they are slow, and can fail on random images.
+        """
         self._unwatch()
+        number, steps_left = key
+        if steps_left == 1:
+            self._unfinished.discard(number)
+        if self._phase != FIRST and not self._unfinished:
+            raise _SeriesEndedError
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
 

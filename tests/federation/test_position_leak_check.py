@@ -23,6 +23,7 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.step_trial import MIN_RECORDS, records_of_step
+from fedsynth.methods import feddm
 from fedsynth.models import feature_linear
 from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
@@ -183,6 +184,21 @@ def test_each_kind_of_network_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(warned(run)) == 1
     assert tried.count("LeNet5") == tried.count("Mlp") > 0
     assert "Linear" not in tried
+
+
+def test_a_step_ends_with_its_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a trial that computes all steps without a release, or whose finding is lost if they
+    fail on random images."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("post-processing")
+
+    monkeypatch.setattr(feddm, "split_uploads", fails)
+    moving(monkeypatch, "features")
+    given = {"method": small_settings("feddm"), "run": {"method": "feddm"}}
+    run = resolve({**given, "privacy": {"noise_multiplier": 1.0, "mechanism": "features"}})
+    [warning] = warned(run)
+    assert WORDS in warning
 
 
 def test_a_trial_that_fails_is_in_the_verdict_and_ends_nothing(
