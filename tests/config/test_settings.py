@@ -93,7 +93,11 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
             "run.rounds must be a whole number, got 'many'",
         ),
         ({"method": {"restart": "x"}}, SettingError, "method.restart must be true or false, got"),
-        ({"privacy": {"delta": 1e-5}}, PrivacySettingError, "privacy.epsilon (a budget) must be set"),
+        (
+            {"privacy": {"delta": 1e-5}},
+            PrivacySettingError,
+            "privacy.epsilon (a budget) must be set",
+        ),
     ],
     ids=str,
 )
