@@ -1,5 +1,5 @@
-"""A custom synthesis pipeline: one data owner makes a private synthetic set, without a federation
-and without the command line.
+"""Creates a private synthetic dataset for a single data owner, without a federation and without the
+command line.
 
 The owner's ledger is charged when `condense` starts. Everything after that, such as training a
 model on the synthetic records, is post-processing and costs no budget.
@@ -12,7 +12,7 @@ from fedsynth.models.convnet import ConvNet
 
 
 def main() -> float:
-    """Creates the set, trains a model on it and returns the model's test accuracy."""
+    """Creates the synthetic dataset, trains a model on it, and returns the model's test accuracy."""
     train, test = load_dataset("digits")
     owner = privacy.DataOwner(
         "clinic-a",

@@ -1,13 +1,13 @@
-"""Distils a Fashion-MNIST teacher into a student that never sees an image (a small version of
-FedKF's Table IV).
+"""Distils a Fashion-MNIST teacher into a student that never sees a real image.
 
     FEDSYNTH_DATA=DIR python examples/data_free_distillation.py [--steps 3000]
 
-The teacher, a LeNet-5, is trained as usual. The student learns only from the images of a generator,
-which is trained against the teacher to produce all classes equally often, with some confidence. At
-the end, the teacher classifies a batch of generated images; a collapsed generator produces only one
-or two classes. This takes about half an hour on a CPU core. `benchmarks/generator_scale.py`
-compares weights, rates and replay on held-out images.
+This is a small version of FedKF's Table IV. The teacher, a LeNet-5, is trained as usual. The
+student learns only from the images of a generator. The generator is trained against the teacher to
+produce all classes equally often and with some confidence. At the end, the teacher classifies a
+batch of generated images, because a collapsed generator produces only one or two classes. The
+example takes about half an hour on a CPU core. `benchmarks/generator_scale.py` compares loss
+weights, learning rates and replay on held-out images.
 """
 
 from __future__ import annotations

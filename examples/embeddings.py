@@ -1,10 +1,10 @@
-"""FedStats on embeddings of a public encoder, stored as images of one row.
+"""Runs FedStats on embeddings of a public encoder, which are stored as images of one row.
 
     python examples/embeddings.py
 
-The embeddings are clipped to [-4, 4] and stored as bytes. A registered feature map restores their
-units. The clip, the norm bound and the radius are public constants: take them from the encoder's
-paper, and not from the private data.
+The embeddings are clipped to [-4, 4] and stored as bytes. A registered feature map converts the
+bytes back to embeddings. The clipping range, the norm bound and the radius are public constants.
+Take them from the encoder's paper, and not from the private data.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ CLASSES = ("healthy", "ill")
 
 
 def embeddings(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns synthetic embeddings [N, DIMENSION] and labels [N], in place of an encoder's."""
+    """Returns synthetic embeddings [N, DIMENSION] and labels [N], which replace the outputs of a
+    real encoder.
+    """
     labels = np.arange(number) % len(CLASSES)
     noise = np.random.default_rng(seed).normal(size=(number, DIMENSION))
     return noise + 0.5 * labels[:, None], labels
 
 
 def as_images(vectors: np.ndarray) -> np.ndarray:
-    """Returns the vectors as byte images [N, 1, 1, DIMENSION]."""
+    """Converts vectors to byte images [N, 1, 1, DIMENSION]."""
     scaled = (np.clip(vectors, -4, 4) + 4) / 8 * 255
     pixels: np.ndarray = scaled.round().astype(np.uint8)
     return pixels.reshape(-1, 1, 1, DIMENSION)
 
 
 def restore(pixels: Tensor) -> Tensor:
-    """Returns the embeddings [N, DIMENSION] of pixels in [0, 1]."""
+    """Converts pixels in [0, 1] back to embeddings [N, DIMENSION]."""
     return 8 * pixels.flatten(1) - 4
 
 
 def encoder_map(image_shape: tuple[int, int, int]) -> FeatureMap:
-    """Returns the map with its public constants."""
+    """Returns the feature map with its public constants."""
     return FeatureMap(
         "encoder",
         image_shape,

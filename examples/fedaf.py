@@ -1,5 +1,6 @@
-"""FedAF on the embedded digits, without privacy and with a budget of ε = 10: the privacy cost of
-its shared logits in addition to the images.
+"""Runs FedAF on the embedded digits, first without privacy and then with a budget of ε = 10.
+
+The private run prints the privacy cost of the shared logits and of the images.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from fedsynth import FedAF, ModelSettings, PartitionSettings, PrivacySettings, R
 
 
 def settings(privacy: PrivacySettings | None) -> RunSettings:
-    """Returns the settings of a short run. λ_loc and λ_glob are the paper's for CIFAR-10, as
-    Fashion-MNIST's λ_glob = 2 keeps an undertrained model at nearly uniform labels.
+    """Returns the settings of a short run.
+
+    λ_loc and λ_glob have the paper's values for CIFAR-10. With the value for Fashion-MNIST, λ_glob
+    = 2, the predictions of a model that is trained for so few rounds stay nearly uniform.
     """
     return RunSettings(
         method=FedAF(

@@ -1,6 +1,4 @@
-"""A private federation in ten lines: FedDM on the embedded digits with a budget of ε = 8 for each
-client.
-"""
+"""Runs FedDM privately on the embedded digits with a budget of ε = 8 for each client."""
 
 from fedsynth import FedDM, ModelSettings, PartitionSettings, PrivacySettings, RunSettings, simulate
 

@@ -1,10 +1,12 @@
-"""FedProx on the data set of its paper, Synthetic(1, 1), where 90 % of a round's devices do not
-finish (arXiv 1812.06127, a small version of Fig. 1).
+"""Compares FedProx with FedAvg on the dataset of its paper, Synthetic(1, 1), where 90 % of the
+devices in a round do not finish.
 
-FedAvg drops those devices; FedProx uses their partial work, with a proximal term (μ = 1) and
-without. The model is softmax regression, with 10 of 30 devices a round and up to 20 passes. It
-prints the test accuracy after 20 rounds, and the inexactness γ with which the devices of a first
-round solve their subproblems (0: exactly; 1: not at all).
+This is a small version of Fig. 1 of the paper (arXiv 1812.06127). FedAvg drops the devices that do
+not finish. FedProx uses their partial work, with a proximal term (μ = 1) and without one (μ = 0).
+The model is softmax regression. In each round, 10 of 30 devices train for up to 20 passes. The
+example prints the test accuracy after 20 rounds. It also prints the inexactness γ with which the
+devices of the first round solve their local problems, where 0 is an exact solution and 1 is no
+progress.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def settings(method: Method, rounds: int) -> RunSettings:
 
 
 def gammas(run: RunSettings, mu: float) -> list[float]:
-    """Returns γ of each device that participated in a single round from the initial model."""
+    """Returns γ of each device that takes part in a single round from the initial model."""
     train, _ = load_dataset(DATASET)
     start = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
     parts = partition(

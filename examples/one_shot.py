@@ -1,9 +1,10 @@
-"""One-shot federated learning on the embedded digits: FedHydra, DENSE and FedDF distil the models
-of five clients with two digits each.
+"""Compares one-shot federated learning by FedHydra, DENSE and FedDF on the embedded digits.
 
-Without privacy, and with ε = 10. FedDF distils on public images: here random pixels, as there is no
-better choice; prefer a data set similar to the clients' (`proxy="emnist-letters"`). For the run
-without privacy, FedHydra's U is printed: how well each client can teach each class.
+The server distils the models of five clients, each of which has examples of two digits. All methods
+run without privacy and with ε = 10. FedDF distils on public images. This example uses random
+pixels, because no public dataset is included; prefer a dataset that is similar to the clients' data
+(`proxy="emnist-letters"`). For the run without privacy, the example also prints FedHydra's matrix
+U, which measures how well each client can teach each class.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def methods() -> list[Method]:
 
 
 def settings(method: Method, privacy: PrivacySettings | None) -> RunSettings:
-    """Returns the settings of a run on 2c/c: two disjoint digits at each of five clients. Privacy
-    refuses batch norm, so group norm replaces it.
+    """Returns the settings of a run in which each of five clients has two digits that no other
+    client has.
+
+    The private run uses group norm instead of batch norm, because batch norm is refused with
+    differential privacy.
     """
     return RunSettings(
         method=method,

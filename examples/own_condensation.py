@@ -1,20 +1,23 @@
-"""A custom condensing method, with its own upload and private charge: FedDM with prototypes.
+"""Implements a custom condensing method with its own upload and its own private release.
 
-A condensing method inherits `CondensingMethod` (its settings) or, as here, a method, and writes the
-steps that differ:
+The method is FedDM with prototypes. A client also uploads the class means of its embeddings under
+the global model. While the server trains, a loss pulls the embeddings of synthetic images towards
+those of the real images (prototypes as in FedProto, Tan et al. 2022, arXiv 2105.00243).
 
-- `client_step`: here FedDM's, with class means in addition. With privacy further statistics come
-  from charged sums of one vector per example, as by `class_means`. The vector must be a function of
-  its example (and of releases) only, or else the clip bounds nothing;
-- the message, each of whose fields declares its status under differential privacy;
-- `release_plans`: one row per release, the images' first. The engine charges for them before any
-  data are read, and hands them out by name: nothing else can be released;
-- `server_step`: the training on all clients' images.
+A condensing method inherits from `CondensingMethod`, which has the settings, or from another
+method, as here from `FedDM`. The method overrides what differs:
 
-Here a client uploads the class means of its embeddings under the global model. While the server
-trains, a loss pulls embeddings of synthetic images towards those of the real ones (prototypes as in
-FedProto, Tan et al. 2022, arXiv 2105.00243). Inside the package this would be a file in
-fedsynth/methods and a line in its registry: from fedsynth.methods.protodm import ProtoDM as ProtoDM
+- `client_step`: here FedDM's step, followed by the class means. With privacy, additional statistics
+  must be noisy sums of one vector per example that were charged, as `class_means` computes them.
+  Each vector must be a function of its example and of releases only. Otherwise the clipping does
+  not bound the influence of an example.
+- the message: each field declares its status under differential privacy.
+- `release_plans`: returns one plan for each release, starting with that of the images. The engine
+  charges for these plans before any data are read, and `client_step` can release nothing else.
+- `server_step`: the training on the images of all clients.
+
+Inside the package, this code would be a file in fedsynth/methods, with one line in its registry:
+from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ from fedsynth.training.sgd import Objective
 
 @dataclass(frozen=True)
 class SetWithPrototypes(SyntheticSet):
-    """The upload: images and labels, the class means of embeddings [C, D], and a mask of the
-    existing ones [C]."""
+    """The upload of a client: images and labels, the class means of embeddings [C, D], and a mask
+    [C] of the classes that have a mean.
+    """
 
     prototypes: Tensor = released()
     present: Tensor = released()
@@ -59,13 +63,16 @@ class SetWithPrototypes(SyntheticSet):
 
 @dataclass(frozen=True)
 class ProtoDM(FedDM):
-    """FedDM whose server also trains towards prototypes. Settings: those of `FedDM`, and
+    """FedDM whose server also pulls embeddings towards prototypes.
+
+    The following settings come in addition to those of `FedDM`.
 
     Args:
         alignment: weight of mean ‖h(x) − p_y‖²/D relative to the server's cross-entropy.
-        prototype_clip: with differential privacy, the L2 bound of an example's embedding.
-        prototype_noise: the noise multiplier of the embeddings' sums and of the counts, relative to
-            the images'.
+        prototype_clip: L2 bound on the embedding of an example. It is used only with differential
+            privacy.
+        prototype_noise: noise multiplier of the sums of embeddings and of the counts, divided by
+            that of the images. It is used only with differential privacy.
     """
 
     name: ClassVar[str] = "protodm"
@@ -117,7 +124,9 @@ class ProtoDM(FedDM):
         return replace(state, parameters=model.state_dict())
 
     def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Objective:
-        """Returns the server's loss: the cross-entropy and the pull towards the prototypes."""
+        """Returns the server's loss, which is the cross-entropy plus the distance to the
+        prototypes.
+        """
         present = [u.present for u in uploads.values()]
         targets, has_target = average_over_holders(
             [u.prototypes for u in uploads.values()], present

@@ -1,23 +1,24 @@
-"""Custom images and custom clients: what to declare, and what it means for privacy.
+"""Runs a private federation on your own images and your own clients, and shows what you must
+declare.
 
-First, choose the privacy unit. By default, ε holds for ONE IMAGE, and a patient with five images
-has only the much weaker guarantee of a group of five. Here `groups` gives the patient of each
-image, and `unit="user"` protects each patient with all their images at a hospital; `nominal_size`
-is then the public number of patients that a hospital is supposed to have.
+First, choose the privacy unit. By default, ε holds for ONE IMAGE. A patient with five images then
+has only the much weaker guarantee of a group of five. In this example, `groups` names the patient
+of each image, and `unit="user"` protects all images of a patient at a hospital together.
+`nominal_size` is then the public number of patients that a hospital is supposed to have.
 
 Then declare four things:
 
-- `DatasetSpec` is public: divisors, sampling rates and the privacy report use it. Therefore
+- `DatasetSpec` is public. Sampling rates, normalisation and the privacy report use it. Therefore
   `train_size` is a round number that may be published (here "about 600"), not the true number of
-  records, and `mean` and `std` are constants, not computed from the data.
-- `ledger` is a folder that you keep and name in every run on these data: the spent budget adds up
-  there. A second call of this example has almost no budget left, and therefore needs far more
-  noise. `ledgers/private` must stay secret.
-- `names` are the clients' names, and public. The ledgers identify clients by them, and detect if
-  the records are not theirs.
-- `test="public"` declares that the test images are public, so that the accuracy on them is
-  published. Otherwise they are private, and results on them are only in the run's
-  `simulation_only` folder; `data=(train, None)` has no test images.
+  records, and `mean` and `std` are constants that are not computed from the data.
+- `ledger` is a folder that records the spent budget. Name the same folder in every run on these
+  data, because the budget adds up over the runs. If you run this example a second time, almost no
+  budget is left, and far more noise is needed. `ledgers/private` must stay secret.
+- `names` are the public names of the clients. The ledgers identify clients by these names, and
+  detect if the records belong to a different client.
+- `test="public"` declares that the test images are public, so the accuracy on them is published.
+  Otherwise the test images are private, and results on them are only in the run's `simulation_only`
+  folder. `data=(train, None)` runs without test images.
 """
 
 from pathlib import Path
@@ -54,8 +55,9 @@ IMAGES_OF_A_PATIENT = 3
 
 
 def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or
-    on both sides, and labels [n].
+    """Returns noisy images [n, 1, 16, 16] (uint8) and their labels [n].
+
+    Each image has a bright bar on the left, on the right, or on both sides.
     """
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 120, (n, 1, 16, 16))
@@ -66,8 +68,8 @@ def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
-    """Runs three hospitals of different sizes with ε = 8 each; returns the accuracy on public test
-    images.
+    """Runs three hospitals of different sizes with ε = 8 each, and returns the accuracy on public
+    test images.
     """
     train = from_arrays(*scans(570, 0), SPEC, groups=np.arange(570) // IMAGES_OF_A_PATIENT)
     test = from_arrays(*scans(90, 1), SPEC)

@@ -1,11 +1,12 @@
-"""A custom method, outside the package: FedAvg with Adam on the server (FedAdam, Reddi et al. 2021,
-arXiv 2003.00295).
+"""Implements a custom method outside the package: FedAvg with Adam on the server (FedAdam, Reddi et
+al. 2021, arXiv 2003.00295).
 
-A method is a frozen dataclass: settings with their ranges, and steps that are pure functions of
-their arguments. A method that trains locally inherits `TrainsLocally` and overrides what differs:
-here `combine`, the server's step; `task` would change the clients' loss. The server keeps its state
-between rounds in a custom class, `AdamState`. Differential privacy needs nothing more: the clients
-then train with DP-SGD, and the server computes with their releases.
+A method is a frozen dataclass. Its fields are settings with their ranges, and its steps are pure
+functions of their arguments. A method with local training inherits from `TrainsLocally` and
+overrides what differs. Here this is `combine`, the server's step; `task` would change the clients'
+loss. The server keeps its state between rounds in a custom class, `AdamState`. Differential privacy
+needs no further code: the clients then train by DP-SGD, and the server computes with their
+releases.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class AdamState(AveragingState):
-    """The server's state, with Adam's two moments for each parameter (initially empty: zero)."""
+    """The server's state, including the two moments of Adam for each parameter. An empty mapping
+    stands for zero.
+    """
 
     m: Mapping[str, Tensor] = field(default_factory=dict)
     v: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,8 +46,10 @@ class AdamState(AveragingState):
 
 @dataclass(frozen=True)
 class FedAdam(TrainsLocally):
-    """Server: Δ = mean(w_k) − w; m ← β₁m + (1 − β₁)Δ; v ← β₂v + (1 − β₂)Δ²; w ← w + η·m/(√v + τ)
-    (Algorithm 2 there).
+    """FedAvg with Adam on the server.
+
+    The server computes Δ = mean(w_k) − w, m ← β₁m + (1 − β₁)Δ, v ← β₂v + (1 − β₂)Δ² and w ← w +
+    η·m/(√v + τ) (Algorithm 2 of the paper).
 
     Args:
         server_lr: η.
@@ -80,8 +85,8 @@ class FedAdam(TrainsLocally):
 
 
 def main(rounds: int = 10) -> dict[str, float]:
-    """Returns the test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of
-    FedAdam at ε = 8.
+    """Returns the test accuracy of FedAvg, of FedAdam, and of FedAdam with ε = 8, on the digits
+    with softmax regression.
     """
     local: dict[str, Any] = {"batch": 32, "local_epochs": 2}
     methods: dict[str, tuple[Method, PrivacySettings | None]] = {

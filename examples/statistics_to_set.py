@@ -1,9 +1,9 @@
-"""Images -> private sums -> a synthetic set -> a custom torch model.
+"""Generates a synthetic dataset from private sums, and trains a custom torch model on it.
 
-Three owners of the embedded digits release noisy class statistics of fixed features (FedStats); the
-server makes images from the releases. Anyone who receives the exported folder, with the images and
-the released classifier, can train any network on it, without the data and at no further privacy
-cost. There are few digits, so ε is large here.
+Three owners of the embedded digits release noisy class statistics of fixed features (FedStats), and
+the server generates images from the releases. The exported folder contains the images and the
+released classifier. Anyone who receives the folder can train any network on it, without the data
+and without further privacy cost. The digits are a small dataset, so ε is large here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from fedsynth.evaluation.accuracy import accuracy
 
 
 def network() -> nn.Module:
-    """Returns a network from normalised images [N, 1, 8, 8] to ten logits; any other would do."""
+    """Returns a small network that maps normalised images [N, 1, 8, 8] to ten logits. Any other
+    network would work too.
+    """
     layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(32 * 4 * 4, 10))
 
 
 def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
     """Returns the test accuracy of the released classifier and of the model trained on the
-    synthetic set."""
+    synthetic dataset.
+    """
     settings = RunSettings(
         FedStats(ipc=10),
         rounds=4,

@@ -1,27 +1,32 @@
-"""FedDM's surrogate in one dimension: Appendix A and Figure 1 of the paper (arXiv 2207.09653), and
-details that it leaves out.
+"""Plots FedDM's surrogate in one dimension, as in Appendix A and Figure 1 of the paper (arXiv
+2207.09653).
 
     python examples/surrogate_1d.py surrogate.png
 
-A client's objective f(w) is a mean over its examples. A gradient gives the server f's tangent at
-the current w; FedDM's synthetic examples give it a whole curve, the surrogate. Here n = 100 numbers
-x ~ N(0, 1) have labels y, the model predicts sigmoid(w·x), f is the mean cross-entropy (Eq. 18), w
-is currently 0, and n' = 20 synthetic numbers start at random.
+A client's objective f(w) is a mean over its examples. A gradient gives the server the tangent of f
+at the current w. FedDM's synthetic examples give it a whole curve, the surrogate. Here, n = 100
+numbers x ~ N(0, 1) have labels y. The model predicts sigmoid(w·x), f is the mean cross-entropy (Eq.
+18), and the current w is 0. There are n' = 20 synthetic numbers, which start at random. Two details
+of the paper need an explanation.
 
-Labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform.
-That is a tenth of *both* halves, so y does not depend on x, and f is smallest near w = 0. It must
-be a misprint for "p < 0.9": y is the sign of x, with a tenth of the labels flipped. This is the
-default here; `printed=True` uses the printed formula.
+Labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), with p
+uniform. Then a tenth of *both* halves has y = 1, so y does not depend on x, and f is smallest near
+w = 0. It must be a misprint for "p < 0.9". With this correction, y is the sign of x, and a tenth of
+the labels are flipped. The example uses the correction by default; `printed=True` uses the printed
+formula.
 
-Matching. With a scalar input and no hidden layer, Eq. 9's embedding is h = x and its logit z = w·x.
-Both means agree for every w as soon as the class means of x agree, so Eq. 9 only shifts the numbers
-of a class, and does not change their spread. This fixes the slope at 0: f'(0) = mean(x·(1/2 − y))
-depends only on the class means. It does not fix the curvature f''(0) = mean(x²)/4: with numbers
-that start from N(0, 1) it is about 1.3 times too large (the expected second moment is 0.64² + 0.9,
-not 1), and the surrogate's minimum is too close to 0. In a deep network the features change with w,
-so the means contain more information. Eq. 7, which Eq. 9 approximates, compares the losses
-themselves at random w near 0 (here for each class). With it the surrogate follows f closely, even
-further from 0, as the paper states of its Figure 1. The plot shows both.
+Matching. With a scalar input and no hidden layer, the embedding in Eq. 9 is h = x, and the logit is
+z = w·x. As soon as the class means of x agree, both means agree for every w. Eq. 9 therefore only
+shifts the numbers of a class, and does not change their spread. This fixes the slope at 0, because
+f'(0) = mean(x·(1/2 − y)) depends only on the class means. It does not fix the curvature f''(0) =
+mean(x²)/4. With numbers that start from N(0, 1), the curvature is about 1.3 times too large,
+because the expected second moment is 0.64² + 0.9 and not 1. The minimum of the surrogate is then
+too close to 0. In a deep network, the features change with w, so the means contain more
+information.
+
+Eq. 9 approximates Eq. 7, which compares the losses themselves at random w near 0, here for each
+class. With Eq. 7, the surrogate follows f closely, even further from 0, as the paper states of its
+Figure 1. The plot shows both surrogates.
 """
 
 from __future__ import annotations
@@ -43,7 +48,10 @@ W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)
 
 
 def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns x and y, float64 [n] each (Eq. 17; see the module docstring for `printed`)."""
+    """Returns x and y, both float64 [n] (Eq. 17).
+
+    The module docstring explains `printed`.
+    """
     rng = torch_generator(seed, "surrogate-data")
     x = torch.randn(n, generator=rng, dtype=torch.float64)
     p = torch.rand(n, generator=rng, dtype=torch.float64)
@@ -52,23 +60,24 @@ def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Te
 
 
 def class_loss(w: Tensor, x: Tensor, y: int) -> Tensor:
-    """Returns the mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for
-    each w [M] (Eq. 18).
+    """Computes the mean cross-entropy of sigmoid(w·x) for each w [M] on examples x [m] that all
+    have the label y (Eq. 18).
     """
     z = w[:, None] * x
     return (F.softplus(z) - y * z).mean(1)
 
 
 def logit_and_embedding(w: Tensor, x: Tensor, y: int) -> Tensor:
-    """Returns Eq. 9's two means for each w, of h = x and of z = w·x, [M, 2]."""
+    """Computes the two means in Eq. 9, of h = x and of z = w·x, for each w, [M, 2]."""
     return torch.stack([x.mean().expand(len(w)), (w[:, None] * x).mean(1)], dim=1)
 
 
 def match(
     x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], *, seed: int = 0
 ) -> Tensor:
-    """Returns synthetic examples [2 classes, 10] whose `means` match the real ones' around w =
-    0."""
+    """Returns synthetic examples [2 classes, 10] whose `means` match those of the real examples for
+    w near 0.
+    """
     rng = torch_generator(seed, "surrogate-matching")
     synthetic = torch.randn(2, 10, generator=rng, dtype=torch.float64).requires_grad_()
     optimiser = torch.optim.Adam([synthetic], lr=0.02)
@@ -82,7 +91,7 @@ def match(
 
 
 def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
-    """Returns f, the two surrogates and the tangent at w = 0, each at the points `W`."""
+    """Computes f, the two surrogates, and the tangent at w = 0, each at the points `W`."""
     x, y = make_data(seed=seed, printed=printed)
     # of class 1; the classes' losses are weighted by their real shares, as in Eq. 10
     share = y.mean()
@@ -111,8 +120,10 @@ def new_figure() -> Any:
 
 
 def main(out: Path) -> dict[str, Tensor]:
-    """Draws the curves into `out` (PNG), prints their gaps to f and minimisers over |w| ≤ 5, and
-    returns them.
+    """Draws the curves into the PNG file `out`, and returns them.
+
+    The function also prints the largest distance of each curve to f, and its minimiser over |w| ≤
+    5.
     """
     figure = new_figure()
     lines = curves()

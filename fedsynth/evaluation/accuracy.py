@@ -1,10 +1,10 @@
-"""Test accuracy of a classifier on resident data.
+"""Accuracy of a classifier on a dataset in memory, and fairness across clients.
 
-A model's accuracy at each client, and its evenness (FedKF, Definitions 1 to 3).
-
-a_k is the accuracy on client k's own test split. n_k = |D_k| counts all of the client's records,
-for training and for testing: FedKF splits each D_k into the two. All three measures include only
-clients with a test record, each of which has n_k ≥ 1.
+`local_metrics` computes the three measures of FedKF (Definitions 1 to 3): the average accuracy of a
+model over the clients, its variance and its minimum. a_k is the accuracy on the test split of
+client k. n_k = |D_k| counts all records of client k, both for training and for testing, because
+FedKF splits each D_k into the two. The measures include only clients that have at least one test
+record.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ from fedsynth.models.on_features import OnFeatures
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
-    """Returns the accuracy of `model` (on the data's device) on `data`, in [0, 1]; the model's mode
-    is restored."""
+    """Computes the accuracy of `model` on `data`, in [0, 1].
+
+    The model must be on the same device as the data. Its training or evaluation mode is restored
+    afterwards.
+    """
     return int(correct(model, data, batch).sum()) / len(data.labels)
 
 
 def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
-    """Returns the accuracy in each domain that `data` has examples of, from `correct`; empty if
-    examples have no domain."""
+    """Computes the accuracy within each domain of a dataset.
+
+    Args:
+        right_N: whether each example is classified correctly, as returned by `correct`.
+        data: the examples.
+
+    Returns:
+        The accuracy by the domain's name, for domains with at least one example. The dictionary is
+        empty if the dataset has no domains.
+    """
     if data.domains is None:
         return {}
     accuracies = {}
@@ -43,14 +54,16 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
 def correct(
     model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
 ) -> Tensor:
-    """Returns whether `model` classifies each example correctly, bool [N]; the model's mode is
-    restored.
+    """Returns a boolean tensor [N] that is true where `model` classifies an example correctly.
+
+    The model's training or evaluation mode is restored afterwards.
 
     Args:
-        model: takes images; if it uses a feature map, the features are cached with the data.
-        data: all examples.
-        batch: examples per pass.
-        among: positions [N] of the examples to classify; None: all.
+        model: a classifier of images. If the model uses a feature map, the features are cached
+            together with the data.
+        data: the dataset that contains the examples.
+        batch: number of examples in a forward pass.
+        among: indices [N] of the examples to classify. By default, all examples are classified.
     """
     mode = model.training
     model.eval()
@@ -67,7 +80,8 @@ def correct(
 
 
 def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns a function that gives logits of records [M] among `indices` [N]."""
+    """Returns a function that computes the logits of the examples at indices [M], a subset of
+    `indices` [N]."""
     if isinstance(model, OnFeatures | FeatureLinear):
         from_features = model.from_features
         look_up = feature_table(data, model.feature_map, indices)
@@ -78,21 +92,22 @@ def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[
 def local_metrics(
     right: Sequence[int], tested: Sequence[int], sizes: Sequence[float]
 ) -> dict[str, Any] | None:
-    """Returns measures of a model on the clients' own test splits.
+    """Computes how well and how evenly a model performs on the clients' own test splits.
 
-    AMP = Σ_k n_k/n · a_k; FM is the population variance of the a_k about their plain mean; WLP =
-    min_k a_k.
+    The measures are AMP = Σ_k n_k/n · a_k, the weighted mean of the accuracies a_k; FM, their
+    population variance around the unweighted mean; and WLP = min_k a_k, the accuracy of the worst
+    client.
 
-    They are exact functions of private data: for simulations only.
+    The results are exact functions of private data, so only a simulation may compute them.
 
     Args:
-        right: records of each client's test split that the model classifies correctly.
-        tested: records of each client's test split; a client without any does not count (its a_k
-            is None).
-        sizes: n_k.
+        right: for each client, the number of test records that the model classifies correctly.
+        tested: for each client, the number of test records. A client without test records is
+            ignored, and its a_k is None.
+        sizes: n_k of each client.
 
     Returns:
-        None if no client has a test record.
+        The measures by name, or None if no client has a test record.
     """
     accuracies: list[float | None] = []
     values, weights = [], []

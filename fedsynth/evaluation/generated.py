@@ -1,24 +1,26 @@
-"""Quality measures of generated images, based on their teacher (or ensemble); they make a
-generator's collapse visible.
+"""Quality measures of generated images, which show whether a generator has collapsed.
 
-`tally` counts a batch's images by the class that the teacher predicts, and how many of them were
-requested as that class. A tally is a small tensor, so a state or a memory can hold it, and tallies
-of batches can be added. `describe` computes a round's facts from it:
+The measures are based on a teacher, which may be an ensemble. `tally` counts the images of a batch
+by the class that the teacher predicts, and counts how many of these images were requested as that
+class. A tally is a small tensor, so a method can store it in its state, and can add the tallies of
+several batches. `describe` computes these measures from a tally:
 
-- agreement: the share of images for which the teacher predicts the requested class (only
-  conditional generators);
-- student: the share of images for which the student, after it has learned from them, predicts the
-  teacher's class (only methods that pass it to `tally`). Near 1 / C it has learned nothing,
-  however good the images are: its hidden units may be dead;
-- class_entropy: the entropy of the predicted classes, in nats; class_entropy_share: the entropy
-  divided by log C, 1 if all classes are equally frequent;
+- agreement: the share of images for which the teacher predicts the requested class. Only
+  conditional generators have this measure.
+- student: the share of images for which the student predicts the teacher's class after training on
+  them. Only methods that pass the student's logits to `tally` have this measure. If the value is
+  near 1/C, the student has learned nothing, however good the images are; its hidden units may be
+  dead.
+- class_entropy: the entropy of the predicted classes, in nats.
+- class_entropy_share: the entropy divided by log C, which is 1 if all classes are equally frequent.
 - classes: the number of classes with at least one image.
 
-Classes are the teacher's argmax, not its mean prediction: a batch of images that it cannot classify
-has a mean prediction of high entropy and teaches nothing.
+The class of an image is the argmax of the teacher's prediction. The mean prediction over a batch
+would not show a collapse: if the teacher cannot classify the images, their mean prediction has a
+high entropy, although the images teach nothing.
 
-All facts are computed from the teacher, the generator and noise. They are post-processing wherever
-those are released or public.
+All measures are computed from the teacher, the generator and noise. They are post-processing if the
+teacher and the generator are released or public.
 """
 
 from __future__ import annotations
@@ -34,27 +36,32 @@ from torch import Tensor, nn
 from fedsynth.seeding import torch_generator
 
 GENERATOR = "generator"
-"""The key of these facts in a round's metrics."""
+"""The key of these measures in the metrics of a round."""
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
 ]
-"""The shape of these facts."""
+"""The type of the dictionary that `describe` returns."""
 TALLIED = 256
-"""Images of a tally: enough that 26 equal classes are 3.2 and not 3.1 nats."""
+"""Number of images in a tally. With 256 images, the entropy of 26 equally frequent classes is
+underestimated by only about 0.05 nats."""
 
 
 def tally(
     scores_NC: Tensor, requested_N: Tensor | None = None, student_NC: Tensor | None = None
 ) -> Tensor:
-    """Returns counts int64 [2, C]: the images for which the teacher predicts each class, and those
-    of them that were requested as that class. With a student [3, C]: also those of the first row
-    for which the student predicts that class.
+    """Counts generated images by the class that the teacher predicts.
 
     Args:
-        scores_NC: the teacher's logits or probabilities of N generated images.
-        requested_N: the class requested for each image; None for an unconditional generator, which
-            has only the first row [1, C].
-        student_NC: the student's logits, for images with requested classes.
+        scores_NC: the teacher's logits or probabilities for N generated images.
+        requested_N: the class that was requested for each image, or None if the generator is
+            unconditional.
+        student_NC: the student's logits. They are used only if `requested_N` is given.
+
+    Returns:
+        An int64 tensor of one to three rows and C columns. The first row counts all images by the
+        class that the teacher predicts. The second row, which needs `requested_N`, counts those of
+        them that were requested as that class. The third row, which needs `student_NC`, counts
+        those of the first row for which the student predicts the same class.
     """
     classes = scores_NC.shape[1]
     teacher_NC = _one_hot(scores_NC.detach().argmax(dim=1), classes)
@@ -70,13 +77,16 @@ def tally(
 
 @torch.no_grad()
 def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -> Tensor:
-    """Returns the counts of the teacher's predictions on a batch of generated images, [1, C].
+    """Counts the teacher's predictions on a batch of generated images, as a tensor [1, C].
 
-    The batch is generated as in training, with batch statistics in batch norm, from noise that is
-    always the same. Neither network changes, nor any random stream.
+    The images are generated in training mode, so batch norm uses the statistics of the batch. The
+    noise is the same in every call. The call changes neither of the two networks, nor the state of
+    any random generator.
 
     Args:
+        teacher: a classifier of normalised images.
         generator: a `synthesizer.distillation.generator.Generator`.
+        images: number of images to generate.
     """
     device = next(generator.parameters()).device
     draws = torch_generator(0, "tally of generated images", device=device)
@@ -89,15 +99,17 @@ def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """Returns the facts of a tally by name: "agreement" only if it counts requested classes,
-    "student" only if it counts the student's.
+    """Computes the measures of a tally, by name.
+
+    The result contains "agreement" only if the tally counts requested classes, and "student" only
+    if the tally counts the student's predictions.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: the tally contains no image.
     """
     count = int(tally_RC[0].sum())
     if not count:
-        raise ValueError("cannot evaluate zero images")
+        raise ValueError("cannot describe a tally that contains no images")
     facts = {}
     for name, right_C in zip(("agreement", "student"), tally_RC[1:], strict=False):
         facts[name] = int(right_C.sum()) / count
@@ -113,16 +125,18 @@ def describe(tally_RC: Tensor) -> dict[str, float]:
 
 
 def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each fact over several generators, such as the clients'; empty for none.
+    """Returns the mean of each measure over several generators, such as those of the clients.
 
-    This reveals generators that each collapse to one class; their pooled images would look diverse.
+    Averaging the measures reveals generators that have each collapsed to a single class, whereas
+    their pooled images would look diverse. The result is empty if there is no generator.
     """
     names = described[0] if described else {}
     return {name: sum(metrics[name] for metrics in described) / len(described) for name in names}
 
 
 def format_facts(facts: Mapping[str, float]) -> str:
-    """Returns the facts as text: "class entropy 0.95 of log C, 10 classes, 83.0 % as requested"."""
+    """Formats the measures, for example "class entropy 0.95 of log C, 10 classes, 83.0 % as
+    requested"."""
     parts = [
         f"class entropy {facts['class_entropy_share']:.2f} of log C",
         f"{facts['classes']:.3g} classes",
@@ -135,5 +149,8 @@ def format_facts(facts: Mapping[str, float]) -> str:
 
 
 def _one_hot(classes_N: Tensor, classes: int) -> Tensor:
-    """Returns a bool [N, C] without reading from the device, which a count of indices would do."""
+    """Returns the one-hot encoding of class labels as a boolean tensor [N, C].
+
+    The comparison does not wait for the device, unlike `torch.nn.functional.one_hot`.
+    """
     return classes_N[:, None] == torch.arange(classes, device=classes_N.device)

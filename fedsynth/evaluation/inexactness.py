@@ -1,5 +1,5 @@
-"""Progress of local training: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition
-2)."""
+"""FedProx's γ-inexactness, which measures the progress of local training (Li et al. 2020, arXiv
+1812.06127, Definition 2)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def inexactness(
     labels_N: Tensor,
     mu: float = 0.0,
 ) -> float:
-    """Returns γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact
-    solution of its subproblem, 1 for no work.
+    """Computes the γ-inexactness ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖ of a client's local training.
 
-    It reads the client's data: for simulations only.
+    F is the mean cross-entropy on the client's data. γ is 0 if the client has solved its local
+    problem exactly, and 1 if the client has not trained at all. The function reads the client's
+    data, so only a simulation may call it.
 
     Args:
-        model: w, a client's network after its training; it is not changed.
-        start: w_t, the parameters and buffers that it started from.
-        images_NCHW, labels_N: all of the client's examples, normalised.
-        mu: μ of the proximal term.
+        model: the client's network after training, with weights w. It is not changed.
+        start: the parameters and buffers w_t with which the client started.
+        images_NCHW, labels_N: all examples of the client. The images are normalised.
+        mu: μ, the weight of the proximal term.
 
     Raises:
-        DataError: there is no example, so F has no gradient.
+        DataError: the client has no examples, so F has no gradient.
     """
     if not len(labels_N):
-        raise DataError("γ-inexactness needs a client with examples, got none")
+        raise DataError("γ-inexactness needs at least one example, but the client has none")
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     model.eval()
@@ -52,7 +53,7 @@ def inexactness(
 
 
 def _gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns ∇F as one vector."""
+    """Computes ∇F as a single vector."""
     weights = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in weights), device=images_NCHW.device)
     for x, y in zip(images_NCHW.split(CHUNK), labels_N.split(CHUNK), strict=True):

@@ -1,5 +1,7 @@
-"""Methods by name. Listing them imports neither torch nor any method; the list is in
-`registry.py`."""
+"""Looks up methods by name.
+
+The list of methods is in `registry.py`. Listing them imports neither torch nor any method.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ DEFAULT_METHOD = "feddm"
 CLASSES: Mapping[str, str] = MappingProxyType(
     exported_names(Path(__file__).with_name("registry.py"))
 )
-"""The module of each registered class."""
+"""The module of each registered class, by the name of the class."""
 
 
 def name_of(class_name: str) -> str:
-    """Returns the name of the method with this class.
+    """Converts the name of a method's class to the name of the method.
 
     >>> name_of("FedDM"), name_of("FedFMLite")
     ('feddm', 'fedfm-lite')
@@ -36,25 +38,30 @@ def name_of(class_name: str) -> str:
 METHODS: Mapping[str, str] = MappingProxyType(
     {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
 )
-"""The module and class of each method, by its name."""
+"""The module and class of each method as "module:class", by the name of the method."""
 
 
 _CUSTOM: dict[str, tuple[type[Method], OwnCode | None]] = {}
-"""Methods from outside the package, by name: their classes, and the files that they come from."""
+"""Methods that were registered from outside the package, by name. Each value contains the class and
+the file from which the class was loaded."""
 
 
 def register_method(method: type[Method], source: OwnCode | None = None) -> str:
-    """Registers a custom method under its name, for settings, config files and `verify`.
+    """Registers a custom method under its name.
+
+    Settings, config files and `verify` can then refer to the method by this name.
 
     Args:
-        method: its class; replaces a method registered earlier under that name.
-        source: the file that it was loaded from, if any.
+        method: the class of the method. It replaces a custom method that was registered earlier
+            under the same name.
+        source: the file from which the class was loaded, if any.
 
     Returns:
-        The name, lower case.
+        The name of the method in lower case.
 
     Raises:
-        SettingError: it is not a method, or has the name of a method of the package.
+        SettingError: the object is not a method class, or its name is the name of a built-in
+            method.
 
     >>> from dataclasses import dataclass
     >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
@@ -85,20 +92,23 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
 
 
 def own_source(name: str) -> OwnCode | None:
-    """Returns the file that the method of this name was loaded from, if any."""
+    """Returns the file from which a custom method was loaded, or None.
+
+    None is returned for built-in methods and for methods that were registered without a file.
+    """
     return _CUSTOM[name][1] if name in _CUSTOM else None
 
 
 def is_own_method(method: Method) -> bool:
-    """Returns whether a method's class comes from outside the package."""
+    """Returns whether the class of a method was defined outside the package."""
     return not type(method).__module__.startswith(f"{__name__}.")
 
 
 def method_class(name: str) -> type[Method]:
-    """Returns a method's class by its name, in any case.
+    """Returns the class of the method with this name, regardless of upper and lower case.
 
     Raises:
-        UnknownNameError: no such method; lists close matches.
+        UnknownNameError: there is no such method. The message suggests similar names.
     """
     name = name.lower()
     if name in _CUSTOM:

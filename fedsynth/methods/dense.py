@@ -1,10 +1,11 @@
-"""DENSE: one-shot federated learning by distillation without data (Zhang et al. 2022, arXiv
+"""DENSE: one-shot federated learning by data-free distillation (Zhang et al. 2022, arXiv
 2112.12371).
 
-Server, for each epoch: a generator produces images that the average of the clients' logits (Eq. 1)
-classifies as the requested labels, that match the clients' batch-norm statistics, and on which the
-student disagrees with that average (Eqs. 2 to 5). The student then learns the average on all images
-generated so far (Eq. 6).
+The server repeats two steps in each epoch. First, it trains a generator against the ensemble, which
+averages the clients' logits (Eq. 1). The generated images should be classified by the ensemble as
+the requested labels, should match the batch-norm statistics of the clients' models, and should be
+images on which the student disagrees with the ensemble (Eqs. 2 to 5). Then the student is trained
+on all images generated so far to predict the ensemble's output (Eq. 6).
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, aver
 
 @dataclass(frozen=True)
 class Dense(DataFreeEnsembleDistillation):
-    """Settings: `DataFreeEnsembleDistillation`, as DENSE has them: no cross-entropy on hard labels,
-    adversarial only where student and ensemble disagree.
+    """Server-side distillation of the averaged logits of all clients on generated images.
 
-    What the paper does not say is as in its public code: each epoch has a fresh generator, whose
-    noise is learned, too, by Adam with β₁ = 0.5, on randomly mirrored and shifted images; the batch
-    with the lowest loss is kept, and the student, by SGD with momentum, passes over all of these.
+    The settings are those of `DataFreeEnsembleDistillation`, with the defaults of DENSE. There is
+    no cross-entropy on hard labels, and the adversarial term applies only where the student and the
+    ensemble disagree.
+
+    Where the paper gives no details, the defaults follow its public code. Each epoch starts with a
+    new generator. Adam with β₁ = 0.5 optimises the generator together with its noise, on randomly
+    mirrored and shifted images. The batch of images with the lowest loss is kept. The student
+    passes over all kept batches by SGD with momentum.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "dense", "rounds": 1}, {"kind": "iid", "clients": 2}
@@ -57,7 +62,7 @@ class Dense(DataFreeEnsembleDistillation):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """The server's part of Algorithm 1."""
+        """Performs the server's part of Algorithm 1."""
         training = OneShotDistillation(
             self,
             models,

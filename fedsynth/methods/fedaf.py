@@ -1,16 +1,23 @@
-"""FedAF: aggregation-free learning by condensation and knowledge matching (arXiv 2404.18962).
+"""FedAF: aggregation-free federated learning by condensation and knowledge matching (arXiv
+2404.18962).
 
-Client, every round: compute class-mean logits V_k and soft labels R_k of its data under w_r (Eqs.
-5, 11), and condense: distribution matching in feature space (Eq. 4) plus λ_loc times the distance
-of the synthetic images' mean logits to the global V (Eq. 10), each step with a re-sampled network
-(Eq. 17). Server: average V and R over the clients that have a class (Eqs. 8, 12), and train on the
-union of all sets with cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
+In every round, each client computes the mean logits V_k of each class of its data under the global
+model w_r, and soft labels R_k from them (Eqs. 5 and 11). The client then condenses its data into
+synthetic images by distribution matching in feature space (Eq. 4). A second term, weighted by
+λ_loc, pulls the mean logits of the synthetic images towards the global V (Eq. 10). Each step uses a
+newly re-sampled network (Eq. 17).
 
-V is averaged from a round's uploads and used in the next (App. C counts one upload of S, V and R a
-round): round 1 has no collaborative term. `knowledge_from="first-phase"` exchanges V first.
+The server averages V_k and R_k over the clients that have examples of a class (Eqs. 8 and 12). The
+server then trains the global model on the union of all synthetic sets, with the cross-entropy plus
+λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
 
-With differential privacy the images go through mechanism `residual`, and V comes from one noisy sum
-of clipped logits and noisy counts; R is computed from the released V. Batch norm is refused.
+V is averaged from the uploads of one round and used in the next one, because App. C counts a single
+upload of S, V and R in each round. Round 1 therefore has no collaborative term. With
+`knowledge_from="first-phase"`, V is exchanged before the condensation of the same round.
+
+With differential privacy, the images are matched by the mechanism `residual`. V is computed from a
+noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Batch norm
+is refused.
 """
 
 from __future__ import annotations
@@ -67,7 +74,9 @@ from fedsynth.synthesizer.condensation.sets import (
 
 @dataclass(frozen=True)
 class FedAF(FedAFSettings):
-    """Settings: see `FedAFSettings`.
+    """Condensation on the clients, guided by class-mean logits that the server averages.
+
+    The settings are documented in `FedAFSettings`.
 
     >>> from fedsynth import FedAF, resolve, simulate
     >>> run, model = {"method": "fedaf", "rounds": 2}, {"width": 16}
@@ -104,7 +113,8 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[dict[str, Tensor]]:
-        """Returns V_k [C, C] (Eq. 5) as "logits" and each client's classes [C] as "present"."""
+        """Returns, for each client, V_k [C, C] (Eq. 5) as "logits" and a mask [C] of the client's
+        classes as "present"."""
         if all("logits" in memory for memory in memories):  # released in the first phase
             return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
         C = context.spec.classes
@@ -127,8 +137,10 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients: S [pairs, ipc, channels, H, W] has the images
-        of all (client, class) pairs."""
+        """Condenses the data of a group of clients.
+
+        S [pairs, ipc, channels, H, W] contains the synthetic images of all (client, class) pairs.
+        """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = start_images(
@@ -166,7 +178,8 @@ class FedAF(FedAFSettings):
     def _upload(
         self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
     ) -> CondensedSet:
-        """Returns S_k as uint8 pixels, V_k, and R_k = softmax(V_k/τ) (Eq. 11)."""
+        """Returns the upload of a client: S_k as uint8 pixels, V_k, and R_k = softmax(V_k/τ) (Eq.
+        11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -176,7 +189,7 @@ class FedAF(FedAFSettings):
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns what computes ∇_S L_DM (Eq. 4): of embeddings, without logits."""
+        """Returns an object that computes ∇_S L_DM (Eq. 4) from embeddings, without logits."""
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
@@ -212,7 +225,15 @@ class FedAF(FedAFSettings):
         present: Tensor,
         context: RoundContext,
     ) -> None:
-        """Trains w in place with L_CE + λ_glob·L_LGKM (Eq. 14), with R for classes `present`."""
+        """Trains w in place with the loss L_CE + λ_glob·L_LGKM (Eq. 14).
+
+        Args:
+            w: the global model.
+            uploads: the synthetic sets of the clients.
+            R: the averaged soft labels [C, C].
+            present: a mask [C] of the classes for which R is defined.
+            context: the round's.
+        """
 
         def logits_of(network: nn.Module, images: Tensor) -> Tensor:
             with mixed(images.device, context.precision):
@@ -244,14 +265,16 @@ class FedAF(FedAFSettings):
 def resampled(
     w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields γ·w_r + (1 − γ)·w̃ for each step (Eq. 17), with w̃ newly initialised: `reset_parameters`
-    of the layers. All clients share the draws; the same object is yielded, with other weights.
+    """Yields for each step the network with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
+
+    w̃ is newly initialised by the `reset_parameters` method of each layer. All clients use the same
+    random draws. The function yields the same network object each time, with different weights.
 
     Args:
-        w_r: copied; the copy's weights are frozen.
+        w_r: the global model. It is copied, and the weights of the copy are frozen.
         gamma: γ in [0, 1].
         context: the round's.
-        period: number of networks after which they repeat; None: never.
+        period: number of networks after which the sequence repeats. With None, it never repeats.
     """
     network = FlatNetwork(w_r, context.device)
     network.module.eval()
@@ -272,10 +295,19 @@ def resampled(
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Returns the state with V (Eq. 8), and R with its classes (Eq. 12), averaged over the clients
-    that have the class (the paper divides by all K, but Eq. 5 is undefined without examples).
+    """Averages V (Eq. 8) and R (Eq. 12) over the clients that have examples of a class.
 
-    Classes that none of these clients has keep V's row of an earlier round (partial participation).
+    The paper divides by the number of all clients, K, but Eq. 5 is undefined for a client without
+    examples of the class. If no client of the round has a class, V keeps its value from an earlier
+    round for this class.
+
+    Args:
+        state: the server's state.
+        sent: the uploads of the clients.
+        soft: R_k of each client, in the order of the uploads.
+
+    Returns:
+        The state with the new V, R [C, C], and a mask [C] of the classes for which R is defined.
     """
     present = [upload.present for upload in sent]
     V, has_logits = average_over_holders([upload.logits for upload in sent], present)

@@ -1,9 +1,10 @@
-"""FedAvg (McMahan et al. 2017): clients train the global model on their data, the server averages
-the results.
+"""FedAvg: clients train the global model on their data, and the server averages the results
+(McMahan et al. 2017).
 
-Without DP the average is weighted by n_k. With DP each client trains by DP-SGD
-(`fedsynth.privacy.dpsgd`) for ceil(local_epochs / q) steps a round, independent of its true size,
-and the average is uniform, as n_k is private.
+Without differential privacy, the average is weighted by n_k, the number of examples of each client.
+With differential privacy, each client trains by DP-SGD (`fedsynth.privacy.dpsgd`) for
+ceil(local_epochs / q) steps in a round, where q is the sampling rate. The number of steps does not
+depend on the true number of examples. Because n_k is private, all clients then have equal weight.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class FedAvg(TrainsLocally):
-    """Settings: see `TrainsLocally`.
+    """Local training of the global model, followed by an average on the server.
 
-    The comparison papers tune lr in {0.001, 0.01, 0.1} and local epochs in {10, 15, 20} (FedDM,
-    Sec. 4.1); momentum 0.9 is NIID-Bench's, which FedDM's comparison uses. `final="oca"` is the
-    FedAvg (OCA) of FedKF's Table XII.
+    The settings are documented in `TrainsLocally`. The papers that compare with FedAvg tune lr in
+    {0.001, 0.01, 0.1} and the number of local epochs in {10, 15, 20} (FedDM, Sec. 4.1). The
+    momentum of 0.9 is that of NIID-Bench, which FedDM's comparison uses. With `final="oca"`, the
+    method is FedAvg (OCA) of FedKF's Table XII.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)

@@ -1,6 +1,6 @@
 """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019, arXiv 1909.06335).
 
-Server: Δ = w_t − Σ_k n_k/n w_k; v ← β·v + Δ; w_{t+1} = w_t − η_s·v.
+The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class VelocityState(AveragingState):
-    """The state, with v (empty at first: zero)."""
+    """The server's state, including the velocity v. An empty mapping stands for zero."""
 
     velocity: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedAvgM(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """FedAvg with momentum on the server.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        server_momentum: β, 0.9 in the paper's comparison.
-        server_lr: η_s. With β = 0, η_s = 1 is FedAvg, weighted by n_k.
+        server_momentum: β, which is 0.9 in the paper's comparison.
+        server_lr: η_s. With β = 0 and η_s = 1, the method is FedAvg, weighted by n_k.
 
     >>> from fedsynth import FedAvgM, ModelSettings, RunSettings, simulate
     >>> def accuracy(momentum):

@@ -1,9 +1,11 @@
-"""FedBN: batch-norm layers stay with their clients (Li et al. 2021, arXiv 2102.07623).
+"""FedBN: FedAvg whose batch-norm layers stay on the clients (Li et al. 2021, arXiv 2102.07623).
 
-Client: trains the global model with its own batch norms, and sends all other parameters. Server:
-averages these, each client with weight 1/K (Algorithm 1). The result (AMP) is the accuracy of each
-client, with its own batch norms, on its own test split. The global model keeps its initial batch
-norms, so its accuracy is meaningless.
+Each client trains the global model with its own batch-norm layers, and sends all other parameters.
+The server averages these parameters with weight 1/K for each client (Algorithm 1).
+
+The result of a run is AMP, the average accuracy of the clients on their own test splits, where each
+client uses its own batch-norm layers. The accuracy of the global model is meaningless, because it
+keeps the initial batch-norm layers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:
-    """Returns the names of all parameters and buffers of batch-norm layers."""
+    """Returns the names of all parameters and buffers in batch-norm layers."""
     names: set[str] = set()
     for layer, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -34,17 +36,18 @@ def local_names(model: nn.Module) -> set[str]:
 
 
 def shared_values(values: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Returns the entries of a state dict that are no batch norm's."""
+    """Returns the entries of a state dict that do not belong to batch-norm layers."""
     local = local_names(model)
     return {name: value for name, value in values.items() if name not in local}
 
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """Settings: see `TrainsLocally`.
+    """FedAvg with batch-norm layers that stay on the clients.
 
-    It is for networks with batch norm (`model.norm=batch`), and refuses others, for which it would
-    be FedAvg with equal weights.
+    The settings are documented in `TrainsLocally`. The method needs a network with batch norm
+    (`model.norm=batch`) and refuses other networks, for which it would be FedAvg with equal
+    weights.
 
     >>> from fedsynth import FedBN, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> model = ModelSettings(depth=2, width=8, norm="batch")
@@ -63,7 +66,7 @@ class FedBN(TrainsLocally):
     personal: ClassVar[bool] = True
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
-        "it needs batch-norm layers, and a model on features has none: use fedavg"
+        "the method needs batch-norm layers, and a model on features has none. Use fedavg instead"
     )
     refusal: ClassVar[str] = (
         "batch norm mixes the examples of a batch, so the influence of one example on a "
@@ -75,7 +78,7 @@ class FedBN(TrainsLocally):
             raise SettingError(
                 "model",
                 "norm",
-                "must be batch: fedbn keeps batch-norm layers on the clients, and this "
+                "must be batch, because fedbn keeps batch-norm layers on the clients, and this "
                 "network has none",
             )
 
@@ -102,7 +105,8 @@ class FedBN(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Averages the uploads with weights 1/K (Algorithm 1); batch norms stay unchanged."""
+        """Averages the uploads with weight 1/K (Algorithm 1), and leaves the batch-norm layers
+        unchanged."""
         return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
     def personal_parameters(

@@ -1,9 +1,10 @@
-"""FedDF: the server distils the average of the clients' logits on unlabelled public images (Lin et
+"""FedDF: the server distils the averaged logits of the clients on unlabelled public images (Lin et
 al. 2020, arXiv 2006.07242).
 
-The student starts from the parameters' average (heterogeneous clients: from a fresh network) and
-learns KL(ensemble ‖ student) by Adam with a cosine schedule. The proxy images are a named data
-set's training images, brought to the run's shape; their labels are not used.
+The student starts from the average of the clients' parameters, or from a newly initialised network
+if the clients have different architectures. It is trained to minimise KL(ensemble ‖ student) by
+Adam with a cosine schedule. The public images are the training images of a named dataset, resized
+to the image shape of the run. Their labels are not used.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class FedDF(EnsembleDistillation):
-    """Settings, with the paper's values.
+    """Server-side distillation of the averaged logits of all clients on public images.
+
+    The defaults are those of the paper.
 
     Args:
-        proxy: the data set whose training images distil, declared public, or "noise": random
-            pixels. It must be named: there is no right default. With differential privacy it cannot
-            be the clients' own data set.
-        server_steps: of Adam with a cosine schedule; the paper has at most 10,000 and stops early
-            on validation data, which this does not.
-        server_batch: proxy images of a step.
-        server_lr: Adam's, at the start.
+        proxy: the public dataset whose training images are used for the distillation, or "noise"
+            for random pixels. There is no default, because no choice is right for every run. With
+            differential privacy, it must not be the clients' own dataset.
+        server_steps: number of steps of Adam with a cosine schedule. The paper uses at most 10,000
+            steps and stops early on validation data. This implementation does not stop early.
+        server_batch: number of public images in a step.
+        server_lr: initial learning rate of Adam.
 
     >>> from fedsynth import FedDF, ModelSettings, RunSettings, simulate
     >>> method = FedDF(proxy="noise", local_epochs=3, batch=32, lr=0.1, server_steps=50)
@@ -66,16 +69,16 @@ class FedDF(EnsembleDistillation):
             raise SettingError(
                 "method",
                 "proxy",
-                "must name a data set of public images, or noise (random pixels), for feddf",
+                "must name a data set of public images for feddf, or be noise for random pixels",
             )
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """The server's part of Algorithm 1: fusion by AVGLOGITS."""
+        """Performs the server's part of Algorithm 1, the fusion by AVGLOGITS."""
         images = context.proxy
         if images is None:
-            raise SettingError(None, "RoundContext.proxy", "must have public images for feddf")
+            raise SettingError(None, "RoundContext.proxy", "must contain public images for feddf")
         adam = torch.optim.Adam(student.parameters(), self.server_lr)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
         draws = torch_generator(context.seed, "proxy batches", context.round)

@@ -1,14 +1,18 @@
-"""FedDM: clients send synthetic sets matched to their data around the model (arXiv 2207.09653).
+"""FedDM: clients send synthetic images that match their data around the global model (arXiv
+2207.09653).
 
-The page follows Algorithm 1; "line" is a line of it. Client (lines 10-19): for T iterations draw w ~
-P_w(w_r), draw real batches, and move the synthetic images down ∇ Σ_c L_c (Eq. 9). Server (lines
-2-8): train w from w_r on the union of all sets, projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
+The code follows Algorithm 1, and the comments name its lines. In ClientUpdate (lines 10 to 19),
+each of T iterations draws a network w ~ P_w(w_r) and batches of real images, and moves the
+synthetic images down the gradient of Σ_c L_c (Eq. 9). The server (lines 2 to 8) trains w from w_r
+on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ after every step (Eqs. 3, 10
+and 23).
 
-With differential privacy the images start from noise, and the gradient of lines 13-17 comes from a
-mechanism of `fedsynth.synthesizer.condensation.private_matchers`. `residual` and `gradient` are
-charged for T releases a round and send all classes. `features` is charged for M releases and the
-counts, and sends classes whose released count is large enough. `paper` is the noise of lines 15-17
-as printed, which guarantees nothing.
+With differential privacy, the images start from noise, and a mechanism of
+`fedsynth.synthesizer.condensation.private_matchers` replaces the gradient of lines 13 to 17. The
+mechanisms `residual` and `gradient` are charged for T releases in a round and send images of all
+classes. The mechanism `features` is charged for M releases and for the class counts, and sends
+images of the classes whose released count is large enough. The mechanism `paper` adds the noise of
+lines 15 to 17 as printed, which gives no guarantee.
 """
 
 from __future__ import annotations
@@ -59,35 +63,45 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall):
-    """Settings, with the paper's values; those that the paper leaves open say why they are as they
-    are. What is not named here is `CondensingMethod`'s or `TrainsInBall`'s.
+    """Condensation on the clients by distribution matching around the global model.
+
+    The defaults are those of the paper. If the paper leaves a setting open, the reason for the
+    default is given below. The remaining settings are documented in `CondensingMethod` and
+    `TrainsInBall`.
 
     Args:
-        ipc: images per class: 10 on MNIST and CIFAR-10, 5 on CIFAR-100.
-        min_examples: inferred from the paper's Table 3; with mechanism `features` the least
-            released count.
-        matching: "mean" is Eq. 9.
-        image_momentum: 0, as Algorithm 1 has plain gradient steps (distribution matching's code
-            uses 0.5).
-        restart: False, as Algorithm 1's ClientUpdate has no initialisation.
-        radius: ρ of the ball around w_r, for the perturbation and for the server's projection.
-        perturbation: "sphere" (rescaling a Gaussian in 300,000 dimensions always ends on the
-            sphere) or "ball" (uniform radius).
-        augment: "none" (the paper mentions none) or "siamese".
-        flip: whether "siamese" may mirror; off, as digits and letters are not symmetric.
-        logit_weight: weight b of the logits relative to the embedding; 1 is Eq. 9.
-        image_clip: clip the norm of each client's image gradient, for stability (FedAF's paper runs
-            FedDM with 2, momentum 0.9 and averaged start images); 0: no clipping. Not a privacy
-            mechanism.
-        networks_per_round: ours, not the paper's: M networks a round, whose class means over all of
-            a client's data are computed once, and T steps that go through them in turn
-            (`NetworkMeansMatcher`); 0: the paper's new network and minibatch in every step. For
-            networks without batch norm, matching "mean", and not with differential privacy, where
-            mechanism `features` does the same.
-        networks: M of mechanism `features`.
-        count_noise: of mechanism `features`: the counts' noise multiplier over that of the M
-            networks' sums together, σ/√M, so that counts take 1/(1 + count_noise²) of the budget
-            μ².
+        ipc: number of synthetic images per class. The paper uses 10 on MNIST and CIFAR-10, and 5 on
+            CIFAR-100.
+        min_examples: smallest number of examples with which a client sends a class. The default is
+            inferred from Table 3 of the paper. With the mechanism `features`, the released count is
+            compared with it.
+        matching: what is matched. "mean" is Eq. 9.
+        image_momentum: momentum of the updates of the images. The default is 0, because Algorithm 1
+            has plain gradient steps. The public code of distribution matching uses 0.5.
+        restart: whether the images start again in each round. The default is False, because
+            ClientUpdate in Algorithm 1 has no initialisation.
+        radius: ρ, the radius of the ball around w_r. It bounds the perturbation of the network and
+            the training of the server.
+        perturbation: "sphere" or "ball". With "sphere", a Gaussian perturbation is rescaled to
+            length ρ if it is longer, which is always the case in 300,000 dimensions. With "ball",
+            the length is uniform in [0, ρ].
+        augment: "none" or "siamese". The paper mentions no augmentation.
+        flip: whether "siamese" may mirror images. The default is False, because digits and letters
+            are not symmetric.
+        logit_weight: b, the weight of the logits relative to the embedding. 1 is Eq. 9.
+        image_clip: upper bound on the norm of each client's image gradient, for stability. 0 means
+            no bound. FedAF's paper runs FedDM with a bound of 2, a momentum of 0.9 and averaged
+            start images. This bound is not a privacy mechanism.
+        networks_per_round: number of networks in a round, an option that is not in the paper. With
+            a number above 0, the class means of all of a client's data are computed once under each
+            of these networks, and the T steps use the networks in turn (`NetworkMeansMatcher`).
+            With 0, each step draws a new network and a new minibatch, as in the paper. The option
+            needs a network without batch norm and `matching="mean"`. It is refused with
+            differential privacy, where the mechanism `features` does the same.
+        networks: M, the number of networks of the mechanism `features`.
+        count_noise: for the mechanism `features`, the noise multiplier of the class counts divided
+            by σ/√M, the noise multiplier of the sums under all M networks together. The counts then
+            use the share 1/(1 + count_noise²) of the budget μ².
 
     >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)
@@ -121,8 +135,8 @@ class FedDM(CondensingMethod, TrainsInBall):
         super().__post_init__()
         if self.matching != "mean":
             self._refuse_fixed_networks(
-                "unless method.matching=mean: matching of whole distributions needs examples in "
-                "every step"
+                f"with method.matching={self.matching}, which needs examples in every step: set "
+                "method.matching=mean or method.networks_per_round=0"
             )
 
     # ------------------------------------------------------------------- server, lines 2 to 8
@@ -130,7 +144,8 @@ class FedDM(CondensingMethod, TrainsInBall):
     def server_step(
         self, state: ServerState, uploads: Mapping[int, SyntheticSet], context: RoundContext
     ) -> ServerState:
-        """Lines 7 and 8: w_{r+1} by SGD from w_r on the union of all S_k (Eq. 10), in the ball."""
+        """Trains w_{r+1} by SGD from w_r on the union of all S_k (Eq. 10) within the ball, as in
+        lines 7 and 8."""
         w = context.load(state.parameters)
         train_on_union(w, uploads, self.union_sgd(), context)
         return replace(state, parameters=w.state_dict())
@@ -144,10 +159,12 @@ class FedDM(CondensingMethod, TrainsInBall):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients: all (client, class) pairs in one batched pass.
+        """Condenses the data of a group of clients, with all (client, class) pairs in one batched
+        pass.
 
-        S [pairs, ipc, channels, H, W] has the synthetic images of all pairs. L = Σ L_c over pairs,
-        so each client's images get the gradient of their own loss.
+        S [pairs, ipc, channels, H, W] contains the synthetic images of all pairs. The loss L is the
+        sum of L_c over the pairs, so the images of each client receive the gradient of that
+        client's loss.
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs = self.pairs(clients)
@@ -178,7 +195,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns what computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
+        """Returns an object that computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
         if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
             return private_matching(clients, context, min_examples=self.min_examples)
         if self.networks_per_round:
@@ -203,8 +220,8 @@ class FedDM(CondensingMethod, TrainsInBall):
         super().check_model(model)
         if has_batch_norm(model):
             self._refuse_fixed_networks(
-                "with batch norm, which makes an image's features depend on the other images of "
-                "its batch"
+                "for a network with batch norm, in which the features of an image depend on the "
+                "other images of the batch"
             )
 
     def _refuse_fixed_networks(self, reason: str) -> None:
@@ -228,13 +245,14 @@ class FedDM(CondensingMethod, TrainsInBall):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of T releases a round; for `features`, of M and of the counts.
+        """Returns the plan of T releases in each round.
 
-        M is at most the number of steps.
+        For the mechanism `features`, returns the plans of M releases and of the class counts. M is
+        at most the number of steps.
         """
         self._refuse_fixed_networks(
-            "with differential privacy, because it uses exact class means: use "
-            "privacy.mechanism=features with method.networks instead"
+            "with differential privacy, because the option uses exact class means: set "
+            "privacy.mechanism=features and method.networks instead"
         )
         if privacy.mechanism != "features":
             return super().release_plans(privacy, context)
@@ -246,18 +264,21 @@ class FedDM(CondensingMethod, TrainsInBall):
 def perturbed(
     w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields w ~ P_w(w_r) for each step: w_r + ε with ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
+    """Yields for each step a network with weights w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ
+    (App. D.3, Eq. 24).
 
-    All clients share the networks, which are drawn from the round's public seed (Algorithm 1 draws
-    in each client). The same object is yielded each time, with other weights.
+    All clients use the same networks, which are drawn from the public seed of the round. In
+    Algorithm 1 each client draws its own. The function yields the same network object each time,
+    with different weights.
 
     Args:
-        w_r: copied; the copy's weights are frozen.
-        radius: ρ; 0 matches at w_r itself.
-        variant: "sphere": ε ~ N(0, I), rescaled if it is longer than ρ, which with 300,000
-            parameters (‖N(0, I)‖ ≈ 550) it always is. "ball": its length is uniform in [0, ρ].
+        w_r: the global model. It is copied, and the weights of the copy are frozen.
+        radius: ρ. With 0, every network is w_r itself.
+        variant: "sphere" or "ball". With "sphere", ε ~ N(0, I) is rescaled to length ρ if it is
+            longer. With 300,000 parameters, where ‖N(0, I)‖ ≈ 550, it is always longer. With
+            "ball", the length of ε is uniform in [0, ρ].
         context: the round's.
-        period: number of networks after which they repeat; None: never.
+        period: number of networks after which the sequence repeats. With None, it never repeats.
     """
     network = FlatNetwork(w_r, context.device)
     network.module.eval()
@@ -279,7 +300,10 @@ def perturbed(
 
 
 def clipped_by_client(gradient: Tensor, client_S: Tensor, bound: float) -> Tensor:
-    """Returns the gradient with each client's part, all its images jointly, clipped in norm."""
+    """Clips the norm of each client's part of the image gradient.
+
+    The norm is taken over all images of a client together.
+    """
     squares = gradient.flatten(1).square().sum(dim=1)
     same = (client_S[:, None] == client_S).to(squares.dtype)
     scale = (bound / (same @ squares).sqrt().clamp_min(1e-12)).clamp_max(1.0)

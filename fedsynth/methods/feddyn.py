@@ -1,10 +1,10 @@
 """FedDyn: a dynamic regulariser aligns the local optima with the global one (Acar et al. 2021,
 arXiv 2111.04263, Algorithm 1).
 
-Client: min F_k(w) − ⟨g_k, w⟩ + α/2·‖w − w_t‖²; g_k ← g_k − α(w_k − w_t). Server: h ← h − α/K·Σ_{k
-active}(w_k − w_t); w_{t+1} = mean_{k active} w_k − h/α.
+Each client minimises F_k(w) − ⟨g_k, w⟩ + α/2·‖w − w_t‖², and then updates g_k ← g_k − α(w_k − w_t).
+The server computes h ← h − α/K·Σ_{k active}(w_k − w_t) and w_{t+1} = mean_{k active} w_k − h/α.
 
-With differential privacy g_k is computed from released iterates and stays at the client.
+With differential privacy, g_k is computed from released weights and stays on the client.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class DriftState(AveragingState):
-    """The state, with h (empty at first: zero)."""
+    """The server's state, including h. An empty mapping stands for zero."""
 
     h: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedDyn(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training with a dynamic regulariser.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        alpha: α, 0.01 in FedAF's comparison. 0 is FedAvg, averaged uniformly.
+        alpha: α, which is 0.01 in FedAF's comparison. With 0, the method is FedAvg with equal
+            weights.
 
     >>> from fedsynth import FedDyn, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> skewed, linear = PartitionSettings("classes", classes_per_client=2), ModelSettings("linear")

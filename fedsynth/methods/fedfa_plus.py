@@ -1,19 +1,24 @@
 """FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI
-2024). Not "FedFA" of feature anchors (TMC 2023).
+2024).
 
-FedFA-l: an augmentation layer after each stage resamples channel statistics, with a spread set by
-the batch and by the clients' disagreement (`training/feature_statistics.py`). FedFA-h: the
-histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric KL.
-FedFA+ is both. Clients send their accumulated channel statistics and their histograms with the
-model; the server sends back γ and π, so the first round has γ = 1 and no alignment. Models are
-averaged uniformly.
+This is not the FedFA of feature anchors (TMC 2023). The method has two parts. In FedFA-l, an
+augmentation layer after each stage of the network resamples the channel statistics. The variance of
+the new statistics depends on the batch and on how much the clients differ
+(`training/feature_statistics.py`). In FedFA-h, a symmetric KL divergence with weight λ pulls the
+histogram of each feature in a batch towards the average histogram of the clients. FedFA+ combines
+both parts.
 
-Implemented after the overview slides, whose formulas are partly garbled, and the public code of
-FedFA-l: momentum 0.99, an augmentation in every second batch. Neither defines the transformation of
-features before binning, the bins and λ: these are ours.
+Together with the model, each client sends its accumulated channel statistics and its histograms.
+The server computes γ and π from them and sends both back, so the first round has γ = 1 and no
+alignment. All models have equal weight in the average.
 
-No differential privacy: Σ² and the batch's histogram mix the examples of a batch, and the
-statistics are sent without noise.
+The implementation follows the overview slides, in which some formulas are illegible, and the public
+code of FedFA-l, with a momentum of 0.99 and an augmentation of every second batch on average.
+Neither source defines how features are transformed before binning, the number of bins, or λ. These
+choices are ours.
+
+The method cannot run with differential privacy. Σ² and the histogram of a batch mix the examples of
+the batch, and the statistics are sent without noise.
 """
 
 from __future__ import annotations
@@ -51,37 +56,45 @@ HISTOGRAM = "histogram"
 
 @dataclass(frozen=True)
 class StatisticsDown(ModelParameters):
-    """Sent to clients: w_t; γ of each stage's means and deviations, and π (empty in round 1)."""
+    """The message to the clients: the model w_t, γ for the channel means and deviations of each
+    stage, and the histogram π.
+
+    γ and π are missing in round 1.
+    """
 
     statistics: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """The upload: the model; accumulated channel means and deviations of each stage [C], and the
-    histogram π_k [D, bins]."""
+    """The upload of a client: the model, the accumulated channel means and deviations [C] of each
+    stage, and the histogram π_k [D, bins]."""
 
     statistics: Mapping[str, Tensor] = unprotected()
 
 
 @dataclass(frozen=True)
 class StatisticsState(AveragingState):
-    """The state, with γ of each layer and π (empty at first)."""
+    """The server's state, including γ of each layer and π. The mapping is empty before the first
+    round."""
 
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedFAPlus(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training with feature augmentation and feature alignment.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        parts: "both" (FedFA+), "augmentation" (FedFA-l) or "alignment" (FedFA-h).
-        probability: that a stage augments a batch, 0.5. 0, without alignment, is FedAvg, averaged
-            uniformly.
-        align_weight: λ. Ours, as are `bins` and `bin_temperature`: the slides give none.
-        bins: of a histogram.
-        bin_temperature: softness of a bin's edges.
+        parts: "both" for FedFA+, "augmentation" for FedFA-l, or "alignment" for FedFA-h.
+        probability: probability that a stage augments a batch. With 0 and without alignment, the
+            method is FedAvg with equal weights.
+        align_weight: λ. This value, `bins` and `bin_temperature` are our choices, because the
+            slides give none.
+        bins: number of bins in a histogram.
+        bin_temperature: temperature of the soft bins. Lower values give sharper edges.
 
     >>> from fedsynth import FedFAPlus, ModelSettings, RunSettings, simulate
     >>> method, model = FedFAPlus(local_epochs=1, bins=8), ModelSettings(width=16, depth=2)
@@ -101,17 +114,17 @@ class FedFAPlus(TrainsLocally):
     upload: ClassVar[type[Message]] = StatisticsUp
     state: ClassVar[type[ServerState]] = StatisticsState
     refusal: ClassVar[str] = (
-        "its losses mix the examples of a batch, so the influence of one example on a step "
-        "cannot be bounded; it also uploads channel statistics and histograms of features "
+        "the losses mix the examples of a batch, so the influence of one example on a step "
+        "cannot be bounded. Clients also upload channel statistics and histograms of features "
         "that no mechanism protects"
     )
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
-        "it augments the outputs of convolutional stages, and a model on features has none: "
-        "use fedfm"
+        "the method augments the outputs of convolutional stages, and a model on features has "
+        "none. Use fedfm instead"
     )
     robust_refusal: ClassVar[str] = (
-        "its server needs the differences between the clients' channel statistics, which a "
+        "the server needs the differences between the clients' channel statistics, which a "
         "robust rule would remove"
     )
 
@@ -127,8 +140,8 @@ class FedFAPlus(TrainsLocally):
             raise SettingError(
                 "model",
                 "name",
-                f"must be a network that names its stages (`stage_names`), after which {self.name} "
-                "augments feature maps; or method.parts=alignment",
+                f"must be a network whose `stage_names` lists the stages after which {self.name} "
+                "augments feature maps. With method.parts=alignment, any network works",
             )
 
     def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:
@@ -187,7 +200,7 @@ class FedFAPlus(TrainsLocally):
         return replace(upload, statistics={**upload.statistics, HISTOGRAM: histogram})
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Adds the rules of the statistics, which a client without examples does not have."""
+        """Adds the rules for the statistics, which a client without examples does not send."""
         statistics = Named(self._statistics_rules(context), partial=True)
         return {**super().upload_rules(phase, client, context), "statistics": statistics}
 
@@ -198,7 +211,7 @@ class FedFAPlus(TrainsLocally):
             Named(self._statistics_rules(context)).check("statistics", upload.statistics)
 
     def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
-        """Returns the array rules of the statistics of a client with examples."""
+        """Returns the rules for the arrays that a client with at least one example sends."""
         network = context.architecture
         rules: dict[str, Array] = {}
         widths = channels(network, self._stages(context), context.spec.image_shape)
@@ -232,7 +245,8 @@ class FedFAPlus(TrainsLocally):
         return tuple(names)
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
-        """Returns π_k of all examples of a client, by its trained model, without augmentation."""
+        """Computes π_k over all examples of a client under the client's trained model, without
+        augmentation."""
         examples = client.examples(0)
         histogram = torch.zeros((), device=examples.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]

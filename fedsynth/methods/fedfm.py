@@ -1,14 +1,15 @@
-"""FedFM: features are pulled to shared anchors, the class means of all clients' features (Ye et al.
-2023, arXiv 2210.07615).
+"""FedFM: local training pulls features towards shared anchors (Ye et al. 2023, arXiv 2210.07615).
 
-First phase: each client sends its per-class sums of features under w_t, and its class counts; the
-server computes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training
-on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding, CE(softmax(⟨a_n,
-f⟩/α), c), or ‖f − a_c‖²/D. In FedFM-Lite each client computes its sums after local training, under
-its own model, and sends them with it.
+The anchors are the class means of the features over all clients. A round has two exchanges. In the
+first one, each client sends the sums of the features of each class under w_t, and its class counts,
+and the server computes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. In the second one, each
+client trains on CE + λ·q(f(x), a), and the server averages the models, weighted by n_k. The loss q
+is contrastive guiding, CE(softmax(⟨a_n, f⟩/α), c), or the squared distance ‖f − a_c‖²/D. In
+FedFM-Lite, each client computes its sums after local training under its own model, and sends the
+sums together with the model.
 
-With differential privacy the features are clipped; sums and counts are charged in addition to
-DP-SGD. The loss of an example depends only on that example and on released anchors.
+With differential privacy, the features are clipped, and the sums and counts are charged in addition
+to DP-SGD. The loss of an example depends only on this example and on released anchors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from fedsynth.validation import check_embedding, in_range, one_of
 
 @dataclass(frozen=True)
 class AnchorsDown(ModelParameters):
-    """Sent to clients: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
+    """The message to the clients: the model w_t, the anchors [C, D], and a boolean mask [C] of the
+    classes that have an anchor."""
 
     anchors: Tensor = public("sent to clients, never uploaded")
     has_anchor: Tensor = public("sent to clients, never uploaded")
@@ -49,7 +51,8 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """The upload: per-class sums of features [C, D], and class counts [C]."""
+    """The upload of the first exchange: the sums of the features of each class [C, D], and the
+    class counts [C]."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -57,22 +60,23 @@ class FeatureSums(Message):
 
 @dataclass(frozen=True)
 class ModelAndSums(ModelParameters):
-    """The upload of FedFM-Lite: the model, and the sums under it."""
+    """The upload of FedFM-Lite: the trained model, and the sums and class counts computed with it."""
 
     sums: Tensor = released()
     counts: Tensor = released()
 
 
 SUMS = "feature sums"
-"""The name of the sums' plan."""
+"""The name of the release plan of the feature sums."""
 
 # A larger weight with noisy anchors causes a warning. Its figures: `fedsynth train --method fedfm
 # --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same with
 # fedavg.
 LARGEST_PRIVATE_WEIGHT = 1.0
 COUNT_DEVIATIONS = 4
-"""A noisy count above this many standard deviations counts as present. Anchors persist; a class
-that no client has gets one with probability 3e-5 per round."""
+"""A class is present if its noisy count is above this many standard deviations of the noise. A
+class that no client has gets an anchor with a probability of 3e-5 in each round, and the anchor is
+kept in later rounds."""
 
 
 def anchor_losses(
@@ -83,12 +87,17 @@ def anchor_losses(
     *,
     temperature: float | None,
 ) -> Tensor:
-    """Returns q of each example [N], of features and anchors at length 1; 0 for a class without
-    anchor.
+    """Computes q for each example [N], with features and anchors scaled to length 1.
+
+    The loss is 0 for examples of a class without an anchor.
 
     Args:
-        temperature: α of contrastive guiding, over the classes with anchors; None: the squared
-            distance over D.
+        features_ND: the features of the examples.
+        labels_N: the classes of the examples.
+        anchors_CD: the anchors.
+        has_anchor_C: a boolean mask of the classes that have an anchor.
+        temperature: α of contrastive guiding, whose softmax is over the classes with anchors. With
+            None, q is the squared distance divided by D.
     """
     f = F.normalize(features_ND, dim=1)
     a = F.normalize(anchors_CD, dim=1)
@@ -105,7 +114,8 @@ def anchor_losses(
 
 @dataclass(frozen=True)
 class AnchorState(AveragingState):
-    """The state, with the anchors [C, D] and the classes that have one, bool [C]; None: not yet."""
+    """The server's state, including the anchors [C, D] and a boolean mask [C] of the classes that
+    have an anchor. Both are None before the first anchors."""
 
     anchors: Tensor | None = None
     has_anchor: Tensor | None = None
@@ -113,22 +123,27 @@ class AnchorState(AveragingState):
 
 @dataclass(frozen=True)
 class FedFM(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training that pulls features towards shared anchors.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        weight: λ, 50 as in the public code, which scales features and anchors to length 1 in q (the
-            paper's formulas do not say so). 0 is FedAvg, weighted by n_k. With differential privacy
-            anchors carry noise, and 50 learns nearly nothing: try 0.5.
-        matching: q: "contrastive" guiding, or "l2": the squared distance, averaged over the D
-            features as in the public code, to whose λ that belongs. (The paper's sum with λ = 50
-            leaves nothing but the anchors: 20 % on Fashion-MNIST, where this has 73 %.)
-        temperature: α, 0.1, the paper's best.
-        start_round: first round with q. The public code starts in round 21 of 100; 1 here, as runs
-            may be shorter. With differential privacy: 1, as anchors that are not used would be
-            charged too.
-        anchor_clip: with differential privacy: L2 bound of an example's features.
-        anchor_noise: with differential privacy: the noise multiplier of the features' sums and of
-            the counts over σ. A public choice, not tuned.
+        weight: λ. The default of 50 is that of the public code, which scales features and anchors
+            to length 1 in q, although the formulas in the paper do not. With 0, the method is
+            FedAvg, weighted by n_k. With differential privacy, the anchors are noisy, and a model
+            learns almost nothing with 50. Try 0.5 then.
+        matching: the loss q. "contrastive" is contrastive guiding. "l2" is the squared distance,
+            averaged over the D features as in the public code. With the sum over the features that
+            the paper prints, λ = 50 outweighs the cross-entropy, and the accuracy on Fashion-MNIST
+            is 20 % instead of 73 %.
+        temperature: α. 0.1 is the best value in the paper.
+        start_round: first round that uses q. The public code starts in round 21 of 100. The default
+            is 1, because runs may be shorter. With differential privacy it must be 1, because
+            anchors would be charged even if they are not used.
+        anchor_clip: L2 bound on the features of an example. It is used only with differential
+            privacy.
+        anchor_noise: noise multiplier of the feature sums and of the class counts, divided by σ. It
+            is used only with differential privacy. The default is public and was not tuned.
 
     >>> from fedsynth import FedFM, ModelSettings, RunSettings, simulate
     >>> method = FedFM(weight=1.0, local_epochs=2, batch=32, lr=0.05)
@@ -148,8 +163,8 @@ class FedFM(TrainsLocally):
     state: ClassVar[type[ServerState]] = AnchorState
     sums_phase: ClassVar[str] = FIRST
     robust_refusal: ClassVar[str] = (
-        "its anchors are sums over clients; those without examples of a class would outvote "
-        "the others in a robust rule by coordinate"
+        "the anchors are sums over clients. In a robust rule, clients without examples of a class "
+        "would outvote the others"
     )
 
     weight: float = in_range(50.0, 0)
@@ -205,9 +220,9 @@ class FedFM(TrainsLocally):
         private = context.privacy is not None
         if context.round == 1 and private and self.weight > LARGEST_PRIVATE_WEIGHT:
             context.note(
-                f"warning: weight = {self.weight:g} pulls features to noisy anchors: on the "
-                "digits at ε = 8, single runs reached 16 % with 50 and 72 % with 0.5, and "
-                "fedavg 84 % (try method.weight=0.5)"
+                f"warning: method.weight={self.weight:g} pulls features to noisy anchors, which "
+                "may lower the accuracy. On the digits at ε = 8, single runs reached 16 % with "
+                "weight 50, 72 % with 0.5, and 84 % with fedavg. Try method.weight=0.5"
             )
         anchors, has_anchor = state.anchors, state.has_anchor
         if anchors is None or has_anchor is None:
@@ -238,13 +253,13 @@ class FedFM(TrainsLocally):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of DP-SGD, of the sums of features, and of the counts."""
+        """Returns the plans of DP-SGD, of the feature sums, and of the class counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
                 "method",
                 "start_round",
-                f"must be 1 with differential privacy, and {self.name}'s method.weight above 0: "
-                "anchors are charged in every round",
+                f"must be 1 and method.weight must be above 0 for {self.name} with differential "
+                "privacy, because anchors are charged in every round",
             )
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
@@ -260,15 +275,17 @@ class FedFM(TrainsLocally):
     def feature_sums(
         self, model: nn.Module, client: ClientGroup, context: RoundContext
     ) -> ClassSums:
-        """Returns the class sums of features of a client under `model`."""
+        """Computes the sums of a client's features under `model` for each class."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(client, embed, _width(context), SUMS, context)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """Returns the state with this round's anchors; a class that no client of the round has
-        keeps its last anchor."""
+        """Returns the state with the anchors of this round.
+
+        A class that no client of the round has keeps its last anchor.
+        """
         counts = torch.stack([upload.counts for upload in sent]).sum(dim=0)
         sums = torch.stack([upload.sums for upload in sent]).sum(dim=0)
         noise = context.noise.get(COUNTS, 0.0) * sqrt(len(sent))  # of the clients' sum
@@ -283,10 +300,10 @@ class FedFM(TrainsLocally):
 
 @dataclass(frozen=True)
 class FedFMLite(FedFM):
-    """Settings: see `FedFM`.
+    """FedFM with a single exchange in each round.
 
-    One exchange a round; the first has no anchors yet, and `start_round` starts where there are
-    some.
+    The settings are documented in `FedFM`. The first round has no anchors, so q is used from round
+    2 on, or from `start_round` on if that is later.
 
     >>> from fedsynth import FedFMLite, ModelSettings, RunSettings, simulate
     >>> method, model = FedFMLite(local_epochs=1), ModelSettings(width=16, depth=2)
@@ -324,7 +341,7 @@ class FedFMLite(FedFM):
 
 
 def _width(context: RoundContext) -> int:
-    """Returns D of the embedding."""
+    """Returns D, the dimension of the embedding."""
     classifier: Any = context.architecture.classifier
     width: int = classifier.in_features
     return width

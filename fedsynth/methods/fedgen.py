@@ -1,22 +1,23 @@
-"""FedGen: a generator of embeddings, learned by the server from clients' classifiers, regularises
-local training (Zhu et al. 2021, arXiv 2105.10056).
+"""FedGen: a generator of embeddings regularises local training (Zhu et al. 2021, arXiv 2105.10056).
 
-Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}·CE(classifier_k(G(y,
-ε)), y) + η·diversity, w_{k,y} client k's share of the round's examples of class y (Eq. 4 there, in
-the form of its public code), and sends G with the averaged model. Client:
+The server trains a generator G(y, ε), which maps a label y and noise ε to an embedding, on the
+classifiers of the uploaded models. The loss is Σ_k w_{k,y}·CE(classifier_k(G(y, ε)), y) +
+η·diversity, where w_{k,y} is client k's share of the round's examples of class y (Eq. 4 of the
+paper, in the form of its public code). The server sends G together with the averaged model. Each
+client minimises
 
     CE on its batch  +  α·CE(classifier(G(y', ε)), y')
                      +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)),
 
-where y' is drawn uniformly from the classes that any client has had, and (x, y) are its own
-examples; the target is constant. α and β decay by 0.98 each round. The terms start in round 2, when
-G exists.
+where y' is drawn uniformly from the classes that any client has had, and (x, y) are the client's
+own examples. The target of the KL term is a constant without gradient. α and β decay by a factor of
+0.98 in each round. The last two terms start in round 2, when G exists.
 
-For the last term the noise is a fixed pool for each class and round, and the target is averaged
-over it: this gives the gradient of the expectation over ε, and a target that depends only on y. It
-matters with differential privacy: if the noise depended on an example's position in the batch, one
-more example could change the gradients of others. The middle term sees no data. Label counts are
-private: with DP all clients have equal weight.
+The KL term uses a fixed pool of noise for each class and round, and averages the target over this
+pool. The target therefore depends only on y. This matters with differential privacy: if the noise
+depended on the position of an example in the batch, one additional example could change the
+gradients of others. The middle term does not use the client's data. Class counts are private, so
+with differential privacy all clients have equal weight.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ TALLIED = 32  # embeddings per class for a round's facts
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """Sent to clients: w_t, the generator (empty in round 1), and which classes any client has had
-    [C] (bool)."""
+    """The message to the clients: the model w_t, the generator, and a boolean mask [C] of the
+    classes that any client has had.
+
+    The generator is empty in round 1.
+    """
 
     generator: Mapping[str, Tensor] = public("sent to clients, never uploaded")
     seen_classes: Tensor = public("sent to clients, never uploaded")
@@ -64,7 +68,7 @@ class GeneratorDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ModelAndCounts(ModelParameters):
-    """The upload: the model, and the client's class counts [C]."""
+    """The upload of a client: the model, and the class counts [C]."""
 
     counts: Tensor = public("with DP on: ones; with DP off: the numbers of examples of each class")
 
@@ -72,8 +76,11 @@ class ModelAndCounts(ModelParameters):
 def ensemble_loss(
     h_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
-    """Returns Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): the classification loss of the
-    embeddings, in which each client's classifier is weighted by its share of the class."""
+    """Computes the classification loss of generated embeddings, Σ_k mean_n share[y_n, k]·CE(W_k G_n
+    + b_k, y_n).
+
+    The classifier of each client is weighted by the client's share of the examples of a class.
+    """
     logits = torch.einsum("nd,kcd->nkc", h_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
     labels = labels_N.repeat_interleave(k)
@@ -83,11 +90,13 @@ def ensemble_loss(
 
 @dataclass(frozen=True)
 class GeneratorState(AveragingState):
-    """The state, with the generator in training.
+    """The server's state, including the generator that it trains.
 
     Args:
-        learner: the generator and its Adam (`named_tensors`); {}: not trained yet.
-        seen_classes: which classes any client has had, bool [C]; None: not known yet.
+        learner: the tensors of the generator and of its Adam optimiser, as returned by
+            `named_tensors`. The mapping is empty before the generator is trained.
+        seen_classes: a boolean mask [C] of the classes that any client has had, or None before the
+            first round.
     """
 
     learner: Mapping[str, Tensor] = field(default_factory=dict)
@@ -96,18 +105,21 @@ class GeneratorState(AveragingState):
 
 @dataclass(frozen=True)
 class FedGen(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training regularised by a generator of embeddings.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        alpha: α, 10 in the public code.
-        beta: β, 10 on MNIST and 1 on EMNIST there. With α = 0, β = 0 is FedAvg, weighted by n_k.
+        alpha: α, which is 10 in the public code.
+        beta: β, which is 10 on MNIST and 1 on EMNIST in the public code. With α = 0 and β = 0, the
+            method is FedAvg, weighted by n_k.
         diversity: η.
-        generator_steps: of Adam on the server, in each round.
-        generator_batch: embeddings of a step.
-        generator_lr: Adam's.
-        generator_decay: Adam's weight decay.
-        noise: length of the generator's noise.
-        hidden: width of its hidden layer.
+        generator_steps: number of steps of Adam on the server in each round.
+        generator_batch: number of embeddings in a step.
+        generator_lr: learning rate of Adam.
+        generator_decay: weight decay of Adam.
+        noise: dimension of the generator's noise.
+        hidden: width of the generator's hidden layer.
 
     >>> from fedsynth import FedGen, ModelSettings, RunSettings, simulate
     >>> method = FedGen(alpha=1.0, beta=1.0, local_epochs=2, batch=32, lr=0.1, generator_steps=10)
@@ -126,7 +138,7 @@ class FedGen(TrainsLocally):
     upload: ClassVar[type[Message]] = ModelAndCounts
     state: ClassVar[type[ServerState]] = GeneratorState
     robust_refusal: ClassVar[str] = (
-        "its server also trains a generator on the classifier of each client"
+        "the server also trains a generator on the classifier of each client"
     )
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
@@ -168,7 +180,10 @@ class FedGen(TrainsLocally):
                 "counts", f"add up to {total:g}, but the client has at most {size:g} examples"
             )
         if upload.weight > 0 and total == 0:
-            raise UploadRejectedError("counts", f"are zero, but weight is {upload.weight:g}")
+            raise UploadRejectedError(
+                "counts",
+                f"are all zero, but must not be, because the upload's weight is {upload.weight:g}",
+            )
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()
@@ -234,8 +249,11 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns how the new model classifies embeddings of the generator, equally many of each
-        class that any client has had. Post-processing: both come from the uploaded models."""
+        """Measures how the new model classifies embeddings from the generator.
+
+        The same number of embeddings is generated for each class that any client has had. Both
+        networks come from the uploaded models, so the measures are post-processing.
+        """
         facts = super().facts(state, context)
         if state.seen_classes is None or not bool(state.seen_classes.any()):
             return facts
@@ -250,7 +268,7 @@ class FedGen(TrainsLocally):
     def _generator(
         self, context: RoundContext, learner: Mapping[str, Tensor] | None = None
     ) -> LatentGenerator:
-        """Returns a fresh generator, or the one of these tensors."""
+        """Returns a generator with the given tensors, or a newly initialised generator."""
         classifier: Any = context.architecture.classifier
         sizes = context.spec.classes, classifier.in_features
         generator = make_latent_generator(
@@ -261,11 +279,11 @@ class FedGen(TrainsLocally):
         return generator
 
     def _noise(self, labels_N: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws the noise ε of embeddings, [N, noise]."""
+        """Draws the noise ε of the embeddings, [N, noise]."""
         return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
 
     def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws a batch of labels, uniformly from these classes (bool)."""
+        """Draws a batch of labels uniformly from the classes in a boolean mask."""
         weights = classes_C.to(torch.float32)
         return torch.multinomial(
             weights, self.generator_batch, replacement=True, generator=generator
@@ -274,7 +292,12 @@ class FedGen(TrainsLocally):
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns the generator with its Adam, and the classes that any client has had so far."""
+        """Trains the generator on the uploaded models of a round.
+
+        Returns:
+            The tensors of the generator and of Adam, and a mask [C] of the classes that any client
+            has had so far.
+        """
         generator = self._generator(context).train()
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)

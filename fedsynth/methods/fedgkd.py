@@ -1,11 +1,11 @@
-"""FedGKD: local training is distilled from the average of the last global models (Yao et al. 2021,
-arXiv 2107.00051).
+"""FedGKD: local training is distilled from the average of the latest global models (Yao et al.
+2021, arXiv 2107.00051).
 
-Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x;
-w̄) ‖ p(x; w)) on its own examples.
+The server keeps the last M global models, and sends w_t together with their average w̄. Each client
+minimises CE + γ/2·KL(p(x; w̄) ‖ p(x; w)) on its own examples.
 
-The loss of an example depends only on that example and on released models, so DP-SGD clips and
-charges it like any other.
+The loss of an example depends only on this example and on released models, so DP-SGD clips and
+charges it like the cross-entropy.
 """
 
 from __future__ import annotations
@@ -31,25 +31,29 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class TeacherDown(ModelParameters):
-    """Sent to clients: w_t, and the average of the last M global models."""
+    """The message to the clients: the model w_t, and the average of the last M global models."""
 
     teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class PastState(AveragingState):
-    """The state, with the last M global models, [M, …] for each parameter (empty at first)."""
+    """The server's state, including the last M global models as one tensor [M, …] for each
+    parameter. The mapping is empty before the first round."""
 
     past: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training with distillation from the average of the last global models.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        gamma: γ: 0.2 on CIFAR, 0.001 on EMNIST in FedKF's comparison. 0 is FedAvg, weighted by n_k.
-        buffer: M, the number of global models whose average teaches, 5 there.
+        gamma: γ, which is 0.2 on CIFAR and 0.001 on EMNIST in FedKF's comparison. With 0, the
+            method is FedAvg, weighted by n_k.
+        buffer: M, the number of global models that are averaged. It is 5 in FedKF's comparison.
 
     >>> from fedsynth import FedGKD, ModelSettings, RunSettings, simulate
     >>> method = FedGKD(gamma=0.2, buffer=2, local_epochs=2, batch=32, lr=0.1)

@@ -1,16 +1,17 @@
 """FedHydra: one-shot distillation in which each client's model is weighted by the classes that it
-knows (stratified aggregation; Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot
-Federated Learning).
+knows (Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot Federated Learning).
 
-Client (Algorithm 1, lines 4 to 7): trains the server's initial model, or its own architecture's, by
-SGD on the cross-entropy of its data, as in FedAvg, and uploads it once. It computes nothing else.
+Each client trains the initial model of the server, or a model of its own architecture, by SGD on
+the cross-entropy of its data, as in FedAvg (Algorithm 1, lines 4 to 7). The client uploads the
+model once and computes nothing else.
 
-Server (Algorithm 1): model stratification measures how well each client's model can teach each
-class, U [C, m] (Eqs. 1 to 3); its rows and columns, normalised, weigh clients for a class and
-classes within a client (Eqs. 4 to 7, see `columns`). Then, for each epoch, a generator is trained
-against that weighted ensemble P (Eqs. 8 to 16), and the student by KL(P, F_g) + β·CE(F_g, argmax P)
-(Eqs. 17 to 19), on the images of all the generator's steps (Sec. 2; Algorithm 1 prints one update
-an epoch). U goes into the run folder.
+The server first measures how well each client's model can teach each class, which gives the matrix
+U [C, m] (model stratification, Eqs. 1 to 3). The normalised rows of U weight the clients for a
+given class, and the normalised columns weight the classes of a given client (Eqs. 4 to 7, and the
+setting `columns`). These weights define the ensemble P. In each epoch, a generator is trained
+against P (Eqs. 8 to 16). The student is then trained with the loss KL(P, F_g) + β·CE(F_g, argmax P)
+(Eqs. 17 to 19) on the images of all steps of the generator (Sec. 2), although Algorithm 1 prints
+one update in each epoch. U is saved in the run folder.
 """
 
 from __future__ import annotations
@@ -43,27 +44,32 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedHydra(DataFreeEnsembleDistillation):
-    """Settings: `DataFreeEnsembleDistillation` with the paper's values, and
+    """Server-side distillation of the clients' logits, weighted by the quality of each model for
+    each class.
+
+    The defaults are those of the paper. The following settings come in addition to those of
+    `DataFreeEnsembleDistillation`.
 
     Args:
-        aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's
-            training. "clients" weighs clients for the asked class (Ū_r) and leaves a client's
-            logits as they are: not in the paper, to see what weighing classes within a client (Ū_c)
-            does.
-        columns: what Ū_c normalises: "in-place", the rows' shares, or "raw", U itself, as Eq. 6 is
-            printed; see `stratified_weights`. The values of the paper's Fig. 6 can only be row
-            shares, and P of the raw reading gives most real images another class
-            (docs/results.md).
-        outputs: what SA weighs of a client: its "logits", the paper's word, or its "probabilities".
-        lessons: what the student learns: "ensemble", P, which depends on the class that was asked
-            for, or "average", the plain mean of the clients' logits, on the images of P's
-            generator. Not in the paper: it separates P's effect on the generator from
-            its effect on the student.
-        stratification_steps: steps of each (class, client) pair's generator; for this and the next
-            two see `pair_losses`.
-        stratification_batch: images of such a step.
-        stratification_lr: of such a generator.
-        stratification_floor: the least denominator of Eq. 2; not in the paper.
+        aggregation: how the server combines the clients' logits. "stratified" is the paper's SA.
+            "average" is AE, which uses DENSE's ensemble in FedHydra's training. "clients" weights
+            the clients for the requested class (Ū_r), but not the classes of a client (Ū_c). This
+            variant is not in the paper and shows the effect of Ū_c.
+        columns: what Ū_c normalises. "in-place" normalises the row shares, and "raw" normalises U
+            itself, as Eq. 6 is printed (`stratified_weights`). The values in Fig. 6 of the paper
+            can only be row shares, and with "raw" the ensemble P assigns most real images to a
+            wrong class (docs/results.md).
+        outputs: which outputs of a client SA weights. "logits" is the word in the paper, and
+            "probabilities" is the alternative.
+        lessons: what the student learns. "ensemble" is P, which depends on the requested class.
+            "average" is the unweighted mean of the clients' logits on the images of P's generator.
+            This option is not in the paper. It separates the effect of P on the generator from the
+            effect of P on the student.
+        stratification_steps: number of training steps of the generator for each (class, client)
+            pair, as explained in `pair_losses`.
+        stratification_batch: number of images in a step of such a generator.
+        stratification_lr: learning rate of such a generator.
+        stratification_floor: smallest denominator in Eq. 2. It is not in the paper.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "fedhydra", "rounds": 1}, {"kind": "iid", "clients": 3}
@@ -98,7 +104,7 @@ class FedHydra(DataFreeEnsembleDistillation):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """The server's part of Algorithm 1: lines 9 to 25."""
+        """Performs the server's part of Algorithm 1, lines 9 to 25."""
         U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 1 to 3
         U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
         targets = None  # P
@@ -123,7 +129,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         return EnsembleState({}, tallies=training.tallies, matrices=matrices)
 
     def pair_losses(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """Returns the losses of Algorithm 2, [T_G, C, m], of models in evaluation mode."""
+        """Computes the losses of Algorithm 2, [T_G, C, m], for models in evaluation mode."""
         return pair_losses(
             models,
             context.spec,
@@ -138,7 +144,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         )
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
-        """Returns the function that computes P from the models' logits (Algorithm 3)."""
+        """Returns the function that computes P from the logits of all models (Algorithm 3)."""
         if self.aggregation == "average":
             return average_of_logits
         if self.aggregation == "clients":

@@ -1,21 +1,26 @@
-"""FedKF: knowledge of all clients' models, distilled on each client without data (Zhou et al. 2023,
-arXiv 2207.10447).
+"""FedKF: each client distils the knowledge of all clients' models into its model, without using
+other data (Zhou et al. 2023, arXiv 2207.10447).
 
-Server (T1, active-inactive model aggregation): one cache slot for each client's last model ŵ_k; ACA
-w averages the round's active clients, OCA ŵ all slots, both weighted by n_k. Active clients get
-both: they start from w, and ŵ is the teacher. Client (T2, global-local knowledge fusion), for each
-local batch: one step of its generator g(θ_k; ·) down L_G (Eq. 5), then one step of its model w_k
-down L_CE + γ·L_KL (Eq. 8), with L_KL on generated images (Eq. 6). The generator, with its
-optimiser's state, is the client's memory.
+On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
+client. ACA, the model w, is the average over the active clients of the round. OCA, the model ŵ, is
+the average over all models in the cache. Both averages are weighted by n_k. Active clients receive
+both models: they start from w, and ŵ is the teacher.
 
-With differential privacy the model is trained by DP-SGD. Teacher and generator come only from the
-server's message, public noise and, with `use_kl`, the model's released DP-SGD steps, so the
-distillation term is post-processing; n_k weights become uniform.
+On a client (T2, global-local knowledge fusion), each local batch takes two steps. The first step
+updates the client's generator g(θ_k; ·) down the gradient of L_G (Eq. 5). The second step updates
+the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8), with L_KL on generated images
+(Eq. 6). The generator and the state of its optimiser are kept in the client's memory between
+rounds.
 
-A round's metrics include the average facts of its clients' generators
-(`fedsynth.evaluation.generated`): how the teacher classifies generated images. They are computed
-from teacher, generator and public noise, so they are post-processing too. A simulation reads them
-from the clients' memories; no message carries them.
+With differential privacy, the model is trained by DP-SGD, and all clients have equal weight instead
+of n_k. The teacher and the generator are computed only from the server's message, from public noise
+and, with `use_kl`, from the released steps of DP-SGD. The distillation term is therefore
+post-processing.
+
+The metrics of a round include the measures of the clients' generators, averaged over the clients
+(`fedsynth.evaluation.generated`). They show how the teacher classifies generated images. They are
+computed from the teacher, the generator and public noise, so they are post-processing too. A
+simulation reads them from the clients' memories, and no message contains them.
 """
 
 from __future__ import annotations
@@ -46,40 +51,49 @@ from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, in_range, one_of
 
 TALLY = "tally"
-"""The memory's key for the tally of generated images, from the client's last training."""
+"""The key in a client's memory of the tally of generated images from the client's last training."""
 
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """Sent to clients: ACA, and OCA as the teacher (empty in FedKF⁻, whose teacher is ACA)."""
+    """The message to the clients: the model ACA, and the model OCA as the teacher.
+
+    The teacher is empty in FedKF⁻, where ACA is the teacher.
+    """
 
     teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class FedKF(TrainsLocally):
-    """Settings, with the paper's values; where it is silent, the reason.
+    """Local training with distillation from the average of all cached models on generated images.
 
-    A run evaluates both final models, ACA and OCA; with `teacher` that makes the paper's four
-    variants of two trainings. What is not named here is `TrainsLocally`'s: lr is 0.01 for LeNet-5,
-    0.1 for ResNet-8; no momentum is named. `equal_steps` gives every client equally many steps, as
-    the official code does; Algorithm 1 passes over the client's own data.
+    The defaults are those of the paper, and the settings that it does not give are explained below.
+    The remaining settings are documented in `TrainsLocally`. The paper uses lr=0.01 for LeNet-5 and
+    lr=0.1 for ResNet-8, and names no momentum. With `equal_steps`, all clients take the same number
+    of steps, as in the official code; in Algorithm 1, each client passes over its own data.
+
+    A run evaluates both final models, ACA and OCA. Two runs, one for each value of `teacher`,
+    therefore give the four variants of the paper.
 
     Args:
-        teacher: "oca", or "aca" (FedKF⁻: half the downlink).
+        teacher: "oca", or "aca" for FedKF⁻, which halves the size of the message to the clients.
         distillation: γ.
-        one_hot_weight: λ1, of a loss scaled as in the official code
+        one_hot_weight: λ1. The loss is scaled as in the official code
             (`synthesizer/distillation/losses.py`).
-        activation_weight: λ2, scaled the same way; features are the classifier's inputs (that
-            code's LeNet-5 has them one layer earlier).
-        use_kl: the generator also seeks images on which the local model differs from the teacher:
-            its loss less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
-        generator_lr: Adam's.
-        generator_batch: images of a step; the paper names none: the local batch.
-        latent: length of the generator's noise, DAFL's.
-        generator_width: channels of its widest layer over two, DAFL's.
-        plain_rounds: rounds of plain cross-entropy at first, as the teacher is then w⁰, untrained;
-            the official code has one.
+        activation_weight: λ2. The loss is scaled as in the official code. The features are the
+            inputs of the classifier, whereas the official LeNet-5 takes them one layer earlier.
+        use_kl: whether the generator also seeks images on which the local model differs from the
+            teacher. Its loss is then reduced by γ·KL. This is not in the paper. The official code
+            does so on CIFAR, but not on EMNIST.
+        generator_lr: learning rate of Adam for the generator.
+        generator_batch: number of generated images in a step. The paper gives none, and the default
+            is the local batch size.
+        latent: dimension of the generator's noise. The default is that of DAFL.
+        generator_width: half the number of channels in the widest layer of the generator. The
+            default is that of DAFL.
+        plain_rounds: number of rounds at the start that train on the cross-entropy only, because
+            the teacher is still the untrained w⁰. The official code has one such round.
 
     >>> from fedsynth import resolve, simulate
     >>> run = {"method": "fedkf", "rounds": 2, "participation": 0.4}
@@ -95,8 +109,8 @@ class FedKF(TrainsLocally):
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
     features_refusal: ClassVar[str] = (
-        "its clients distil on images of a generator: use fedgkd, which distils on the clients' "
-        "data"
+        "the clients distil on images of a generator. Use fedgkd instead, which distils on the "
+        "clients' data"
     )
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
@@ -134,7 +148,7 @@ class FedKF(TrainsLocally):
     def server_step(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """T1: ACA, over the active clients, and OCA, over every client's last model."""
+        """Performs T1: averages the active clients (ACA) and the last models of all clients (OCA)."""
         active = counted_uploads(uploads, state.parameters, context)
         if not active:
             return state
@@ -148,7 +162,8 @@ class FedKF(TrainsLocally):
     def task(
         self, client: int, message: TwoModels, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        """T2, Algorithm 1's ClientUpdate: SGD on L_CE, with these additions to each step."""
+        """Performs T2, ClientUpdate in Algorithm 1: adds the generator's step and γ·L_KL to SGD on
+        L_CE."""
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
                 make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], memory)
@@ -162,13 +177,14 @@ class FedKF(TrainsLocally):
         )
 
     def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts of the client's generator, if it has one."""
+        """Returns the measures of the client's generator. The result is empty if the client has no
+        generator."""
         if TALLY not in memory:
             return {}
         return {GENERATOR: describe(memory[TALLY])}
 
     def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Averages the facts over the round's clients that have a generator."""
+        """Averages the measures over those clients of the round that have a generator."""
         generators = [client_facts[GENERATOR] for client_facts in facts if client_facts]
         if not generators:
             return {}
@@ -176,10 +192,11 @@ class FedKF(TrainsLocally):
 
 
 class KnowledgeFusion:
-    """The teacher ŵ at one client, its generator g(θ_k; ·), and the last generated images.
+    """The teacher ŵ, the generator g(θ_k; ·) and the latest generated images of one client.
 
     Attributes:
-        state: all that training the generator changes (`fedsynth.training.loop`).
+        state: the objects that training the generator changes, as needed by
+            `fedsynth.training.loop`.
     """
 
     def __init__(
@@ -205,11 +222,12 @@ class KnowledgeFusion:
             load_tensors(self._learner, memory)
 
     def train_generator(self, w_k: nn.Module) -> None:
-        """Takes one step of the generator down L_G (Eqs. 2 to 5), and generates images from the
-        same noise z.
+        """Updates the generator by one step down the gradient of L_G (Eqs. 2 to 5), and then
+        generates images from the same noise z.
 
         Args:
-            w_k: the client's model, which `use_kl` sends the generator against; not changed.
+            w_k: the client's model, which is not changed. With `use_kl`, the generator is also
+                trained to produce images on which this model differs from the teacher.
         """
         method = self._method
         z = torch.randn(
@@ -232,11 +250,12 @@ class KnowledgeFusion:
             self._teacher_logits = self._logits(self._teacher, self._images)
 
     def loss(self, w_k: nn.Module) -> Tensor:
-        """Returns L_KL = KL(ŵ(x) ‖ w_k(x)) on the last generated images x (Eq. 6)."""
+        """Computes L_KL = KL(ŵ(x) ‖ w_k(x)) on the latest generated images x (Eq. 6)."""
         return distillation_loss(self._teacher_logits, self._logits(w_k, self._images))
 
     def memory(self) -> Memory:
-        """Returns the generator, its Adam, and the tally of its images."""
+        """Returns the tensors of the generator and of its Adam optimiser, and the tally of its
+        images."""
         tally = generator_tally(self._teacher, self._generator)
         return {**named_tensors(self._learner), TALLY: tally}
 

@@ -1,9 +1,9 @@
-"""FedNova: updates are normalised by each client's accumulated step length (Wang et al. 2020, arXiv
-2007.07481).
+"""FedNova: each client's update is normalised by the accumulated length of its steps (Wang et al.
+2020, arXiv 2007.07481).
 
-Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ).
-Server: w_{t+1} = w_t − τ_eff Σ_k p_k (w_t − w_k)/‖a_k‖₁ with τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n
-(their Eq. 6 and Sec. 4).
+Each client computes w_k by τ_k steps of SGD with momentum ρ. The accumulated length is ‖a_k‖₁ =
+(τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ). The server computes w_{t+1} = w_t − τ_eff Σ_k p_k (w_t −
+w_k)/‖a_k‖₁, where τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n (Eq. 6 and Sec. 4 of the paper).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class NormalisedModel(ModelParameters):
-    """The upload: the model, and ‖a_k‖₁."""
+    """The upload of a client: the model, and ‖a_k‖₁."""
 
     norm: float = public("with DP on, the number of steps depends only on public sizes")
 
 
 @dataclass(frozen=True)
 class FedNova(TrainsLocally):
-    """Settings: see `TrainsLocally`.
+    """FedAvg with updates that are normalised by each client's number of steps.
 
-    With equally many steps at each client it is FedAvg, weighted by n_k.
+    The settings are documented in `TrainsLocally`. If all clients take the same number of steps,
+    the method is FedAvg, weighted by n_k.
 
     >>> from fedsynth import FedNova, ModelSettings, RunSettings, simulate
     >>> method = FedNova(local_steps=2, momentum=0.5)
@@ -74,7 +75,7 @@ class FedNova(TrainsLocally):
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
             raise UploadRejectedError(
-                "norm", f"is {upload.norm:g}, but must be at least 1, the norm of one step"
+                "norm", f"is {upload.norm:g}, but must be at least 1, the value for one step"
             )
 
     def combine(
@@ -93,7 +94,7 @@ class FedNova(TrainsLocally):
 
 
 def update_norm(steps: int, momentum: float) -> float:
-    """Returns ‖a_k‖₁ of `steps` steps of SGD with momentum.
+    """Computes ‖a_k‖₁, the accumulated length of `steps` steps of SGD with momentum.
 
     >>> update_norm(3, 0.0), update_norm(2, 0.5)
     (3.0, 2.5)

@@ -1,8 +1,9 @@
-"""FedProx: local training is kept near the global model, and partial work is kept (Li et al. 2020,
-arXiv 1812.06127).
+"""FedProx: a proximal term keeps local training near the global model, and partial work is used (Li
+et al. 2020, arXiv 1812.06127).
 
-Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the average, weighted by n_k. Stragglers'
-partial work counts (`stragglers`, `drop_stragglers`).
+Each client minimises F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). The server averages the models, weighted by
+n_k. The models of clients that did not finish all epochs are included in the average, unless
+`drop_stragglers` is set.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class FedProx(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """FedAvg with a proximal term.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        mu: μ; the comparison papers take 0.001 (FedAF, FedKF on EMNIST and CIFAR-10) or the best of
-            {0.01, 0.1, 1} (FedDM). 0 is FedAvg.
+        mu: μ. The papers that compare with FedProx use 0.001 (FedAF, and FedKF on EMNIST and
+            CIFAR-10) or the best of {0.01, 0.1, 1} (FedDM). With 0, the method is FedAvg.
 
     >>> from fedsynth import FedProx, ModelSettings, RunSettings, simulate
     >>> method = FedProx(mu=0.1, local_epochs=3, batch=32, lr=0.1, stragglers=0.9)

@@ -1,21 +1,27 @@
-"""FedStats: class statistics of fixed features, from which the server computes everything else.
+"""FedStats: clients send class statistics of fixed features, from which the server computes the
+model and synthetic images.
 
-φ is a public map, independent of private data (`fedsynth.features`). A client sends only noisy sums
-over its examples, so sums over clients are those of the pooled data: the partition does not matter.
-Round 1 has two releases, a centre m and, about it, the second moments
+φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
+sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
+data, so the result does not depend on how the data are distributed over the clients. Round 1 has
+two releases. The first is a centre m of the features. The second contains second moments about m:
 
-    z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
+    z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1)
 
-from which the server computes a ridge classifier in closed form (or, without second moments, a
-first gradient from z ⊗ e). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
-Newton-like by the released second moments, or with momentum, until the noise dominates. With the
-centre, round 1 may also release covariances of φ's channels and cells, which whiten z, and moments
-of small pictures if images are requested. Nothing is sampled, so the composition is that of
-Gaussians, and exact. docs/privacy-proofs.md proves the sensitivities; docs/fedstats.md has results.
+From these, the server computes a ridge classifier in closed form. If second moments are not
+released, the server computes a first gradient from z ⊗ e instead. Each later round is one step of
+softmax regression with the gradient Σ clip_c(p − y) ⊗ z. With second moments, the step is
+Newton-like. Without them, the steps have momentum, and their size is chosen such that the noise of
+all steps together stays at a given level.
 
-Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
-sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD
-(arXiv 2011.11660).
+Together with the centre, round 1 may also release covariances of the channels and of the spatial cells
+of φ, which are used to whiten z, and moments of downsampled images if synthetic images are
+requested. No release subsamples the data, so the composition of these Gaussian mechanisms is exact.
+docs/privacy-proofs.md proves the sensitivities, and docs/fedstats.md has results.
+
+In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403), one-shot
+federated ridge regression sums them over clients (arXiv 2601.08216), and Tramèr & Boneh train on
+scattering features by DP-SGD (arXiv 2011.11660).
 """
 
 from __future__ import annotations
@@ -58,13 +64,17 @@ from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 
 SCALE = 4.0
-"""Scales a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
+"""Converts the outputs of a regression on labels to logits. At equal odds of two classes, the slope
+of the softmax is ¼."""
 
 
 @dataclass(frozen=True)
 class FedStats(PlansStatistics):
-    """Settings; a run of n rounds has n − 1 steps. Defaults were found on held-out training images.
-    See `PlansStatistics`, `MakesImages` and `DistributedNoise`.
+    """Training of a linear model on fixed features from noisy class statistics.
+
+    A run of n rounds has n − 1 steps of gradient descent after the first round. The defaults were
+    tuned on held-out training images. The settings are documented in `PlansStatistics`,
+    `MakesImages` and `DistributedNoise`.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -90,8 +100,12 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Returns the sums of features, each clipped to the public norm; for images also sums of
-        small pictures, and for whitening sums of products."""
+        """Computes each client's sums for the first exchange.
+
+        Each client sums its features, each of which is clipped to the public norm bound. If small
+        pictures are released, the client also sums them for synthetic images. If covariances are
+        released, it also sums the products of features for whitening.
+        """
         features = self.map_of(context.spec)
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
@@ -118,8 +132,11 @@ class FedStats(PlansStatistics):
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with m, and with the roots that whiten z and the pictures' moments, if
-        these are released."""
+        """Returns the state with the centre m, the whitening matrices, and the moments of small
+        pictures.
+
+        The matrices and the moments are added only if they are released.
+        """
         pool = self.pooled(total.sums, clients, CENTRE, context)
         centre = (pool.sums / pool.records).float()
         state = _with_parameters(state, {"centre": centre})
@@ -144,8 +161,8 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Returns moments about the released centre in round 1, later a gradient at the released
-        model."""
+        """Computes each client's sums of moments about the released centre in round 1, and of
+        gradients at the released model in later rounds."""
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
         embedding = Embedding.of(message.parameters, features)
@@ -165,7 +182,12 @@ class FedStats(PlansStatistics):
     def from_sum(
         self, phase: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with the centre; after the closed form, in round 1; or after a step."""
+        """Computes the next state of the server from the summed uploads.
+
+        After the first exchange, the state has the centre. After the main exchange of round 1, it
+        has the closed-form classifier, or the first gradient step if second moments are not
+        released. After each later round, it has the model after one more step.
+        """
         if not self.has_enough_noise(clients, context):
             return state
         if phase == FIRST:
@@ -196,8 +218,11 @@ class FedStats(PlansStatistics):
         )
 
     def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
-        """Returns the state after a step of softmax regression: Newton-like with second moments,
-        else with momentum."""
+        """Returns the state after one step of softmax regression.
+
+        The step is Newton-like if second moments are released. Otherwise it is a step with
+        momentum.
+        """
         weight = state.parameters["classifier.weight"]
         gradient = (pool.sums / pool.records).float().view_as(weight)
         if state.eigenvalues is None or state.eigenvectors is None:
@@ -225,7 +250,7 @@ class FedStats(PlansStatistics):
         clients: ClientGroup,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Returns each client's release of this name, [clients, D]."""
+        """Computes the release with this name for each client, [clients, D]."""
         if isinstance(clients, PrivateClientView):
             return clients.feature_sums(clients.series(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()

@@ -1,16 +1,19 @@
-"""FedSum: FedDM's objective from class sums of M shared networks, pooled before one condensation.
+"""FedSum: the server condenses one synthetic set from class sums of features, pooled over all
+clients.
 
-In FedDM (arXiv 2207.09653) each client condenses its own data, and the server trains on the union.
-Its loss, Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9), depends on the data only through the class
-means of features, and class means of all clients' data are pooled sums over pooled counts. So here
-clients send class sums under M networks around the global model, drawn from the round's public
-seed, with their counts. The server adds them up, condenses one set S towards the pooled means, and
-trains on it. A client makes M passes over its data in place of T steps, and the partition makes no
-difference to the sums.
+In FedDM (arXiv 2207.09653), each client condenses its own data, and the server trains on the union
+of the synthetic sets. The loss Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9) depends on the data
+only through the class means of features. The class means of all clients' data are pooled sums
+divided by pooled counts. In FedSum, clients therefore send class sums and counts. The sums are
+computed under M networks around the global model, which are drawn from the public seed of the
+round. The server adds the sums up, condenses one set S towards the pooled means, and trains on S. A
+client makes M passes over its data instead of T steps, and the sums do not depend on how the data
+are distributed over the clients.
 
-With differential privacy each network's sums are one release of mechanism `features`
-(`private_matchers` has its sensitivity), and the counts one more; what the server does
-with them costs nothing. Images start from public noise, with or without it.
+With differential privacy, the sums under each network are one release of the mechanism `features`,
+and the counts are one further release. `private_matchers` documents the sensitivity. The server's
+computations on the releases are post-processing. The images start from public noise, with and
+without differential privacy.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 
 @dataclass(frozen=True)
 class FedSum(SumsFeatures):
-    """Settings: see `SumsFeatures`.
+    """Condensation on the server from pooled class sums of features.
+
+    The settings are documented in `SumsFeatures`.
 
     >>> from fedsynth import FedSum, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedSum(networks=4, ipc=5, iterations=40, image_lr=5.0, server_epochs=50)
@@ -87,8 +92,11 @@ class FedSum(SumsFeatures):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Returns each client's sums R_{m,c} = Σ_{x ∈ c} u_m(x) − s_{m,c} [M, C, D], and its counts
-        n_c [C]. With differential privacy each term of R is clipped, and R and n have noise."""
+        """Computes each client's sums R_{m,c} = Σ_{x ∈ c} u_m(x) − s_{m,c} [M, C, D] and counts n_c
+        [C].
+
+        With differential privacy, each term of R is clipped, and noise is added to R and n.
+        """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         S = self._by_class(message.images, context)
         charged = clients.series(IMAGES) if isinstance(clients, PrivateClientView) else []
@@ -111,7 +119,7 @@ class FedSum(SumsFeatures):
         clients: int,
         context: RoundContext,
     ) -> CondensedState:
-        """Condenses one set S towards the pooled class means, and trains on it."""
+        """Condenses one set S towards the pooled class means, and trains the model on S."""
         if not self.has_enough_noise(clients, context):
             return state
         S = self._by_class(self._images(state, context), context).clone()
@@ -158,7 +166,7 @@ class FedSum(SumsFeatures):
         return bool(counted)
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the least pooled count with which a class is used."""
+        """Returns the smallest pooled count with which a class is used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = None
         if context.privacy is not None:
@@ -166,8 +174,11 @@ class FedSum(SumsFeatures):
         return max(1.0, self.min_examples * (rate or 1.0), noise)
 
     def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
-        """Yields u_1, …, u_M, u_1, …: of the round's networks, which are the same for all parties.
-        The same object is yielded each time, with another network."""
+        """Yields the features u_1, …, u_M of the round's networks, and then repeats them.
+
+        All parties use the same networks. The function yields the same object each time, with a
+        different network.
+        """
         if self.perturbation == FRESH:
             networks = resampled(w_r, 0.0, context, self.networks)
         else:
@@ -188,7 +199,7 @@ class FedSum(SumsFeatures):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns S at the start of a round, [classes · ipc, channels, H, W], normalised."""
+        """Returns the normalised images S at the start of a round, [classes · ipc, channels, H, W]."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")
@@ -201,13 +212,13 @@ class FedSum(SumsFeatures):
         return images.to(context.device)
 
     def _by_class(self, images_NCHW: Tensor, context: RoundContext) -> Tensor:
-        """Returns the images as [classes, ipc, channels, H, W]."""
+        """Reshapes the images to [classes, ipc, channels, H, W]."""
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
-        """Returns the images of the classes with enough data."""
+        """Returns the images and labels of the classes that have enough data."""
         if state.images is None or state.condensed is None:
-            raise ValueError("no round has produced images yet")
+            raise ValueError("the state has no images yet, because no round has been completed")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
@@ -217,13 +228,14 @@ class FedSum(SumsFeatures):
 def centred_sums(
     clients: ClientGroup, charged: Sequence[GaussianSumMechanism], u: NetworkFeatures, s_CD: Tensor
 ) -> Tensor:
-    """Returns Σ_{x ∈ c} u(x) − s_c of each client, [K, C, D].
+    """Computes Σ_{x ∈ c} u(x) − s_c for each client, [K, C, D].
 
     Args:
-        clients: the group.
-        charged: of private clients, the series that clip and release the sums.
-        u: one network's features.
-        s_CD: what the sums are centred on; public or released.
+        clients: the group of clients.
+        charged: the mechanisms that clip and release the sums of private clients.
+        u: the features under one network.
+        s_CD: the class means that are subtracted from the features. They must be public or
+            released.
     """
     classes = len(s_CD)
     if isinstance(clients, PrivateClientView):
@@ -245,7 +257,10 @@ def centred_sums(
 
 
 def class_counts(clients: ClientGroup) -> Tensor:
-    """Returns each client's number of examples of each class, [K, C]; noisy with privacy."""
+    """Counts each client's examples of each class, [K, C].
+
+    With differential privacy, the counts are noisy.
+    """
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
         ones = clients.class_sums(

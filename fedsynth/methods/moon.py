@@ -1,13 +1,15 @@
-"""MOON: each client's representation is pulled to the global model's, and away from its last one
-(Li, He and Song 2021, arXiv 2103.16257).
+"""MOON: local training pulls each client's representations towards those of the global model (Li,
+He and Song 2021, arXiv 2103.16257).
 
-Client: CE + μ·ℓ_con, ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z,
-z_prev)/τ))) with cosine similarity (Eq. 3), z the representation of the network in training, z_glob
-of the global model, z_prev of the client's model of its last round (its first: the global model,
-where ℓ_con is log 2, without a gradient).
+Each client minimises CE + μ·ℓ_con with ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) +
+exp(sim(z, z_prev)/τ))), where sim is the cosine similarity (Eq. 3). z is the representation of an
+example by the network in training, z_glob by the global model, and z_prev by the client's model of
+the last round in which it took part. In a client's first round, z_prev is taken from the global
+model, and ℓ_con is log 2 without a gradient. The loss pulls z towards z_glob and pushes it away
+from z_prev.
 
-The loss of an example depends only on that example and on released models, so DP-SGD clips and
-charges it like any other.
+The loss of an example depends only on this example and on released models, so DP-SGD clips and
+charges it like the cross-entropy.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fedsynth.validation import check_embedding, in_range
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """Returns ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
+    """Computes ℓ_con of each example [N] (Eq. 3) from representations [N, D]."""
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
     return torch.logaddexp(to_global, to_previous) - to_global
@@ -37,14 +39,17 @@ def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: fl
 
 @dataclass(frozen=True)
 class Moon(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training with a contrastive loss between representations.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        mu: weight of ℓ_con: 1 in FedAF's comparison (the paper tunes it over {0.1, 1, 5, 10}). 0 is
-            FedAvg, weighted by n_k.
-        temperature: τ, 0.5 as in the paper. The representation is the embedding; the paper's
-            networks have a projection head there: `model.projection=256` (for all methods of a
-            comparison: it is a larger model, and more bytes).
+        mu: weight of ℓ_con. It is 1 in FedAF's comparison, and the paper tunes it over {0.1, 1, 5,
+            10}. With 0, the method is FedAvg, weighted by n_k.
+        temperature: τ, which is 0.5 as in the paper. The representation of an example is the
+            embedding before the classifier. The networks in the paper have a projection head there,
+            which `model.projection=256` adds. All methods of a comparison should then use it,
+            because it makes the model and the uploads larger.
 
     >>> from fedsynth import ModelSettings, Moon, RunSettings, simulate
     >>> method = Moon(local_epochs=2, batch=32, lr=0.1)

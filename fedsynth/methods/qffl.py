@@ -1,8 +1,9 @@
-"""q-FFL by q-FedAvg: clients with larger losses weigh more (Li et al. 2020, arXiv 1905.10497,
-Algorithm 2).
+"""q-FFL, solved by q-FedAvg: clients with larger losses have more weight (Li et al. 2020, arXiv
+1905.10497, Algorithm 2).
 
-Client: F_k = its loss at w_t; w_k by local training; Δw_k = L(w_t − w_k) with L = 1/η. Server:
-w_{t+1} = w_t − Σ_k F_k^q·Δw_k / Σ_k h_k, h_k = q·F_k^{q−1}·‖Δw_k‖² + L·F_k^q.
+Each client computes its loss F_k at w_t, trains w_k locally, and computes Δw_k = L(w_t − w_k) with
+L = 1/η. The server computes w_{t+1} = w_t − Σ_k F_k^q·Δw_k / Σ_k h_k with h_k = q·F_k^{q−1}·‖Δw_k‖²
++ L·F_k^q.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """The upload: w_k and F_k(w_t)."""
+    """The upload of a client: the model w_k, and the loss F_k(w_t)."""
 
     loss: float = unprotected()
 
 
 @dataclass(frozen=True)
 class QFFL(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Federated averaging in which clients with larger losses have more weight.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        q: 1e-4 in FedKF's comparison. 0 is FedAvg, averaged uniformly.
-        momentum: 0, as the update is read as a gradient.
+        q: exponent of the losses, which is 1e-4 in FedKF's comparison. With 0, the method is FedAvg
+            with equal weights.
+        momentum: momentum of local SGD. The default is 0, because the server treats the client's
+            update as a gradient.
 
     >>> from fedsynth import QFFL, ModelSettings, RunSettings, simulate
     >>> method = QFFL(q=0.1, local_epochs=2, batch=32, lr=0.1)
@@ -58,7 +63,7 @@ class QFFL(TrainsLocally):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
         "each client uploads its exact loss, which determines its weight, and no mechanism "
-        "protects it"
+        "protects this loss"
     )
     robust_refusal: ClassVar[str] = (
         "clients are weighted by the losses that they report, which a robust rule must not rely on"

@@ -1,5 +1,7 @@
-"""REAL: clients send random real images (the control of FedDM's Sec. 4.5). It shows what
-condensation adds, and protects nothing."""
+"""REAL: clients send random real images, as the control in FedDM's Sec. 4.5.
+
+The control shows how much condensation improves on real images. It protects nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class RealImages(SyntheticSet):
-    """A client's own images, unprotected."""
+    """The upload of a client: some of its real images, without any protection."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()
@@ -37,12 +39,14 @@ class RealImages(SyntheticSet):
 
 @dataclass(frozen=True)
 class Real(TrainsInBall):
-    """Settings: see `TrainsInBall`, and
+    """Training of the server on random real images of the clients.
+
+    The following settings come in addition to those of `TrainsInBall`.
 
     Args:
-        ipc: images of each class that a client sends.
-        min_examples: a client sends a class if it has at least this many examples of it. The images
-            are FedDM's start images of the same seed, the same in every round.
+        ipc: number of images of each class that a client sends.
+        min_examples: smallest number of examples with which a client sends a class. The images are
+            those with which FedDM starts under the same seed, and they are the same in every round.
 
     >>> from fedsynth import ModelSettings, PartitionSettings, Real, RunSettings, simulate
     >>> method, model = Real(ipc=5, server_epochs=50), ModelSettings(width=16, depth=2)
@@ -58,7 +62,7 @@ class Real(TrainsInBall):
     summary: ClassVar[str] = "clients send random real images: FedDM's control, without any privacy"
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = RealImages
-    refusal: ClassVar[str] = "it sends the clients' images, which no mechanism protects"
+    refusal: ClassVar[str] = "the clients send real images, which no mechanism protects"
     presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
     ipc: int = in_range(10, 1, MAX_IPC)

@@ -1,8 +1,9 @@
-"""The methods, one line each. Every list of methods is derived from these lines.
+"""The list of built-in methods, with one line for each method.
 
-A method's name is its class name in lower case, with a hyphen before a word after capitals:
-`FedDM` is "feddm", `FedFMLite` is "fedfm-lite". `fedsynth.methods` reads this file's text, so that
-listing methods imports none; type checkers take the names from here.
+Every other list of methods is derived from this file. The name of a method is the name of its class
+in lower case, with a hyphen before a word that follows capitals: `FedDM` is "feddm", and
+`FedFMLite` is "fedfm-lite". `fedsynth.methods` parses the text of this file, so that listing the
+methods does not import them. Type checkers read the names from this file too.
 """
 
 from fedsynth.methods.dense import Dense as Dense

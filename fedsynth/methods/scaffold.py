@@ -1,11 +1,12 @@
-"""SCAFFOLD: control variates correct the clients' drift (Karimireddy et al. 2020, arXiv 1910.06378,
-Algorithm 1 with option II).
+"""SCAFFOLD: control variates correct the drift of the clients (Karimireddy et al. 2020, arXiv
+1910.06378, Algorithm 1 with option II).
 
-Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc =
-c_k⁺ − c_k. Server: x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
+Each client takes K steps y ← y − η(g_k(y) − c_k + c), and computes c_k⁺ = c_k − c + (x − y)/(K·η).
+It sends y and Δc = c_k⁺ − c_k. The server computes x ← x + η_g·mean(y − x) and c ← c +
+|S|/N·mean(Δc).
 
-With differential privacy y's iterates are releases, and c_k is computed only from them: sending it
-costs nothing.
+With differential privacy, the weights y are releases, and c_k is computed only from them. Sending
+Δc is therefore post-processing.
 """
 
 from __future__ import annotations
@@ -33,33 +34,37 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """Sent to clients: x and c (empty at first: zero)."""
+    """The message to the clients: the model x and the control variate c. An empty mapping stands
+    for c = 0."""
 
     control: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class ControlUp(ModelParameters):
-    """The upload: y and Δc."""
+    """The upload of a client: the model y, and the change Δc of its control variate."""
 
     control: Mapping[str, Tensor] = released()
 
 
 @dataclass(frozen=True)
 class ControlState(AveragingState):
-    """The state, with c (empty at first: zero)."""
+    """The server's state, including c. An empty mapping stands for zero."""
 
     control: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Scaffold(TrainsLocally):
-    """Settings: see `TrainsLocally`, and
+    """Local training with control variates.
+
+    The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        server_lr: η_g, 1 in the paper's experiments. In the first round, with all controls zero, it
-            is FedAvg, averaged uniformly.
-        momentum: 0, as option II's control takes plain steps.
+        server_lr: η_g, which is 1 in the paper's experiments. In the first round, all control
+            variates are zero, and with η_g = 1 the round equals one of FedAvg with equal weights.
+        momentum: momentum of local SGD. It must be 0, because option II computes the control
+            variate from plain SGD steps.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, Scaffold, simulate
     >>> def floats(method):
@@ -87,8 +92,8 @@ class Scaffold(TrainsLocally):
             raise SettingError(
                 "method",
                 "momentum",
-                f"must be 0, got {self.momentum}: scaffold's option II computes its control "
-                "variate from plain SGD steps",
+                f"must be 0 with scaffold, got {self.momentum}, because option II computes the "
+                "control variate from plain SGD steps",
             )
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:

@@ -1,7 +1,8 @@
-"""SOLO: no federation; every client trains its own model, and nothing is sent.
+"""SOLO: every client trains a model on its own data, without federation.
 
-A client continues with its own model in each round. The run's model is the common initial model;
-the result is each client's accuracy with its own model on its own test split (`--local-test`).
+Nothing is sent to the server, and a client continues with its own model in each round. The model of
+the run remains the initial model. The result of a run is the accuracy of each client's model on
+that client's test split (`--local-test`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class Nothing(Message):
-    """The upload: empty."""
+    """The upload of a client, which is empty."""
 
 
 @dataclass(frozen=True)
 class Solo(TrainsLocally):
-    """Settings: see `TrainsLocally`.
+    """Separate training of every client on its own data.
+
+    The settings are documented in `TrainsLocally`.
 
     >>> from fedsynth import ModelSettings, PartitionSettings, RunSettings, Solo, simulate
     >>> split = PartitionSettings(local_test=0.2)
@@ -45,7 +48,7 @@ class Solo(TrainsLocally):
     personal: ClassVar[bool] = True
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "nothing is sent, so there is nothing to protect, and its accuracies are exact "
+        "nothing is sent, so there is nothing to protect, and the reported accuracies are exact "
         "functions of private data"
     )
     robust_refusal: ClassVar[str] = "nothing is sent, so there is nothing to average"
@@ -53,7 +56,7 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = "does not apply to solo, which has no global model"
+            reason = "must be aca with solo, which has no global model"
             raise SettingError("method", "final", reason, value="oca")
 
     def start_model(

@@ -1,5 +1,8 @@
-"""CUDA graphs: a training step is recorded once and replayed, so that Python does not delay small
-kernels."""
+"""CUDA graphs of training steps.
+
+A step is recorded once and then replayed, so that launching many small kernels from Python does not
+slow down training.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ WARM_UP = 3
 def recorded(
     step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
-    """Returns a function of indices [batch] that replays `step` as a CUDA graph; if it cannot be
-    recorded, warns, and calls `step`.
+    """Records a training step as a CUDA graph, and returns a function that replays the step.
+
+    The returned function takes indices [batch]. If the step cannot be recorded, a warning is
+    issued, and the returned function calls `step` directly.
 
     Args:
-        step: (indices into the resident data) -> None; uses tensors at fixed addresses, and does
-            not wait for the device.
-        batch: number of indices.
-        state: every tensor that `step` changes; the effect of warm-up runs on them is undone.
+        step: a function that takes indices into the dataset in memory and returns nothing. It must
+            use tensors at fixed addresses, and must not wait for the device.
+        batch: number of indices in a batch.
+        state: all tensors that `step` changes. Their values are restored after the warm-up runs.
     """
     device = state[0].device
     index = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -32,7 +37,8 @@ def recorded(
         replay = _record(partial(step, index), device)
     except RuntimeError as error:
         warnings.warn(
-            f"the training step runs without a CUDA graph: {str(error).splitlines()[0]}",
+            "the training step runs without a CUDA graph, which is slower, because recording it "
+            f"failed: {str(error).splitlines()[0]}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,9 +1,10 @@
-"""Channel statistics of feature maps, resampled while a network trains, and soft-binned histograms
-of embeddings (FedFA+, TPAMI 2024).
+"""Augmentation of feature maps by resampled channel statistics, and soft histograms of embeddings
+(FedFA+, TPAMI 2024).
 
-An augmentation layer takes each image's channel means μ and deviations σ over its pixels and
-replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ), where Σ̂² = (γ + 1) ⊙ Σ² widens the batch's
-own variance of these statistics by how much they vary across clients.
+An augmentation layer computes the mean μ and the standard deviation σ of each channel of an image.
+The layer replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ). The variance Σ̂² = (γ + 1) ⊙ Σ²
+is the variance Σ² of these statistics within the batch, widened according to how much they vary
+across clients.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ MOMENTUM = 0.99
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """Returns γ [C]: C·(1 + 1/Σ²)⁻¹ divided by its sum, with Σ² the variance across clients of
-    their accumulated statistics [M, C]; all 1 if those are equal."""
+    """Computes γ [C] from the statistics [M, C] that M clients have accumulated.
+
+    γ is proportional to (1 + 1/Σ²)⁻¹, where Σ² is the variance of a channel's statistic across
+    clients, and is scaled to a mean of 1. If all clients have equal statistics, γ is 1 for every
+    channel.
+    """
     variance = means_MC.var(dim=0, correction=0) + EPS
     weight = 1 / (1 + 1 / variance)
     return weight * len(weight) / weight.sum()
@@ -31,17 +36,22 @@ def modulation(means_MC: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Augmentation:
-    """The augmentation layer of one stage, and the statistics that it accumulates.
+    """An augmentation layer for the output of one stage of a network.
+
+    The layer also accumulates the channel statistics of the batches that it sees.
 
     Args:
-        gamma_mean, gamma_std: γ of both statistics [C]; None: 1, as for clients that agree.
-        probability: probability that a batch is augmented.
-        coin: CPU generator that decides this.
-        noise: generator on the features' device.
-        mean, std: statistics accumulated so far [C]; None: starts with those of the first batch.
+        gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
+            stands for 1 in every channel, which is the value for clients with equal statistics.
+        probability: probability with which a batch is augmented.
+        coin: CPU generator that decides whether a batch is augmented.
+        noise: generator of the resampled statistics, on the device of the features.
+        mean, std: statistics [C] that the client accumulated in earlier rounds. If they are None,
+            the layer starts with the statistics of the first batch.
 
     Attributes:
-        statistics: the accumulated mean and standard deviation; empty before the first batch.
+        statistics: a list that contains the accumulated mean and standard deviation as one pair.
+            The list is empty before the first batch.
     """
 
     probability: float
@@ -86,7 +96,8 @@ def _moved(running_C: Tensor, batch_C: Tensor) -> Tensor:
 
 @contextmanager
 def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
-    """Passes the outputs of the named submodules through their layers inside the context."""
+    """Applies augmentation layers to the outputs of the named submodules while the context is
+    active."""
     handles = [
         network.get_submodule(name).register_forward_hook(
             lambda module, inputs, out, layer=layer: layer(out)
@@ -104,7 +115,7 @@ def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterato
 def channels(
     network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
 ) -> dict[str, int]:
-    """Returns the number of channels of each named submodule's output."""
+    """Returns the number of output channels of each named submodule."""
     sizes: dict[str, int] = {}
     twin = copy.deepcopy(network).cpu().eval()
     for name in stages:
@@ -117,12 +128,13 @@ def channels(
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
-    """Returns π [D, bins]: the shares of the examples in each feature's bins, soft so that they
-    have a gradient; rows sum to 1.
+    """Computes a differentiable histogram of each feature over a batch, [D, bins], whose rows sum
+    to 1.
 
-    The sigmoid maps a feature z to s in (0, 1), so clients need not agree on a range; bins divide
-    this interval equally. Membership is softmax((w·s + b)/temperature), w = 1 … L, b = −(sums of
-    the cut points) (Yang et al. 2018, soft binning): it hardens as the temperature falls.
+    A sigmoid maps each feature z to s in (0, 1), so that clients need not agree on a range. The
+    bins divide this interval into equal parts. The membership of s in the bins is softmax((w·s +
+    b)/temperature) with w = 1 … L, where b is the negative cumulative sum of the cut points (soft
+    binning, Yang et al. 2018). A lower temperature gives sharper bins.
     """
     squashed = features_ND.sigmoid()
     w = torch.arange(1, bins + 1, device=squashed.device, dtype=squashed.dtype)
@@ -132,7 +144,9 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 
 
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
-    """Returns ½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend
-    on their number."""
+    """Computes ½(KL(p‖q) + KL(q‖p)), averaged over the features.
+
+    Because of the average, the weight of this loss does not depend on the number of features.
+    """
     p, q = p_DL.clamp_min(EPS), q_DL.clamp_min(EPS)
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

@@ -1,8 +1,7 @@
-"""A loop that reports its progress and resumes after the last step that a checkpoint holds
-(docs/decisions/resuming.md).
+"""Long loops that report progress and resume from checkpoints.
 
-Checkpoints of long loops, so that a run that is killed inside a round need not restart them
-(docs/decisions/resuming.md).
+A run that is killed inside a round can continue each long loop after the last saved step, and need
+not restart the round (docs/decisions/resuming.md).
 """
 
 from __future__ import annotations
@@ -15,35 +14,51 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 Tensors = Callable[[], Mapping[str, Tensor]]
-"""Returns the tensors of a loop's state, by name."""
+"""A function that returns the tensors of a loop's state, by name."""
 
 
 class LoopCheckpointer(Protocol):
-    """Saves checkpoints of a round's long loops: those of open clients, and the server's. Never a
-    private client's: its releases are not repeated.
+    """Saves checkpoints of the long loops within a round.
+
+    Checkpoints are saved for the loops of clients without differential privacy and for the loops of
+    the server. The loops of a private client are never saved, because its releases must not be
+    repeated.
 
     Attributes:
-        shared: a checkpointer that other runs also use; the names of its loops must include
-            everything that the loops depend on. None: there is none.
+        shared: a checkpointer that several runs use together, or None. The name of a loop that is
+            saved there must include everything that the loop depends on.
     """
 
     @property
     def shared(self) -> LoopCheckpointer | None: ...
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns the number of finished steps of the loop with this name, and its tensors then;
-        None: there is no checkpoint."""
+        """Loads the checkpoint of the loop with this name.
+
+        Returns:
+            The number of finished steps and the tensors of the loop after these steps, or None if
+            there is no checkpoint.
+        """
 
     def offer(self, name: str, completed: int, tensors: Tensors) -> None:
-        """Receives the number of finished steps; calls `tensors` if a checkpoint is due."""
+        """Saves a checkpoint after a step if one is due.
+
+        Args:
+            name: the name of the loop.
+            completed: the number of finished steps.
+            tensors: returns the tensors to save. It is called only if a checkpoint is due.
+        """
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Receives the final tensors of a loop, which no longer change; the next checkpoint includes
-        them, because another loop of the round may be interrupted."""
+        """Records the tensors of a finished loop.
+
+        The next checkpoint includes these tensors, because the run may be interrupted in a later
+        loop of the same round.
+        """
 
 
 class NullCheckpointer:
-    """Saves nothing: a killed round starts from scratch."""
+    """A checkpointer that saves nothing, so a killed round starts from its beginning."""
 
     shared: LoopCheckpointer | None = None
 
@@ -59,8 +74,8 @@ class NullCheckpointer:
 
 
 State = Mapping[str, Any]
-"""A loop's mutable state, by name: tensors, networks, optimisers, learning rate schedules,
-generators, and growing lists of tuples of tensors."""
+"""The objects that a loop changes, by name. Tensors, networks, optimisers, learning rate schedules,
+random generators, and growing lists of tuples of tensors are supported."""
 
 
 def resumable(
@@ -72,16 +87,19 @@ def resumable(
     report: Callable[[int], None] = lambda completed: None,
     draws: Sequence[Iterator[object]] = (),
 ) -> Iterator[int]:
-    """Yields 0, 1, ..., steps - 1, from the step after the last checkpoint of this loop.
+    """Yields the step numbers of a loop, starting after the last checkpoint of the loop.
+
+    Without a checkpoint, the loop yields 0, 1, ..., steps - 1.
 
     Args:
         steps: total number of steps.
-        state: the objects that the loop changes in place, saved and restored.
-        keeper: keeps the checkpoints; None: nothing is saved.
-        name: identifies this loop within a round.
-        report: called with the number of finished steps.
-        draws: random draws that are not in `state`, one for each step: those of the steps that a
-            checkpoint holds are skipped.
+        state: the objects that the loop changes in place. They are saved in checkpoints and
+            restored from them.
+        keeper: saves and loads the checkpoints. With None, nothing is saved.
+        name: the name of the loop, which must be unique within a round.
+        report: called with the number of finished steps after each step.
+        draws: iterators of random draws that are not part of `state`, with one draw for each step.
+            When the loop resumes, the draws of the finished steps are skipped.
 
     >>> total = torch.zeros(1)
     >>> for step in resumable(3, {"total": total}):
@@ -102,8 +120,11 @@ def resumable(
 
 
 def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
-    """Restores a checkpoint and returns its number of steps: 0 without one, or if a tensor is
-    missing or has another shape."""
+    """Restores a checkpoint, and returns the number of finished steps.
+
+    Returns 0 and changes nothing if there is no checkpoint, or if a tensor is missing or has a
+    different shape.
+    """
     if saved is None:
         return 0
     completed, tensors = saved
@@ -115,7 +136,8 @@ def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> i
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """Returns the tensors of all parts of a loop's state; each name begins with its part's name."""
+    """Returns all tensors of a loop's state, where the name of each tensor begins with the name of
+    the object to which it belongs."""
     named: dict[str, Tensor] = {}
     for name, part in state.items():
         if isinstance(part, Tensor):
@@ -141,7 +163,10 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
-    """Restores the tensors of `named_tensors` in place; ignores tensors with other names."""
+    """Restores in place the state that `named_tensors` returned.
+
+    Tensors whose names do not belong to an object of `state` are ignored.
+    """
     for name, part in state.items():
         part_tensors = {
             k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")
@@ -164,7 +189,7 @@ def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Groups tensors named "number.key" by number and key."""
+    """Groups tensors whose names have the form "number.key", first by number and then by key."""
     rows: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, key = name.split(".")

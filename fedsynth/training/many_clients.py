@@ -1,14 +1,18 @@
-"""Local training of many clients in one sequence of steps: their weights are rows of one matrix,
-and each step trains all of them.
+"""Local training of many clients in the same sequence of steps.
 
-A step of a small dense network costs mostly Python and kernel launches, so a hundred clients at
-once take little longer than a few. The result equals that of `train_on` for each client, up to
-rounding: the same orders of examples, the same steps. Clients are sorted by their number of steps,
-so that those still training are the first rows; the last few are trained one after another. A batch
-that is not full is padded with examples of weight zero.
+The weights of all clients are the rows of one matrix, and each step updates all rows. A step of a
+small dense network spends most of its time in Python and in kernel launches, so training a hundred
+clients together takes little longer than training a few.
 
-`train_on` handles what gains nothing here: convolutions, which would become grouped ones with
-separate weights for each client; batches so large that arithmetic outweighs Python; a few clients.
+The result equals that of `train_on` for each client, up to rounding, because each client sees its
+examples in the same order and takes the same number of steps. The clients are sorted by their
+number of steps, so that those that are still training are always the first rows. When only a few
+clients remain, they are trained one after another. A batch that is not full is padded with examples
+of weight zero.
+
+`train_on` is used where training together would not be faster. These cases are convolutions, which
+would become grouped convolutions with separate weights for each client; batches so large that
+arithmetic takes longer than Python; and a small number of clients.
 """
 
 from __future__ import annotations
@@ -37,15 +41,22 @@ FEW = 4  # number of clients below which a pass costs more than it saves; 2 for 
 LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
 COPIES = 15
-"""Number of copies of a network's parameters while a client trains: weights, gradient, velocity, a
-pull, intermediate values, the upload."""
+"""Number of copies of a network's parameters that are in memory while a client trains. They are the
+weights, the gradient, the velocity, a penalty, intermediate values and the upload."""
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """One client's training: `model` is trained in place on `examples` (indices [N] into the
-    resident data), in orders that `generator`, a CPU generator, draws."""
+    """The local training of one client.
+
+    Args:
+        model: the network, which is trained in place.
+        examples: indices [N] of the client's examples in the dataset in memory.
+        settings: the settings of SGD.
+        generator: a CPU generator that shuffles the examples.
+        penalty: a term that is added to the loss of each step.
+    """
 
     model: nn.Module
     examples: Tensor
@@ -55,10 +66,11 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Returns whether training such networks in one pass gives the same result: they have only
-    dense layers, none of which mixes examples or draws random numbers.
+    """Returns whether many copies of a network can be trained together with the same result.
 
-    A class outside torch must declare this by `dense = True`, as its `forward` could do anything.
+    This is the case if the network has only dense layers that neither mix examples nor draw random
+    numbers. A layer class from outside torch must declare this by `dense = True`, because its
+    `forward` method could do anything.
     """
     for layer in model.modules():
         if type(layer) not in DENSE and not getattr(type(layer), "dense", False):
@@ -68,13 +80,25 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
-    """Returns whether one pass is faster, with images of `scalars` numbers."""
+    """Returns whether training many clients together is faster than one after another.
+
+    Args:
+        model: the network of each client.
+        batch: number of images in a batch.
+        scalars: number of values in an image.
+    """
     return trains_together(model) and batch * scalars <= LARGE_BATCH
 
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
-    """Returns how many bytes one more learner takes in a pass, with batches of `batch` images of
-    `scalars` numbers."""
+    """Estimates how many bytes of memory each additional learner needs when learners train
+    together.
+
+    Args:
+        model: the network of each learner.
+        batch: number of images in a batch.
+        scalars: number of values in an image.
+    """
     return 4 * (
         COPIES * sum(p.numel() for p in model.parameters())
         + 3 * batch * scalars
@@ -88,24 +112,28 @@ def train_together(
     labels: Callable[[Tensor], Tensor],
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
-    """Trains the models of all learners in place, with the result of `train_on` for each.
+    """Trains the models of all learners in place, with the same result as `train_on` for each of
+    them.
 
     Args:
-        learners: at least one, with models of one architecture, for which `trains_together`, on one
-            device.
-        images, labels: normalised images [M, C, H, W] and labels [M] of the given indices [M].
-        report: (steps done, all steps) of all learners together.
+        learners: at least one learner. All models must have the same architecture, must be on the
+            same device, and must satisfy `trains_together`.
+        images, labels: functions that return the normalised images [M, C, H, W] and the labels [M]
+            of the examples at the given indices [M].
+        report: called with the number of finished steps and the total number of steps, summed over
+            all learners.
 
     Raises:
-        ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is
-            not a `Pull`.
+        ValueError: the learners' settings differ in more than epochs and steps, the settings have a
+            radius, or a penalty is not a `Pull`.
     """
     common = learners[0].settings
     for learner in learners:
         comparable = replace(learner.settings, epochs=common.epochs, steps=common.steps)
         if comparable != common or common.radius is not None:
             raise ValueError(
-                "learners in one pass must have the same batch and optimiser, and no radius"
+                "learners that are trained together must have the same batch size and optimiser, "
+                "and must not have a radius"
             )
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
     steps_K = np.array([queue.steps for queue in queues])  # descending
@@ -139,7 +167,7 @@ def train_together(
 
 
 class _Queue:
-    """A learner's remaining batches."""
+    """The remaining batches of a learner."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -148,7 +176,10 @@ class _Queue:
         self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
-        """Returns the next batches, at most `limit`: [S, B], with −1 where a batch is not full."""
+        """Returns the next batches as example indices [S, B], with S at most `limit`.
+
+        A batch that is not full is padded with −1.
+        """
         examples = self.learner.examples
         size = self.learner.settings.batch
         while len(self._drawn) < limit and self._undrawn:
@@ -164,8 +195,11 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """Returns the next batches of each queue, [S, A, B], and each example's share in its batch's
-    mean (0: padding, or no batch)."""
+    """Returns the next batches of all queues as example indices [S, A, B], and the weight of each
+    example in the mean of its batch.
+
+    The weight is 0 for padding and for queues without a batch in that step.
+    """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0
     share = present / present.sum(dim=2, keepdim=True).clamp_min(1)
@@ -180,7 +214,8 @@ def _finish(
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
 ) -> None:
-    """Takes this learner's remaining steps separately, and writes the weights into its model."""
+    """Takes the remaining steps of one learner separately, and writes the weights into the
+    learner's model."""
     learner = queue.learner
     load_flat(learner.model, flat)
     remaining = queue.take(queue.steps)
@@ -202,8 +237,8 @@ def _finish(
 def _stacked_pulls(
     penalties: Sequence[Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if no
-    learner has one."""
+    """Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P] of the learners'
+    pulls, or None if no learner has a penalty."""
     if all(penalty is None for penalty in penalties):
         return None
     weights_K1 = flat_KP.new_zeros(len(flat_KP), 1)
@@ -214,14 +249,17 @@ def _stacked_pulls(
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear
         elif penalty is not None:
-            raise ValueError("learners in one pass support no penalty except a Pull")
+            raise ValueError(
+                "learners that are trained together support only penalties of type Pull"
+            )
     return weights_K1, centers_KP, linear_KP
 
 
 def _gradients(
     network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_AB: Tensor, share_AB: Tensor
 ) -> Tensor:
-    """Returns the gradient of each learner's mean cross-entropy with respect to its row, [A, P]."""
+    """Computes the gradient of each learner's mean cross-entropy with respect to the learner's
+    weights, [A, P]."""
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
         x_MD = network.embed(x_ABCHW.flatten(0, 1))  # type: ignore[operator]

@@ -1,13 +1,12 @@
-"""SGD on images resident on the device: the server's on synthetic sets, and local training.
+"""Minibatch SGD on a dataset in memory, for clients and for servers.
 
-(`many_clients.py` trains many clients in one pass.)
+(`many_clients.py` trains many clients at once.)
 
-Update rules for the weights of one or many networks, for images, and for DP-SGD's gradients.
-
-A rule is a pair of functions, as in optax, but in place, so that steps can be CUDA graphs: `init`
-makes the rule's state, `update` moves the weights by a gradient. A custom rule (Adam, gradient
-clipping, a decaying learning rate) is a frozen dataclass with these two functions, and can replace
-`MomentumSgd` anywhere.
+An optimiser has two functions, as in optax. `init` creates the state of the optimiser, and `update`
+changes the weights by a gradient. Both work in place, so that a step can be recorded as a CUDA
+graph. The same optimisers update the weights of one or many networks, synthetic images, and the
+weights in DP-SGD. A custom optimiser, such as Adam or SGD with a decaying learning rate, is a
+frozen dataclass with these two functions, and can be used wherever `MomentumSgd` is used.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ from fedsynth.training.softmax_regression import is_softmax_regression, regressi
 
 @dataclass(frozen=True)
 class MomentumSgd:
-    """v ← μ·v + g + λ·w, then w ← w − η·v (heavy ball, as in `torch.optim.SGD`).
+    """SGD with heavy-ball momentum, as in `torch.optim.SGD`.
+
+    The update is v ← μ·v + g + λ·w, followed by w ← w − η·v.
 
     Args:
         learning_rate: η.
-        momentum: μ; 0 is plain gradient descent.
+        momentum: μ. With 0, the update is plain gradient descent.
         weight_decay: λ.
 
     >>> import torch
@@ -54,11 +55,11 @@ class MomentumSgd:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Returns (v,), initially zero."""
+        """Returns the velocity v as a tuple of one tensor of zeros."""
         return (torch.zeros_like(w),)
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Updates `w` and v in place."""
+        """Updates the weights `w` and the velocity in place."""
         (velocity,) = state
         velocity.mul_(self.momentum).add_(gradient)
         if self.weight_decay:
@@ -75,15 +76,15 @@ Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Training in shuffled minibatches.
+    """Settings of training in shuffled minibatches.
 
     Args:
-        epochs: passes over the data.
-        batch: examples per step.
-        optimiser: the update rule.
-        radius: project onto the ball ‖w − w_start‖₂ ≤ radius after every step (FedDM, Eqs. 3 and
-            23); None: no projection.
-        steps: number of steps, which replaces `epochs`; None: train for `epochs` passes.
+        epochs: number of passes over the data.
+        batch: number of examples in a step.
+        optimiser: the optimiser that updates the weights.
+        radius: if given, each step ends with a projection onto the ball ‖w − w_start‖₂ ≤ radius
+            (FedDM, Eqs. 3 and 23).
+        steps: number of steps. If given, it replaces `epochs`.
     """
 
     epochs: int
@@ -95,11 +96,11 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """⟨linear, w⟩ + weight/2·‖w − center‖², the penalty of FedProx, FedDyn and SCAFFOLD, which
-    needs no graph. Vectors are [P], as from `flatten`.
+    """The penalty ⟨linear, w⟩ + weight/2·‖w − center‖², which FedProx, FedDyn and SCAFFOLD use.
 
-    `train_on` adds the gradient in closed form; elsewhere (DP-SGD) it is called like any
-    `Penalty`.
+    `train_on` adds the gradient of this penalty in closed form, without automatic differentiation.
+    DP-SGD calls the object like any other `Penalty`. The vectors have shape [P], as returned by
+    `flatten`.
     """
 
     weight: float
@@ -111,7 +112,7 @@ class Pull:
         return torch.dot(self.linear, flat) + self.weight / 2 * (flat - self.center).square().sum()
 
     def add_gradient(self, grad: Tensor, flat: Tensor) -> None:
-        """Adds linear + weight·(w − center) to `grad`, in place."""
+        """Adds linear + weight·(w − center) to `grad` in place."""
         grad.add_(self.linear).add_(flat - self.center, alpha=self.weight)
 
 
@@ -130,26 +131,33 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains `model` in place; on a GPU full batches are steps of a CUDA graph.
+    """Trains `model` in place.
+
+    On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
     Args:
-        images: normalised images [M, C, H, W] of the given positions [M] (int64, on the labels'
-            device).
-        labels_N: labels of all examples.
-        generator: a CPU generator; shuffles every epoch.
-        penalty: (the network in training) -> a scalar that is added to each step's loss; only
-            steps with no penalty or a `Pull` are recorded.
-        objective: replaces the mean cross-entropy: (the network in training, images [M, C, H, W],
-            labels [M]) -> scalar; must not wait for the device.
+        model: the network.
+        images: a function that returns the normalised images [M, C, H, W] at the given indices [M],
+            which are int64 and on the device of the labels.
+        labels_N: the labels of all examples.
+        settings: the settings of SGD.
+        generator: a CPU generator that shuffles the examples of each epoch.
+        report: called with the number of finished steps and the total number of steps.
+        penalty: a function that takes the network in training and returns a scalar, which is added
+            to the loss of each step. Only steps without a penalty or with a `Pull` are recorded.
+        objective: a function that replaces the mean cross-entropy. It takes the network in
+            training, images [M, C, H, W] and labels [M], and returns a scalar. It must not wait for
+            the device.
         before_step: called with the network in training before each step, for example to train
-            another network; its steps are not recorded.
-        state: what the functions above change, by name, saved with the checkpoints: objects of
-            `fedsynth.training.loop.State`. Steps with a state are not recorded.
-        keeper: saves the training under `name` between epochs. If it was interrupted, it resumes
-            from there with the same draws.
-        name: identifies this training within a round.
-        precision: precision of the network's pass for the cross-entropy
-            (`fedsynth.mixed_precision`); an objective chooses its own.
+            another network. Steps are then not recorded.
+        state: the objects that the three functions above change, by name, as in
+            `fedsynth.training.loop.State`. They are saved in checkpoints. Steps are not recorded if
+            there is such a state.
+        keeper: saves checkpoints between epochs. If the training was interrupted, it resumes from
+            the last checkpoint with the same random draws.
+        name: the name of this training in checkpoints, which must be unique within a round.
+        precision: the precision in which the network computes the logits for the cross-entropy
+            (`fedsynth.mixed_precision`). An objective chooses its precision itself.
     """
     if not len(labels_N):
         return
@@ -201,8 +209,10 @@ def train_on(
 def fetched(
     images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor], parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields images and labels of each batch of indices, looked up for several batches at once:
-    indexing and normalising ten small images takes as long as a hundred.
+    """Yields the images and labels of each batch of indices.
+
+    The images of several batches are looked up at once, because indexing and normalising a hundred
+    small images takes no longer than ten.
 
     >>> x = torch.arange(6.0)
     >>> parts = torch.tensor([3, 1, 0, 5, 2]).split(2)
@@ -230,10 +240,10 @@ def make_step(
     before_step: BeforeStep | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
-    """Returns a step function of a batch's images and labels, which changes `network` and the
-    optimiser's `state` in place.
+    """Returns a function that takes a batch of images and labels and performs one training step.
 
-    Arguments are those of `train_on`.
+    A step changes `network` and the optimiser's `state` in place. The arguments are explained in
+    `train_on`.
     """
     flat = network.flat
     grad = network.grad
@@ -280,12 +290,13 @@ def _cross_entropy(
 
 
 def batches_of(examples: int, batch: int) -> int:
-    """Returns the number of batches in a pass over `examples`; the last may not be full."""
+    """Returns the number of batches in one pass over the examples, including a last batch that may
+    not be full."""
     return -(-examples // batch)
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns the total number of steps; 0 without examples."""
+    """Returns the total number of steps of a training, which is 0 if there are no examples."""
     if not examples:
         return 0
     if settings.steps is not None:
@@ -294,8 +305,8 @@ def steps_of(settings: SgdSettings, examples: int) -> int:
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:
-    """Moves `flat_P` in place to the nearest point with ‖flat − center‖₂ ≤ radius, without waiting
-    for the device."""
+    """Projects `flat_P` in place onto the ball ‖flat − center‖₂ ≤ radius, without waiting for the
+    device."""
     offset = flat_P - center
     scale = (radius / torch.linalg.vector_norm(offset).clamp_min(1e-12)).clamp_max(1.0)
     torch.addcmul(center, offset, scale, out=flat_P)

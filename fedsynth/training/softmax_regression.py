@@ -1,7 +1,8 @@
-"""The gradient of softmax regression in closed form, for one network or many at once.
+"""The gradient of softmax regression in closed form, for one network or for many at once.
 
-A step of such a small network costs mostly Python and kernel launches. The gradient of the mean
-cross-entropy is (p − y) ⊗ x, which takes two matrix products: fewer calls than autograd.
+A step of such a small network spends most of its time in Python and in kernel launches. The
+gradient of the mean cross-entropy is (p − y) ⊗ x, which two matrix products compute with fewer
+calls than automatic differentiation.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from fedsynth.models.small import Linear
 
 
 def is_softmax_regression(network: nn.Module) -> bool:
-    """Returns whether a network is a linear layer, `classifier`, on a parameter-free embedding."""
+    """Returns whether a network is one linear layer, `classifier`, on an embedding without
+    parameters."""
     return type(network) is Linear or (type(network) is OnFeatures and network.linear)
 
 
 def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
-    """Writes the gradient of one learner's mean cross-entropy into its layer's `grad`s, in place.
+    """Computes the gradient of the mean cross-entropy of a linear classifier, and writes the
+    gradient into `layer.weight.grad` and `layer.bias.grad` in place.
 
     >>> layer = nn.Linear(1, 2)
     >>> for p in layer.parameters():
@@ -45,18 +48,19 @@ def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
-    """Returns the gradient of each learner's cross-entropy, weighted by shares, with respect to its
-    row.
+    """Computes the gradient of the weighted cross-entropy of many linear classifiers with respect
+    to their weights.
 
     Args:
-        flat_AP: each learner's weights [classes·D], followed by its bias [classes] if it has one.
-        x_ABD: embeddings.
-        labels_AB: int64.
-        share_AB: each example's share in its batch's mean.
+        flat_AP: for each learner, the weights [classes·D], followed by the bias [classes] if the
+            layer has one.
+        x_ABD: the inputs of the layer for each learner's batch.
+        labels_AB: the labels, int64.
+        share_AB: the weight of each example in the loss of its learner.
         classes: C.
 
     Returns:
-        [A, P]
+        The gradients [A, P].
 
     >>> zero, one = torch.zeros(1, 2), torch.ones(1, 1)
     >>> regression_gradients(zero, one[None], torch.zeros(1, 1, dtype=torch.int64), one, classes=2)

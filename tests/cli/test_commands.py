@@ -49,7 +49,7 @@ def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth:
         assert text in feddm
     first = "uploads in a first exchange (FeatureSums):\n  sums: released\n  counts: released"
     assert first in fedsynth("methods show fedfm").stdout
-    assert "refused: it sends the clients' images" in fedsynth("methods show real").stdout
+    assert "refused: the clients send real images" in fedsynth("methods show real").stdout
     for name in METHODS:
         settings, explained = fedsynth(f"methods show {name}").stdout.split("\n\n", 2)[1:]
         assert ">>>" not in explained  # examples are for who writes Python

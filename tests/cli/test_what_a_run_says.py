@@ -67,7 +67,7 @@ def test_fedfms_weight_with_noisy_anchors_is_warned_of(
     train: Call, options: str, warned: bool
 ) -> None:
     said = train(f"fedfm {options}").stderr
-    assert ("weight = 50 pulls features to noisy anchors" in said) == warned
+    assert ("method.weight=50 pulls features to noisy anchors" in said) == warned
     assert ("warning" in said) == warned
 
 

@@ -283,7 +283,7 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
         with_fields(counts=lambda sent: torch.full((10,), sent.weight)),
         "add up to",
     ),
-    ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "are zero"),
+    ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "are all zero"),
     **{
         ("fednova", f"norm {name}"): (with_fields(norm=norm), "norm is")
         for name, norm in {

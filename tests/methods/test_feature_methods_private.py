@@ -157,7 +157,7 @@ def test_private_training_has_the_methods_losses() -> None:
 
 def test_unused_anchors_are_not_charged() -> None:
     run = {"run": {"method": "fedfm", "rounds": 1}, "method": {"weight": 0}}
-    with pytest.raises(SettingError, match=r"method\.weight above 0"):
+    with pytest.raises(SettingError, match=r"method\.weight must be above 0"):
         simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
 
 

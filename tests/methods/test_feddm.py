@@ -290,7 +290,9 @@ def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
 
 
 def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -> None:
-    with pytest.raises(SettingError, match=r"method\.networks_per_round must be 0 unless"):
+    with pytest.raises(
+        SettingError, match=r"method\.networks_per_round must be 0 with method.matching"
+    ):
         FedDM(networks_per_round=2, matching="energy")
     with pytest.raises(SettingError, match="at least 0"):
         FedDM(networks_per_round=-1)
@@ -299,7 +301,7 @@ def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -
     with pytest.raises(SettingError, match=r"with differential privacy.*features"):
         simulate(private)
     normed = resolve({**run, "model": {"norm": "batch", "width": 8, "depth": 2}})
-    with pytest.raises(SettingError, match="must be 0 with batch norm"):
+    with pytest.raises(SettingError, match="must be 0 for a network with batch norm"):
         simulate(normed)
 
 

@@ -156,7 +156,7 @@ def test_which_features_are_whitened_is_public() -> None:
     assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
     assert not FedStats().whitens(SPEC)
     assert METHOD.whitens(SPEC)
-    with pytest.raises(SettingError, match="channels and cells"):
+    with pytest.raises(SettingError, match="channels and spatial cells"):
         FedStats(whitening="yes", features="pixels").whitens(SPEC)
     with pytest.raises(SettingError, match="covariance_share"):
         FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)

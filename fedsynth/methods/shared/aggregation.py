@@ -1,5 +1,8 @@
-"""Averages of models on the server: over the clients of a round (ACA), and over the last model of
-every client (OCA; FedKF, Algorithm 1)."""
+"""Averages of models on the server.
+
+`average` computes ACA, the average over the active clients of a round. `update_cache` also computes
+OCA, the average over the last model of every client (FedKF, Algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from fedsynth.methods.shared.robust import robust_mean
 
 @dataclass(frozen=True)
 class AveragingState(ServerState):
-    """The state of a method that averages models.
+    """The state of a server that averages models.
 
     Args:
-        cache: every client's last model, [K, …] for each parameter; {}: not kept. The slot of a
-            client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
-        seen: which clients have sent a model, bool [K].
-        overall: OCA; {}: not kept.
+        cache: the last model of every client, as one tensor [K, …] for each parameter. The entry of
+            a client that has sent no model yet is w⁰ (FedKF, Algorithm 1, line 2). The mapping is
+            empty if the method keeps no cache.
+        seen: a boolean mask [K] of the clients that have sent a model, or None without a cache.
+        overall: the parameters of OCA. The mapping is empty if the method keeps no cache.
     """
 
     cache: Mapping[str, Tensor] = field(default_factory=dict)
@@ -35,12 +39,15 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
 def average(uploads: Mapping[int, ModelParameters], *, uniform: bool = False) -> dict[str, Tensor]:
-    """Returns Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64, one upload at a time,
-    by client index; counters (integer buffers) are taken from the first upload.
+    """Computes the weighted average of the uploaded models, Σ_k weight_k · parameters_k / Σ_k
+    weight_k.
+
+    The sum is in float64 and adds the uploads one after another in the order of the mapping.
+    Integer buffers, such as counters, are taken from the first upload.
 
     Args:
-        uploads: by client index, with a total weight above zero.
-        uniform: weight all uploads equally instead.
+        uploads: the uploads by client index. Their total weight must be above zero.
+        uniform: whether all uploads have equal weight instead of their own weights.
     """
     models = [upload.parameters for upload in uploads.values()]
     weights = [upload.weight for upload in uploads.values()]
@@ -65,7 +72,7 @@ def _weighted_mean(
 
 
 def trainable(context: RoundContext) -> list[str]:
-    """Returns the names of the parameters, without buffers."""
+    """Returns the names of the model's parameters, without buffers."""
     return [name for name, _ in context.architecture.named_parameters()]
 
 
@@ -77,16 +84,20 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Returns `state` with the cache after a round, and its OCA.
+    """Adds the cache after this round, and the average OCA over the cache, to a state.
 
-    With differential privacy, where n_k is private, clients have equal weight in OCA; who has taken
-    part is public.
+    OCA weights each client by n_k. With differential privacy, where n_k is private, all clients
+    have equal weight. Which clients have taken part is public.
 
     Args:
+        state: the state to which the cache is added.
         previous: the state before the round.
-        uploads: of the round; those of weight 0 (dropped, or without an example) do not count.
-        all_slots: average all K slots, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
-            official code averages only clients that have sent a model: at least one.
+        uploads: the uploads of the round. Uploads of weight 0, from clients that were dropped or
+            have no examples, are ignored.
+        context: the round's.
+        all_slots: whether OCA averages all K entries of the cache, including those that still hold
+            w⁰ (FedKF, Algorithm 1, line 10). Otherwise it averages only the clients that have sent
+            a model, as in the official code.
     """
     K = context.clients
     if previous.seen is None:

@@ -1,7 +1,8 @@
-"""Per-class sums of a vector per example, and class counts: exact without DP, charged and noisy
-with it.
+"""Sums of vectors over the examples of each class, and class counts.
 
-FedAF's class-mean logits and FedFM's anchors are computed from these.
+A vector is computed from each example. Without differential privacy, the sums and counts are exact.
+With it, they are noisy and charged. FedAF computes its class-mean logits from them, and FedFM its
+anchors.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.privacy.plans import ReleasePlan
 
 COUNTS = "class counts"
-"""The name of the counts' plan."""
+"""The name of the release plan of the class counts."""
 
 Vectors = Callable[[Tensor], Tensor]
-"""Normalised images [N, C, H, W] -> one vector per image [N, D], which depends only on that image;
-called without gradients."""
+"""A function that maps normalised images [N, C, H, W] to one vector per image [N, D]. Each vector
+must depend only on its image. The function is called without gradients."""
 
 
 @dataclass(frozen=True)
 class ClassSums:
-    """The class sums and counts of one client.
+    """The class sums and the class counts of one client.
 
     Args:
-        sums: [classes, D].
-        counts: [classes].
-        noise_std: the standard deviation of a count's noise; 0: exact.
+        sums: the sum of the vectors of each class, [classes, D].
+        counts: the number of examples of each class, [classes].
+        noise_std: the standard deviation of the noise of a count, which is 0 if the counts are
+            exact.
     """
 
     sums: Tensor
@@ -41,13 +43,15 @@ class ClassSums:
     noise_std: float
 
     def means(self, min_examples: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns the class means [classes, D], and which classes the client has [classes].
+        """Computes the class means [classes, D], and a mask [classes] of the classes that the
+        client has.
 
-        The rows of other classes are near zero, and must not be used.
+        The means of all other classes are near zero and must not be used.
 
         Args:
-            min_examples: a private client has a class if its noisy count is at least this, at least
-                1, and at least two standard deviations of its noise.
+            min_examples: smallest noisy count with which a private client has a class. In addition,
+                the count must be at least 1, and at least twice the standard deviation of its
+                noise.
         """
         floor = max(1.0, 2 * self.noise_std)
         if self.noise_std:
@@ -66,17 +70,18 @@ def sums_plans(
     noise: float,
     phase: str,
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of the sums and of the counts, without sampling.
+    """Returns the release plans of the class sums and of the class counts, neither of which
+    subsamples the data.
 
     Args:
-        name: of the sums' plan; that of the counts is `COUNTS`.
-        quantity: the summed quantity, in words.
-        clipped: the clipped quantity, in words.
-        clip: L2 bound of one example's vector.
-        width: D of the vectors.
-        classes: how many sums there are.
-        noise: noise multiplier of sums and counts over the run's σ.
-        phase: the exchange that they are released in.
+        name: the name of the plan of the sums. The plan of the counts has the name `COUNTS`.
+        quantity: a description of the summed quantity.
+        clipped: a description of the clipped quantity.
+        clip: L2 bound on the vector of one example.
+        width: D, the dimension of the vectors.
+        classes: number of classes.
+        noise: noise multiplier of the sums and of the counts, divided by the run's σ.
+        phase: the exchange of the round in which they are released.
     """
     sums = ReleasePlan(
         name=name,
@@ -95,8 +100,14 @@ def sums_plans(
 
 
 def counts_plan(sums: ReleasePlan, noise: float) -> ReleasePlan:
-    """Returns the plan of the class counts that belong to class sums: one release, in which each
-    example counts 1."""
+    """Returns the release plan of the class counts that belong to class sums.
+
+    The counts are a single release, to which each example contributes 1.
+
+    Args:
+        sums: the plan of the class sums.
+        noise: noise multiplier of the counts, divided by the run's σ.
+    """
     return replace(
         sums,
         name=COUNTS,
@@ -116,15 +127,16 @@ def sums_rules(
     context: RoundContext,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Rule]:
-    """Returns the rules of an upload's `sums` and `counts` [classes]; with noise counts may be
-    negative, and both as large as the noise.
+    """Returns the rules for the fields `sums` and `counts` of an upload.
+
+    With noise, counts may be negative, and both fields may be as large as the noise.
 
     Args:
-        client: the uploading client's index.
-        shape: of the sums.
-        plan: the name of the sums' plan.
+        client: the index of the uploading client.
+        shape: the shape of the sums.
+        plan: the name of the plan of the sums.
         context: the round's.
-        dtype: of sums and noisy counts.
+        dtype: the dtype of the sums and of noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
     sums = Array(shape, dtype, low=-bound, high=bound)
@@ -138,13 +150,14 @@ def sums_rules(
 def class_sums(
     client: ClientGroup, vectors: Vectors, width: int, plan: str, context: RoundContext
 ) -> ClassSums:
-    """Returns the sums of one client.
+    """Computes the class sums and the class counts of one client.
 
     Args:
-        client: a group of one; a private client was charged for the two plans of `sums_plans`.
-        vectors: computes the vectors.
-        width: D.
-        plan: the name of the sums' plan.
+        client: a group of one client. A private client must have been charged for both plans of
+            `sums_plans`.
+        vectors: computes the vectors of a batch of images.
+        width: D, the dimension of the vectors.
+        plan: the name of the plan of the sums.
         context: the round's.
     """
     if isinstance(client, PrivateClientView):
@@ -175,6 +188,9 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Returns `ClassSums.means` of each client of the group; see there and `class_sums`."""
+    """Computes the class means of each client of the group, as in `ClassSums.means`.
+
+    The arguments are explained in `class_sums` and `ClassSums.means`.
+    """
     sums = [class_sums(client, vectors, width, plan, context) for client in clients.split()]
     return [client_sums.means(min_examples) for client_sums in sums]

@@ -1,5 +1,8 @@
-"""Training of a group of clients' models on their own data: one client's additions to the loss
-(`LocalObjective`), open training by SGD, private training by DP-SGD."""
+"""Training of a group of clients' models on the clients' data.
+
+A method describes what it adds to a client's loss as a `LocalObjective`. `train_openly` trains by
+SGD, without differential privacy. `train_privately` trains by DP-SGD.
+"""
 
 from __future__ import annotations
 
@@ -32,41 +35,49 @@ from fedsynth.training.sgd import (
 from fedsynth.version import __version__
 
 MODEL = "model"
-"""The name of the trained model's plan."""
+"""The name of the release plan of the trained model."""
 PROGRESS_PARTS = 100
-"""Parts of a client's training in which progress is reported."""
+"""Number of parts of a client's training after which progress is reported."""
 DIGEST_IMAGES = 4096
-"""Images that are loaded at a time for a digest."""
+"""Number of images that are loaded at a time to compute a digest."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a client's training: the upload's weight, and the number of steps."""
+    """The result of a client's training.
+
+    Args:
+        weight: the weight of the client's upload in the average.
+        steps: the number of steps that the client took.
+    """
 
     weight: float
     steps: int
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-    """Returns the model as the upload, and an empty memory."""
+    """Returns the trained model as the upload, and an empty memory."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
 @dataclass(frozen=True)
 class LocalObjective:
-    """One client's additions in a round to plain SGD on its cross-entropy, and the handling of the
-    result.
+    """A client's additions to SGD on the cross-entropy in one round, and the function that makes
+    its upload.
 
     Args:
-        before_step: called with the network in training before each step, for example to train a
-            generator; sees no data of the client.
-        penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
-            the client.
-        loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
-            cross-entropy; with differential privacy it must not depend on other examples.
-        state: all that `before_step`, `penalty` and `loss` change, random generators included, by
-            name: it is saved with the training, and its steps are not recorded. {}: nothing.
-        make_upload: (the trained model, its `Trained`) -> upload and memory.
+        before_step: a function that is called with the network in training before each step, for
+            example to train a generator. It must not use the client's data.
+        penalty: a function that takes the network in training and returns a scalar, which is added
+            to the loss of each step. It must not use the client's data.
+        loss: a function that replaces the cross-entropy. It takes the network, images x [N, C, H,
+            W] and labels y [N], and returns the loss of each example [N]. With differential
+            privacy, the loss of an example must not depend on other examples.
+        state: the objects that `before_step`, `penalty` and `loss` change, by name, including
+            random generators. They are saved in checkpoints, and steps are then not recorded as
+            CUDA graphs. The mapping is empty if the functions change nothing.
+        make_upload: a function that takes the trained model and its `Trained`, and returns the
+            upload and the client's new memory.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
@@ -86,14 +97,17 @@ class LocalObjective:
 
     @property
     def plain(self) -> bool:
-        """Returns whether training is SGD on the cross-entropy plus at most a `Pull`, so that many
-        clients can be trained in one pass."""
+        """Returns whether many clients with this objective can be trained together.
+
+        This is the case if the loss is the cross-entropy with at most a `Pull` as the penalty.
+        """
         pulled = self.penalty is None or isinstance(self.penalty, Pull)
         return self.loss is None and self.before_step is None and pulled
 
     @property
     def mean_loss(self) -> Objective | None:
-        """Returns the mean of `loss` over a batch; None: the cross-entropy's."""
+        """Returns a function that computes the mean of `loss` over a batch, or None for the
+        cross-entropy."""
         loss = self.loss
         if loss is None:
             return None
@@ -109,11 +123,14 @@ def train_openly(
     *,
     together: bool,
 ) -> list[Trained]:
-    """Trains the clients' models in place.
+    """Trains the clients' models in place, without differential privacy.
 
     Args:
-        models, objectives, settings: of each client of the group.
-        together: train in one pass if the objectives allow it; else one after another.
+        models, objectives, settings: one entry for each client of the group.
+        clients: the clients and their data.
+        context: the round's.
+        together: whether to train all models at once if the objectives allow it. Otherwise they are
+            trained one after another.
     """
     learners = []
     trained = []
@@ -142,7 +159,10 @@ def train_privately(
     optimiser: Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
-    """Trains the models in place by DP-SGD, for the steps that each client was charged for."""
+    """Trains the models in place by DP-SGD.
+
+    Each client takes the number of steps for which it was charged.
+    """
     trained = []
     for client, model, objective in zip(clients.split(), models, objectives, strict=True):
         plan = client.plan(MODEL)
@@ -168,8 +188,10 @@ def _train_one(
     position: int,
     clients: int,
 ) -> None:
-    """Trains one client's model; reports its progress as a share of the group's, in which all
-    clients count equally."""
+    """Trains the model of one client.
+
+    Progress is reported as a share of the group's work, to which all clients contribute equally.
+    """
     examples = learner.examples
     keeper: LoopCheckpointer = NullCheckpointer()
     name = f"train-{client.ids[0]}"
@@ -208,11 +230,12 @@ def _train_one(
 def training_digest(
     learner: Learner, client: ExactClientView, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Returns a digest of a plain training: initial model, data, order, optimiser, penalty,
-    hardware and versions.
+    """Computes a digest of everything that determines the result of a plain training.
 
-    Equal digests have equal results for networks of this package, which `repr` and values define
-    fully, and for one version of it.
+    The digest covers the initial model, the data and their order, the optimiser, the penalty, the
+    hardware and the versions of the software. Equal digests mean equal results for the networks of
+    this package, whose `repr` and values define them completely, as long as the version of the
+    package is the same.
     """
     digest = hashlib.blake2b(digest_size=16)
     model = learner.model
@@ -248,8 +271,10 @@ def training_digest(
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
-    """Returns a model's mean cross-entropy on all examples of the only client of a group; 0 if it
-    has none."""
+    """Computes a model's mean cross-entropy on all examples of a group that contains one client.
+
+    The result is 0 if the client has no examples.
+    """
     examples = client.examples(0)
     total = 0.0
     with torch.no_grad():

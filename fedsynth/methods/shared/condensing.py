@@ -1,8 +1,8 @@
-"""Settings and declarations that methods share whose clients condense their data into images, class
-by class, or whose servers train on such images; and the housekeeping of their loops.
+"""Settings and hooks that several methods with synthetic images share.
 
-The steps of an algorithm are on the methods' own pages (`feddm.py`, `fedaf.py`, `real.py`,
-`fedsum.py`). They call the functions of `fedsynth.synthesizer.condensation`.
+In these methods, the clients condense their data into synthetic images of each class, or the server
+trains on such images. The steps of the algorithms are in `feddm.py`, `fedaf.py`, `real.py` and
+`fedsum.py`, and call the functions of `fedsynth.synthesizer.condensation`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,26 @@ from fedsynth.validation import check_embedding, in_range, one_of
 
 @dataclass(frozen=True)
 class TrainsOnUnion(Method):
-    """Settings of a server that trains w from w_r on all uploaded images (FedDM, Eq. 10).
+    """Settings of a server that trains the global model on the union of all uploaded images (FedDM,
+    Eq. 10).
+
+    The training starts from the weights w_r with which the round began.
 
     Args:
-        server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
-        server_momentum, server_weight_decay: not in the paper; they follow distribution matching's
-            public code.
+        server_epochs, server_batch, server_lr: SGD on the union. The defaults are those of the
+            paper.
+        server_momentum, server_weight_decay: not given in the paper. The defaults are those of the
+            public code of distribution matching.
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
     features_refusal: ClassVar[str] = (
-        "its network is trained on condensed images: use fedstats, whose images come from "
-        "sums of features"
+        "the server trains the network on condensed images. Use fedstats instead, which makes "
+        "images from sums of features"
     )
     robust_refusal: ClassVar[str] = (
-        "its server does not average models but trains on the union of the clients' images; "
-        "a malicious client affects only the images that it sends"
+        "the server does not average models, but trains on the union of the clients' images. "
+        "A malicious client affects only the images that it sends"
     )
 
     server_epochs: int = in_range(500, 0)
@@ -67,7 +71,7 @@ class TrainsOnUnion(Method):
     server_weight_decay: float = in_range(5e-4, 0)
 
     def union_sgd(self) -> SgdSettings:
-        """Returns the settings of the server's training."""
+        """Returns the SGD settings of the server's training."""
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
 
@@ -77,7 +81,8 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings of a server that stays in ‖w − w_r‖₂ ≤ ρ while it trains (FedDM, Eqs. 3 and 23).
+    """Settings of a server that stays in the ball ‖w − w_r‖₂ ≤ ρ while it trains (FedDM, Eqs. 3 and
+    23).
 
     Args:
         radius: ρ.
@@ -91,33 +96,38 @@ class TrainsInBall(TrainsOnUnion):
 
 @dataclass(frozen=True)
 class CondensingMethod(TrainsOnUnion):
-    """Settings of condensation on the clients. A method defines `client_step` and `server_step`.
+    """Base class of methods whose clients condense their data.
 
-    A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its
-    gradient is the exact one. The server's settings are `TrainsOnUnion`'s.
+    A subclass defines `client_step` and `server_step`. A step of the condensation uses all
+    synthetic images of a class. With only about ten images per class, sampling would save nothing,
+    and the gradient is exact. The settings of the server are documented in `TrainsOnUnion`.
 
     Args:
-        ipc: synthetic images per class.
-        iterations: T, condensation steps in a round.
-        image_lr: η_c, of the images.
-        image_momentum: of the images' gradient steps.
-        batch: real images of a class in a step.
-        small_class: classes smaller than the batch: "all" examples (the exact mean) or "resample".
-        min_examples: a client sends a class if it has at least this many examples of it. With
-            differential privacy released counts are compared with it, never true ones.
-        start_average: random real images that a start image is the mean of; 1: real images as they
-            are. With differential privacy images start from public noise.
-        restart: False keeps S over the rounds; True goes back to the start images each round.
-        batch_norm: of networks with batch norm, whose statistics in condensation are those of the
-            batch at hand, real and synthetic apart: "client" takes all classes of a client
-            together, as distribution matching's code does, "class" each class for itself. Refused
-            with differential privacy.
-        matching: what condensation matches: "mean" (class means of features), "gaussian", "energy"
-            or "sinkhorn". The last three match the classes' distributions of features by that loss
-            (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
-        blur: of those losses, in their units.
+        ipc: number of synthetic images per class.
+        iterations: T, the number of condensation steps in a round.
+        image_lr: η_c, the learning rate of the images.
+        image_momentum: momentum of the updates of the images.
+        batch: number of real images of a class in a step.
+        small_class: how a class with fewer examples than a batch is used. "all" uses all its
+            examples, which gives the exact mean. "resample" draws a batch with replacement.
+        min_examples: smallest number of examples with which a client sends a class. With
+            differential privacy, only released counts are compared with it, never the true ones.
+        start_average: number of random real images whose mean is a start image. With 1, the images
+            start as real images. With differential privacy, the images start from public noise
+            instead.
+        restart: whether the images start again in each round. With False, the images of the last
+            round are improved further.
+        batch_norm: which images share batch statistics during condensation, for networks with batch
+            norm. "client" computes them over all classes of a client, as the public code of
+            distribution matching does. "class" computes them over each class separately. Real and
+            synthetic images are always separate. Batch norm is refused with differential privacy.
+        matching: what the condensation matches. "mean" matches the class means of features.
+            "gaussian", "energy" and "sinkhorn" match the distributions of features of each class by
+            that loss (`fedsynth.synthesizer.condensation.distributions`), and are refused with
+            differential privacy.
+        blur: blur of the last three losses, in the units that they define.
 
-    A method can change what another one uploads:
+    A subclass can change the uploads of another method:
 
     >>> from fedsynth import FedDM, ModelSettings, RunSettings, simulate
     >>> class Rounded(FedDM):
@@ -151,7 +161,10 @@ class CondensingMethod(TrainsOnUnion):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the images' releases; a method with more releases appends them."""
+        """Returns the release plan of the images.
+
+        A method with more releases appends their plans.
+        """
         self.check_private(context)
         plan = image_plan(
             privacy.mechanism or self.dp_mechanisms[0],
@@ -172,9 +185,12 @@ class CondensingMethod(TrainsOnUnion):
             check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
-        """Returns roughly the memory of one more client: the round's block of batch indices, the
-        set with its gradient and velocity, and class sums of features; with batch norm a whole
-        batch's activations."""
+        """Estimates the memory that one more client needs.
+
+        The estimate includes the batch indices of a round, the synthetic images with their gradient
+        and velocity, and the class sums of features. For networks with batch norm, it consists of
+        the activations of a whole batch.
+        """
         classes = context.spec.classes
         pixels = math.prod(context.spec.image_shape)
         network: Any = context.architecture
@@ -189,11 +205,11 @@ class CondensingMethod(TrainsOnUnion):
         check_embedding(self.name, model)
 
     def check_private(self, context: RoundContext) -> None:
-        """Refuses settings that no mechanism protects.
+        """Refuses settings for which no mechanism gives a guarantee.
 
         Raises:
-            ForbiddenLayerError: batch norm.
-            SettingError: a matching of whole distributions.
+            ForbiddenLayerError: the network has batch norm.
+            SettingError: `matching` compares whole distributions.
         """
         refuse_batch_norm(context.architecture)
         refuse_private(self.matching)
@@ -201,8 +217,11 @@ class CondensingMethod(TrainsOnUnion):
     # ------------------------------------------------------------- housekeeping of a client's step
 
     def pairs(self, clients: ClientGroup) -> ClientClassPairs:
-        """Returns the (client, class) pairs that have images. With differential privacy all of
-        them, as a client's set of classes is private."""
+        """Returns the (client, class) pairs for which images are made.
+
+        With differential privacy, these are all pairs, because it is private which classes a client
+        has.
+        """
         if isinstance(clients, PrivateClientView):
             return clients.segments()
         return clients.segments(self.min_examples)
@@ -214,7 +233,16 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns u_w = [h_w; b·z_w] with the run's precision and memory; `use` sets w."""
+        """Returns an object that computes the features u_w = [h_w; b·z_w] of images.
+
+        The method `use` of the returned object sets the network w.
+
+        Args:
+            clients: the group of clients.
+            pairs: the (client, class) pairs that are condensed.
+            context: the round's, which sets the precision and the memory bound.
+            logit_weight: b.
+        """
         statistics = None
         if has_batch_norm(context.architecture):
             statistics = pairs.position.to(context.device)
@@ -238,13 +266,16 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         draws: Sequence[Iterator[object]],
     ) -> Iterator[int]:
-        """Yields t = 0, …, T − 1 with progress and checkpoints; none if there are no images.
+        """Yields t = 0, …, T − 1, reports progress, and saves checkpoints.
+
+        Yields nothing if there are no images.
 
         Args:
-            clients: the group.
-            images_SICHW, velocity: changed in place by the caller, and saved in checkpoints.
+            clients: the group of clients.
+            images_SICHW, velocity: tensors that the caller changes in place. They are saved in
+                checkpoints.
             context: the round's.
-            draws: see `resumable`.
+            draws: random draws that are skipped on resuming, as in `resumable`.
         """
         if not len(images_SICHW):  # no client of the group has a class to send
             return

@@ -1,13 +1,16 @@
-"""The common part of DENSE, FedHydra and FedDF: clients train as in FedAvg, and the server distils
-their models into one (`distil`, on each page).
+"""The common part of DENSE, FedHydra and FedDF.
 
-One round is the one-shot setting. In further rounds clients start from the distilled model, so all
-must have the server's architecture; in a single round each client may have a different one
-(`ModelSettings.clients`). Homogeneous students start from the clients' average.
+The clients train as in FedAvg, and the server distils their models into one model. Each method
+defines its distillation in `distil`.
 
-With differential privacy the clients train by DP-SGD, and the server only post-processes their
-uploads. Uploaded batch-norm statistics would be a release without noise, so batch norm is then
-refused; use group norm instead.
+A run with one round is the one-shot setting, in which the clients may have different architectures
+(`ModelSettings.clients`). In further rounds, clients start from the distilled model, so all clients
+must have the architecture of the server. If all architectures are equal, the student can start from
+the average of the clients' models.
+
+With differential privacy, the clients train by DP-SGD, and the distillation is post-processing of
+their uploads. Batch norm is then refused, because the upload of its statistics would be a release
+without noise. Use group norm instead.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ from fedsynth.validation import one_of
 
 @dataclass(frozen=True)
 class EnsembleState(AveragingState):
-    """The state of a distilling server, with measurements of the last round.
+    """The state of a server that distils, including measurements of the last round.
 
     Args:
-        tallies: of the generated images, for the round's facts [epochs, C, C]; None: none were
-            generated.
-        matrices: measurements of its clients, each [C, clients].
+        tallies: the tallies of the generated images in each epoch, [epochs, C, C], or None if no
+            images were generated.
+        matrices: measurements of the round's clients by name, each [C, clients].
     """
 
     tallies: Tensor | None = None
@@ -49,21 +52,27 @@ class EnsembleState(AveragingState):
 
 @dataclass(frozen=True)
 class EnsembleDistillation(TrainsLocally):
-    """Settings of FedHydra's comparison: SGD 0.01, batch 128, 200 local epochs; momentum is not
-    named.
+    """Base class of methods whose server distils the clients' models into one model.
+
+    The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
+    200 local epochs. The momentum is not given there. The settings of local training are documented
+    in `TrainsLocally`.
 
     Args:
-        start: of the student: "server", the model that clients started from, which is fresh in a
-            one-shot run (FedHydra's Algorithm 1), or "average" of the clients' models (FedDF's;
-            with clients of other architectures it is a fresh network too).
+        start: the model from which the student starts. "server" is the model from which the clients
+            started, which is newly initialised in a one-shot run (FedHydra, Algorithm 1). "average"
+            is the average of the clients' models (FedDF). If the clients have different
+            architectures, "average" starts from the server's model too.
     """
 
     heterogeneous: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
-    features_refusal: ClassVar[str] = "its server distils on generated or public images: use fedavg"
+    features_refusal: ClassVar[str] = (
+        "the server distils on generated or public images. Use fedavg instead"
+    )
     robust_refusal: ClassVar[str] = (
-        "its server distils the logits of the clients' models and does not average the models"
+        "the server distils the logits of the clients' models and does not average the models"
     )
 
     local_epochs: int = 200
@@ -74,16 +83,18 @@ class EnsembleDistillation(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = f"does not apply to {self.name}, whose final model is the distilled one"
+            reason = f"must be aca with {self.name}, because the run ends with the distilled model"
             raise SettingError("method", "final", reason, value="oca")
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains `student` in place, and returns the state without its parameters.
+        """Trains `student` in place, and returns a state without the student's parameters.
 
         Args:
-            models: the clients', frozen and in evaluation mode.
+            models: the clients' models, frozen and in evaluation mode.
+            student: the model to train.
+            context: the round's.
         """
         raise NotImplementedError  # abstract
 
@@ -107,7 +118,10 @@ class EnsembleDistillation(TrainsLocally):
 
 @dataclass(frozen=True)
 class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
-    """Settings of the server's distillation: see `OneShotSettings`."""
+    """Base class of ensemble distillation on generated images.
+
+    The settings of the distillation are documented in `OneShotSettings`.
+    """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **EnsembleDistillation.metric_privacy,
@@ -130,16 +144,20 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
         OneShotSettings.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
-        """Notes which models have no statistics for L_BN."""
+        """Adds a note to the round if the batch-norm loss L_BN skips models that have no running
+        statistics."""
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
-                f"the batch-norm term skips models {', '.join(without)}, which have no batch "
-                "norm with running statistics"
+                f"the batch-norm loss skips models {', '.join(without)}, because they have no "
+                "batch norm with running statistics"
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing."""
+        """Returns the facts of the round, including `generated_facts` under the key `GENERATOR`.
+
+        The additional facts are post-processing of the uploads.
+        """
         facts = dict(super().facts(state, context))
         if state.tallies is not None and len(state.tallies):
             facts[GENERATOR] = generated_facts(state.tallies)
@@ -147,13 +165,13 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
 
 
 def generated_facts(tallies: Tensor) -> dict[str, float]:
-    """Returns how often the ensemble assigns the requested class to generated images, and how many
-    classes an epoch's images have (`evaluation.generated`), averaged over the round's epochs.
+    """Computes the quality measures of the generated images (`evaluation.generated`), averaged over
+    the epochs of the round.
 
-    The student's agreement with the ensemble is averaged over the last tenth of the epochs.
+    The student's agreement with the ensemble is averaged over the last tenth of the epochs only.
 
     Args:
-        tallies: [epochs, C, C], of at least one epoch.
+        tallies: the tallies of at least one epoch, [epochs, C, C].
     """
     epochs = [describe(tally) for tally in tallies]
     tenth = ceil(len(epochs) / 10)

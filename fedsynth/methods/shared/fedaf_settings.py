@@ -1,4 +1,4 @@
-"""FedAF's settings, messages and declarations; its steps are in `fedsynth/methods/fedaf.py`."""
+"""FedAF's settings, messages and release plans. The steps are in `fedsynth/methods/fedaf.py`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
 @dataclass(frozen=True)
 class GlobalLogits(ModelParameters):
-    """Sent to clients: w_r, the averaged logits V [C, C], and a mask [C] of the classes that have
-    logits."""
+    """The message to the clients: the model w_r, the averaged logits V [C, C], and a mask [C] of
+    the classes that have logits."""
 
     logits: Tensor = released()
     has_logits: Tensor = released()
@@ -35,16 +35,23 @@ class GlobalLogits(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(SyntheticSet):
-    """The upload: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows
-    exist [C] (bool). The last three are empty if V was sent in a first phase, as R follows from
-    it."""
+    """The upload of a client: synthetic images as uint8 pixels with their labels, V_k and R_k [C,
+    C] (float32), and a boolean mask [C] of the classes for which V_k and R_k are defined.
+
+    V_k, R_k and the mask are empty if V_k was already sent in a first exchange, because R_k is
+    computed from V_k.
+    """
 
     logits: Tensor = released()
     soft: Tensor = released()
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """Returns R's row of each image's class, or its one-hot class, [N, C]; None without R."""
+        """Returns the soft label of each image, [N, C], or None if the upload has no R_k.
+
+        The soft label is the row of R_k for the image's class. It is the one-hot label if R_k is
+        not defined for this class.
+        """
         if not len(self.soft):
             return None
         hard = torch.eye(len(self.soft), device=self.soft.device)
@@ -54,7 +61,8 @@ class CondensedSet(SyntheticSet):
 
 @dataclass(frozen=True)
 class LocalKnowledge(Message):
-    """The upload of a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
+    """The upload of a first exchange: V_k [C, C], and a boolean mask [C] of the classes for which
+    V_k is defined."""
 
     logits: Tensor = released()
     present: Tensor = released()
@@ -62,10 +70,12 @@ class LocalKnowledge(Message):
 
 @dataclass(frozen=True)
 class KnowledgeState(ServerState):
-    """The state, with V [C, C] and the classes that it exists for, bool [C].
+    """The server's state, including V [C, C] and a boolean mask [C] of the classes for which V is
+    defined.
 
     Args:
-        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
+        soft, present: R [C, C] and the mask [C] of its classes, if a first exchange of this round
+            computed them. Otherwise None.
     """
 
     logits: Tensor | None = None
@@ -76,35 +86,48 @@ class KnowledgeState(ServerState):
 
 @dataclass(frozen=True)
 class FedAFSettings(CondensingMethod):
-    """FedAF's settings, with the paper's values; where it is silent, the reason. What is not named
-    here is `CondensingMethod`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are
-    the paper's (Sec. 5).
+    """FedAF's settings.
+
+    The defaults are those of the paper. If the paper leaves a setting open, the reason for the
+    default is given below. The remaining settings are documented in `CondensingMethod` and
+    `TrainsOnUnion`. The defaults of 500 server epochs, a server batch of 256 and a momentum of 0.9
+    are those of the paper (Sec. 5).
 
     Args:
-        server_lr: 1e-3 (Sec. 5).
-        server_weight_decay: none (not mentioned).
-        image_lr: 1.0 on CIFAR-10, 0.1 on CIFAR-100, 0.2 on Fashion-MNIST.
-        matching: "mean" is Eq. 4.
-        min_examples: the paper names no such rule, so every class that a client has.
-        start_average: the paper writes "average", without a number.
-        restart: False, as the paper describes no repeated initialisation.
+        server_lr: learning rate of the server. 1e-3 in Sec. 5.
+        server_weight_decay: weight decay of the server. The default is 0, because the paper
+            mentions none.
+        image_lr: learning rate of the images. 1.0 on CIFAR-10, 0.1 on CIFAR-100, and 0.2 on
+            Fashion-MNIST.
+        matching: what is matched. "mean" is Eq. 4.
+        min_examples: smallest number of examples with which a client sends a class. The default is
+            1, because the paper names no such rule.
+        start_average: number of real images whose mean is a start image. The paper writes "average"
+            without a number.
+        restart: whether the images start again in each round. The default is False, because the
+            paper describes no repeated initialisation.
         gamma: γ of model re-sampling (Eq. 17).
-        local_weight: λ_loc; 0 leaves the collaborative term out (an ablation). 1e-4 on CIFAR, 1e-3
-            on Fashion-MNIST, 0.01 on DomainNet.
-        global_weight: λ_glob; 0 leaves knowledge matching out (an ablation). 1e-2 on CIFAR, 2.0 on
-            Fashion-MNIST, 0.1 on DomainNet.
-        distance: of Eq. 10, see `collaborative_distance`; "point", as u and v are one vector each.
-        directions: of distance "rows".
-        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
-            "union" of all sets, which is literal and costs a pass over S in every step.
-        matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
-        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax. In short runs
-            with λ_glob = 2 larger ones do less harm (docs/results.md).
-        knowledge_from: when V is made: averaged from the "previous-round"'s uploads, or in a
-            "first-phase" of the same round, under w_r: one more exchange.
-        logit_clip: with differential privacy: L2 bound of an example's logits.
-        knowledge_noise: with differential privacy: the noise multiplier of the logits' sums and of
-            the counts over that of the images' releases; public, as the clip, and not tuned.
+        local_weight: λ_loc. It is 1e-4 on CIFAR, 1e-3 on Fashion-MNIST, and 0.01 on DomainNet. With
+            0, the collaborative term is left out, as an ablation.
+        global_weight: λ_glob. It is 1e-2 on CIFAR, 2.0 on Fashion-MNIST, and 0.1 on DomainNet. With
+            0, knowledge matching is left out, as an ablation.
+        distance: the distance in Eq. 10, as explained in `collaborative_distance`. The default is
+            "point", because u and v are a single vector each.
+        directions: number of random directions of the distance "rows".
+        server_matching: over which images the server computes t_c in Eq. 13. "minibatch" uses the
+            minibatch's images of the class. "union" uses all synthetic sets, which is the literal
+            reading, and costs a pass over S in every step.
+        matching_reduction: "mean" or "sum" over the classes in Eq. 15, as explained in
+            `knowledge_matching`.
+        temperature: τ of the soft labels. The paper gives none, and 1 is plain softmax. In short
+            runs with λ_glob = 2, larger values do less harm (docs/results.md).
+        knowledge_from: when V is computed. With "previous-round", V is the average of the uploads
+            of the previous round. With "first-phase", V is computed under w_r in an additional
+            exchange at the start of the same round.
+        logit_clip: L2 bound on the logits of an example. It is used only with differential privacy.
+        knowledge_noise: noise multiplier of the sums of logits and of the counts, divided by that
+            of the images' releases. It is used only with differential privacy. This setting and
+            `logit_clip` are public and were not tuned.
     """
 
     upload: ClassVar[type[Message]] = CondensedSet
@@ -163,7 +186,8 @@ class FedAFSettings(CondensingMethod):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
+        """Returns the plans of the T releases of the images, of the sums of logits, and of the
+        counts."""
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(
             LOGITS,
@@ -182,7 +206,7 @@ class FedAFSettings(CondensingMethod):
         return None
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
-        """Returns w_r, and V (Eq. 9), which is empty in round 1."""
+        """Returns the message with w_r and V (Eq. 9). V is empty in round 1."""
         V, has_logits = state.logits, state.has_logits
         if V is None or has_logits is None:
             C = context.spec.classes

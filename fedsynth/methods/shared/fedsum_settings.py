@@ -1,4 +1,4 @@
-"""FedSum's settings, messages and declarations; its steps are in `fedsynth/methods/fedsum.py`."""
+"""FedSum's settings, messages and release plans. The steps are in `fedsynth/methods/fedsum.py`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,27 @@ from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.validation import check_embedding, in_range, one_of
 
 FRESH = "fresh"
-"""Newly initialised networks, a value of `perturbation`."""
+"""The value of `perturbation` that selects newly initialised networks."""
 
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """Sent to clients: w_r, and the images S [classes · ipc, channels, H, W], whose feature means
-    the sums are centred on."""
+    """The message to the clients: the model w_r, and the images S [classes · ipc, channels, H, W].
+
+    Clients subtract the class means of the features of S from their own features before summing
+    them.
+    """
 
     images: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """The upload: sums of features, centred on S, by network and class [M, classes, D], and counts
-    [classes]."""
+    """The upload of a client: the sums of features [M, classes, D] by network and class, and the
+    class counts [classes].
+
+    The class means of the features of S are subtracted from the features.
+    """
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -49,8 +55,11 @@ class NetworkSums(Message):
 
 @dataclass(frozen=True)
 class CondensedState(ServerState):
-    """The state, with S [classes · ipc, channels, H, W], normalised, and the classes with enough
-    data, bool [classes]; None before the first round."""
+    """The server's state, including the normalised images S [classes · ipc, channels, H, W] and a
+    boolean mask [classes] of the classes with enough data.
+
+    Both are None before the first round.
+    """
 
     images: Tensor | None = None
     condensed: Tensor | None = None
@@ -58,26 +67,33 @@ class CondensedState(ServerState):
 
 @dataclass(frozen=True)
 class SumsFeatures(TrainsInBall, DistributedNoise):
-    """FedSum's settings: FedDM's where they mean the same; see `TrainsInBall`, `DistributedNoise`, and
+    """FedSum's settings.
+
+    Settings that FedDM also has mean the same as there. The remaining settings are documented in
+    `TrainsInBall` and `DistributedNoise`.
 
     Args:
-        networks: M, passes of a client over its data in a round.
-        ipc: images per class.
-        iterations: T, condensation steps of the server in a round; step t looks through network t
-            mod M.
-        image_lr: η_c, of the images.
-        image_momentum: of the images' gradient steps.
-        min_examples: images of a class are trained on if clients together have this many examples
-            of it. With differential privacy their released count must also reach twice its noise.
-        start: what images start from, "noise" or "random-process" images; both are public.
-        restart: False keeps S over the rounds; True goes back to the start images each round.
-        perturbation: networks on the "sphere" of radius ρ around w_r, inside the "ball", or "fresh"
-            ones, newly initialised; with those the server trains outside any ball.
+        networks: M, the number of networks in a round. A client makes one pass over its data for
+            each network.
+        ipc: number of synthetic images per class.
+        iterations: T, the number of condensation steps of the server in a round. Step t uses
+            network t mod M.
+        image_lr: η_c, the learning rate of the images.
+        image_momentum: momentum of the updates of the images.
+        min_examples: smallest number of examples over all clients with which a class is used. With
+            differential privacy, the released count must also be at least twice the standard
+            deviation of its noise.
+        start: what the images start from. "noise" and "random-process" images are both public.
+        restart: whether the images start again in each round. With False, the images of the last
+            round are improved further.
+        perturbation: how the networks are drawn. "sphere" draws them from the sphere of radius ρ
+            around w_r, and "ball" from the inside of the ball. "fresh" initialises new networks,
+            and the server then trains without the bound ρ.
         augment: "none" or "siamese".
-        flip: whether "siamese" may mirror.
-        logit_weight: weight b of the logits relative to the embedding.
-        count_noise: with differential privacy: the counts' noise multiplier over that of the M
-            networks' sums together, σ/√M.
+        flip: whether "siamese" may mirror images.
+        logit_weight: b, the weight of the logits relative to the embedding.
+        count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of the
+            sums under all M networks together. It is used only with differential privacy.
     """
 
     downlink: ClassVar[type[Message]] = SumsRequest
@@ -89,8 +105,8 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
         "cifar100": {"ipc": 5},
     }
     robust_refusal: ClassVar[str] = (
-        "it adds class sums; clients without examples of a class would outvote the others "
-        "in a robust rule by coordinate"
+        "the server adds class sums. In a robust rule, clients without examples of a class would "
+        "outvote the others"
     )
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "condensed_classes": made_of_released("how many released counts are above their noise")
@@ -127,7 +143,7 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of M releases a round, and of one of the counts."""
+        """Returns the plans of M releases of sums in each round, and of one release of the counts."""
         refuse_batch_norm(context.architecture)
         plans = feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise

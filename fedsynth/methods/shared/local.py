@@ -1,13 +1,14 @@
 """The base class of methods whose clients train the global model on their own data and send it.
 
-A method defines what a client's training adds to the cross-entropy (`task`), the server's message
-(`broadcast`), and the aggregation of the models (`server_step`). The rest is here (settings,
-stragglers, the plan of a private run, the cache of every client's last model) and in
-`client_training.py`, which trains a group of clients.
+A method defines what it adds to a client's cross-entropy (`task`), the server's message
+(`broadcast`), and the aggregation of the models (`server_step`). This module implements the
+settings, stragglers, the release plan of a private run, and the cache of every client's last model.
+`client_training.py` trains a group of clients.
 
-With differential privacy the gradient of a task's penalty is added to each step's noisy mean
-gradient. The penalty may depend on the iterate, which is computed from releases, on the server's
-message and on public values: post-processing, at no cost. It must not see the client's data.
+With differential privacy, the gradient of a task's penalty is added to the noisy mean gradient of
+each step. The penalty must not use the client's data. It may depend on the current weights, which
+are computed from releases, on the server's message, and on public values. It is then
+post-processing and costs no budget.
 """
 
 from __future__ import annotations
@@ -48,31 +49,33 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class TrainsLocally(Method):
-    """Local training, and averaging on the server.
+    """Base class of methods with local training on the clients and an average on the server.
 
     Args:
-        local_epochs: passes over the client's own data.
-        batch: examples of a step.
-        lr: of local SGD.
-        momentum: of local SGD.
-        weight_decay: of local SGD.
-        local_steps: 0: `local_epochs` passes over the client's own data; else the number of steps
-            of every client.
-        equal_steps: every client takes local_epochs · ⌊N/(K·batch)⌋ steps, as many as passes over
-            data of mean size are, whatever it has itself: FedKF's official code, and so its paper's
-            tables. With differential privacy steps are equal in any case.
-        stragglers: share of a round's clients that only manage a random 1 … local_epochs passes
-            (FedProx, Sec. 5.2), drawn publicly.
-        drop_stragglers: their uploads do not count, as FedAvg has it there; else the partial work
-            is kept.
-        final: the model that the run ends with: "aca", the average of the round's active clients,
-            or "oca", that of every client's last model (FedKF's T1; the server then keeps a model
-            of each client). Clients start from ACA in any case.
-        oca: whose models OCA averages: of the clients "seen" so far (FedKF's official code), or of
-            "all" K, where those never active hold w⁰ (its Algorithm 1): in early rounds most of
-            that average is untrained.
+        local_epochs: number of passes over the client's data in a round.
+        batch: number of examples in a step.
+        lr: learning rate of local SGD.
+        momentum: momentum of local SGD.
+        weight_decay: weight decay of local SGD.
+        local_steps: number of steps of every client in a round. With 0, `local_epochs` determines
+            the number of steps.
+        equal_steps: whether every client takes the same number of steps, local_epochs ·
+            ⌊N/(K·batch)⌋, which corresponds to a client with the mean number of examples. FedKF's
+            official code does so, and therefore the tables of its paper. With differential privacy,
+            the steps are equal in any case.
+        stragglers: share of the clients of a round that complete only a random number of 1 …
+            local_epochs passes (FedProx, Sec. 5.2). They are drawn publicly.
+        drop_stragglers: whether the uploads of stragglers are ignored, as FedAvg does in the
+            FedProx paper. Otherwise their partial work is used.
+        final: the model that a run ends with. "aca" is the average over the active clients of the
+            last round. "oca" is the average over the last models of all clients (T1 in FedKF), for
+            which the server keeps a model of each client. Clients start from ACA in both cases.
+        oca: which models OCA averages. "seen" averages the clients that have taken part so far, as
+            in FedKF's official code. "all" averages all K clients, as in its Algorithm 1, where a
+            client that has not taken part has w⁰. In early rounds, most models of that average are
+            therefore untrained.
 
-    A custom method overrides what is different, such as the server's step:
+    A custom method overrides what differs, such as the server's aggregation:
 
     >>> import torch
     >>> from fedsynth import ModelSettings, RunSettings, simulate
@@ -97,7 +100,7 @@ class TrainsLocally(Method):
     variant_names: ClassVar[tuple[str, ...]] = ("aca", "oca")
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
-    """Whether tasks are `plain`, so that clients with a dense network can share a step."""
+    """Whether the tasks are `plain`, so that clients with a dense network can be trained together."""
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)
@@ -115,7 +118,10 @@ class TrainsLocally(Method):
         super().__post_init__()
         for key in ("equal_steps", "stragglers"):
             if self.local_steps and getattr(self, key):
-                reason = "needs method.local_steps=0, which gives all clients the same steps"
+                reason = (
+                    "cannot be used together with method.local_steps, which gives all clients the "
+                    "same number of steps: set method.local_steps=0"
+                )
                 raise SettingError("method", key, reason)
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
@@ -124,18 +130,22 @@ class TrainsLocally(Method):
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        """Returns what this client's training adds to plain SGD in this round."""
+        """Returns what the method adds to this client's SGD in this round."""
         return LocalObjective()
 
     def optimiser(self) -> Optimiser:
-        """Returns the optimiser of a client's local training, open or private."""
+        """Returns the optimiser of a client's local training, with and without differential
+        privacy."""
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
         self, client: int, message: Request, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        """Returns the network that a client trains: the message's, or a fresh one if clients have
-        different architectures."""
+        """Returns the network that a client trains.
+
+        This is the model of the message, or a newly initialised network if the clients have
+        different architectures.
+        """
         if context.client_architectures is None:
             return context.load(message.parameters)
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
@@ -185,32 +195,40 @@ class TrainsLocally(Method):
     def finalize_upload(
         self, upload: Upload, client: Any, message: Request, context: RoundContext
     ) -> Upload:
-        """Returns a client's upload with fields computed from its data after training.
+        """Adds fields to a client's upload that are computed from its data after training.
 
         Args:
-            upload: that of its objective.
-            client: a `ClientGroup` of this client only.
-            message: the server's.
+            upload: the upload that the client's objective made.
+            client: a `ClientGroup` that contains only this client.
+            message: the server's message.
             context: the round's.
         """
         return upload
 
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
-        """Returns the round's stragglers, and the passes that each completes."""
+        """Returns the number of passes that each straggler of the round completes, by client index."""
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         drawn = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
         return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(drawn)}
 
     def keeps_cache(self) -> bool:
-        """Returns whether the server needs every client's last model."""
+        """Returns whether the server keeps the last model of every client."""
         return self.final == "oca"
 
     def combine(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> AveragingState:
-        """Returns the next state from the uploads that count, by client: at least one, with weights
-        above zero. With robust aggregation all are copies of one (`methods/shared/robust.py`)."""
+        """Computes the next state from the uploads that count.
+
+        With robust aggregation, all uploads are copies of the robust aggregate
+        (`methods/shared/robust.py`).
+
+        Args:
+            state: the server's state.
+            uploads: at least one upload, by client index. All weights are above zero.
+            context: the round's.
+        """
         averaged: AveragingState = replace(state, parameters=average(uploads))
         return averaged
 
@@ -232,8 +250,10 @@ class TrainsLocally(Method):
         return state.parameters
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the passes of clients that do not finish, which are drawn publicly, and whether
-        these clients are dropped."""
+        """Returns the number of passes of each straggler, and whether stragglers are dropped.
+
+        Both are public, because stragglers are drawn publicly.
+        """
         epochs = self.straggler_epochs(context)
         if not epochs:
             return {}
@@ -266,7 +286,10 @@ class TrainsLocally(Method):
     def client_plans(
         self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans with a straggler's fewer steps and the client's own model dimension."""
+        """Returns the plans with the number of steps and the model dimension of this client.
+
+        A straggler takes fewer steps, and the clients may have different architectures.
+        """
         model, *further = plans
         dimension = parameter_count(context.architecture_of(client))
         steps = model.steps
@@ -276,7 +299,8 @@ class TrainsLocally(Method):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
-        """Returns SGD settings for `epochs` passes, or for the steps common to all clients."""
+        """Returns the SGD settings for `epochs` passes, or for the number of steps that all clients
+        share."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)
@@ -285,7 +309,8 @@ class TrainsLocally(Method):
         return SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
-        """Returns an upper bound on this client's steps, from public sizes or its declared size."""
+        """Returns an upper bound on the number of steps of this client, computed from public sizes
+        or from the size that the client declared."""
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
         size = int(most_examples(client, context))

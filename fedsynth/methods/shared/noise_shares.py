@@ -1,13 +1,13 @@
-"""Methods whose servers need only the sum of their clients' uploads. Its noise comes from each
-client separately, or from several together.
+"""Methods whose server needs only the sum of the clients' uploads.
 
-With `aggregation="own"` every client adds all of the noise that is charged, and its upload may be
-public. With "secure" each adds 1/√H of its standard deviation, where H is a public minimum of
-honest clients that survive a round. The guarantee then holds for parties that see only the sum.
-Over data owners' nodes secure aggregation ensures this
-(`fedsynth.deployment.secure_exchange`); a simulation assumes it. The noise of H clients is
-charged, however many answered. One responding client may be the adversary, which knows its own
-noise: a sum of H clients or fewer is discarded.
+With `aggregation="own"`, every client adds all of the charged noise, and its upload may be public.
+
+With `aggregation="secure"`, every client adds noise with 1/√H of that standard deviation, where H
+is a public lower bound on the number of honest clients that complete a round. The guarantee then
+holds against parties that see only the sum. Between the nodes of data owners, secure aggregation
+ensures this (`fedsynth.deployment.secure_exchange`). A simulation assumes it. The charge is for the
+noise of H clients, however many clients answer. One of the clients that answer may be the attacker,
+who knows the noise of that client. A sum of H clients or fewer is therefore discarded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Pool:
-    """Sums over clients.
+    """A sum over clients.
 
     Attributes:
-        sums: [D], float64.
-        noise_std: standard deviation of the noise in each coordinate.
-        records: the public number of records behind them.
+        sums: the sums [D], float64.
+        noise_std: the standard deviation of the noise in each coordinate.
+        records: the public number of records over which the sums are taken.
     """
 
     sums: Tensor
@@ -50,15 +50,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class DistributedNoise(Method):
-    """A method whose server needs only the sum of its clients' uploads: `from_sum` computes the
-    next state from it, `sum_releases` maps its fields to releases.
+    """A method whose server needs only the sum of the clients' uploads.
+
+    A subclass defines `from_sum`, which computes the next state from the sum, and `sum_releases`,
+    which maps the fields of an upload to releases.
 
     Args:
-        aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
-            the guarantee holds for parties that see only the sum. Over nodes this is enforced; a
-            simulation assumes it.
-        honest: H, a public minimum of honest clients that survive a round, besides one that may be
-            the adversary; 0: all but one, so that no client may drop out.
+        aggregation: "own" or "secure". With "own", every client adds all of the noise. With
+            "secure", every client adds 1/√H of it, and the guarantee holds against parties that see
+            only the sum. Between nodes, secure aggregation enforces this. A simulation assumes it.
+        honest: H, a public lower bound on the number of honest clients that complete a round, in
+            addition to one client that may be the attacker. With 0, H is the number of all clients
+            but one, so that no client may drop out.
     """
 
     aggregation: str = one_of("own", SECURE)
@@ -69,10 +72,10 @@ class DistributedNoise(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """Returns H; 1 if every client adds all of the noise.
+        """Returns H, or 1 if every client adds all of the noise.
 
         Args:
-            clients: K.
+            clients: K, the number of clients.
 
         Raises:
             SettingError: `honest` is not below the number of clients.
@@ -83,8 +86,8 @@ class DistributedNoise(Method):
             raise SettingError(
                 "method",
                 "honest",
-                f"must be below the number of clients, {clients}: one client may be the "
-                "attacker, who knows its own noise",
+                f"must be below the number of clients, {clients}, because one client may be the "
+                "attacker and knows the noise that it adds",
                 value=self.honest,
             )
         return self.honest or max(1, clients - 1)
@@ -92,7 +95,8 @@ class DistributedNoise(Method):
     def sum_over_clients(
         self, plans: tuple[ReleasePlan, ...], privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans with H and the bounds of the addends, as their releases are summed."""
+        """Returns the plans with H and the bounds that secure aggregation needs for the summed
+        releases."""
         if not self.requires_secure_sum:
             return plans
         records = privacy.max_records
@@ -103,43 +107,51 @@ class DistributedNoise(Method):
         return tuple(replace(plan, shares=shares, addends=addends) for plan in plans)
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:
-        """Returns the standard deviation of the noise per coordinate of a sum of uploads; 0 without
-        differential privacy.
+        """Returns the standard deviation of the noise in each coordinate of a sum of uploads.
+
+        The result is 0 without differential privacy.
 
         Args:
-            plan: the release's name.
-            clients: how many answered.
+            plan: the name of the release.
+            clients: number of clients that answered.
             context: the round's.
         """
         client_deviation = context.noise.get(plan, 0.0) / sqrt(self.noise_shares(context.clients))
         return client_deviation * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """Returns a sum of `clients` uploads with its noise and the public number of records."""
+        """Returns a sum of `clients` uploads together with its noise and the public number of
+        records."""
         records = context.nominal_size * clients
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
-        """Returns the dtype of an upload's field: float64 on a release's grid, else float32."""
+        """Returns the dtype of a field of an upload.
+
+        The dtype is float64 for a release that is rounded to a grid, and float32 otherwise.
+        """
         return torch.float64 if plan in context.grids else torch.float32
 
     def has_enough_noise(self, clients: int, context: RoundContext) -> bool:
-        """Returns whether the sum of `clients` uploads has all the noise that is charged, without
-        that of one adversarial client; if not, notes that the round is discarded."""
+        """Returns whether the sum of `clients` uploads has all of the charged noise, without the
+        noise of one client that may be the attacker.
+
+        If the sum has too little noise, a note states that the round is discarded.
+        """
         shares = self.noise_shares(context.clients)
         attackers = int(self.requires_secure_sum and context.clients > 1)
         if context.privacy is None or clients >= shares + attackers:
             return True
         context.note(
-            f"round {context.round}: only {clients} clients answered, but the noise must "
-            f"come from {shares} clients besides a possible attacker: this round is discarded"
+            f"round {context.round} is discarded: only {clients} clients answered, but the noise "
+            f"of {shares} clients is needed in addition to that of a possible attacker"
         )
         return False
 
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
-        """Computes the next state from the sum of all replies."""
+        """Computes the next state from the sum of all uploads of the first exchange."""
         return self.from_sum(FIRST, state, summed(replies), len(replies), context)
 
     def server_step(
@@ -150,7 +162,7 @@ class DistributedNoise(Method):
 
 
 def summed(uploads: Mapping[int, M]) -> M:
-    """Returns the uploads' sum, field by field, in float64.
+    """Adds the uploads field by field, in float64.
 
     >>> from fedsynth.methods.statistics.settings import StatisticSums
     >>> summed({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()

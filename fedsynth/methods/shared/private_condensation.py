@@ -1,9 +1,9 @@
 """Condensation with differential privacy: the releases of a round, and the matchers that use them.
 
-A mechanism is a tuple of plans and a matcher on them: `residual` and `gradient` release noisy sums
-by class at each of T steps, `features` those of M networks and the counts, once
-(`synthesizer.condensation.private_matchers`). `paper` is FedDM's Algorithm 1 as printed: it works
-on open clients, and guarantees nothing.
+A mechanism consists of release plans and of a matcher. `residual` and `gradient` release noisy
+class sums at each of T steps. `features` releases the noisy class sums under M networks and the
+class counts, once in a round (`synthesizer.condensation.private_matchers`). `paper` is Algorithm 1
+of FedDM as printed, which gives no guarantee, and works with the exact data.
 """
 
 from __future__ import annotations
@@ -25,21 +25,27 @@ from fedsynth.synthesizer.condensation.private_matchers import (
 )
 
 IMAGES = "images"
-"""The name of the plan that images are matched to; mechanism `features` also has `COUNTS`."""
+"""The name of the release plan to which images are matched. The mechanism `features` also has the
+plan `COUNTS`."""
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:
-    """Returns the matched dimension: of an embedding, with `logits` plus its logits."""
+    """Returns the dimension of the matched features.
+
+    Args:
+        context: the round's, whose network defines the embedding.
+        logits: whether the logits are matched in addition to the embedding.
+    """
     classifier: Any = context.architecture.classifier
     width: int = classifier.in_features
     return width + classifier.out_features if logits else width
 
 
 def default_clip(width: int) -> float:
-    """Returns roughly the norm of a matched residual of instance-normalised features: a public
-    constant.
+    """Returns a public clipping bound that is close to the typical norm of a matched residual.
 
-    The spread per coordinate is about the same for all networks, so the norm grows as √width.
+    The bound is for instance-normalised features. Their spread in each coordinate is about the same
+    for all networks, so the norm grows as √width.
     """
     return 0.25 * math.sqrt(width)
 
@@ -54,17 +60,21 @@ def image_plan(
     batch: int,
     logits: bool,
 ) -> ReleasePlan:
-    """Returns the plan of T releases a round, each of which moves the synthetic images by a step.
+    """Returns the plan of T releases in a round, each of which moves the synthetic images by one
+    step.
 
     Args:
         mechanism: "residual", "gradient" or "paper".
-        ipc: images of a class.
+        privacy: the settings of differential privacy.
+        context: the round's.
+        ipc: number of synthetic images per class.
         steps: T.
-        batch: examples of a class that a step expects; decides the default sampling rate.
+        batch: expected number of examples of a class in a step, which determines the default
+            sampling rate.
         logits: whether logits are matched in addition to embeddings.
 
     Raises:
-        SettingError: another mechanism.
+        SettingError: the mechanism is not one of these.
     """
     classes = context.spec.classes
     coordinates = ipc * math.prod(context.spec.image_shape)
@@ -98,11 +108,15 @@ def image_plan(
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of mechanism `features`: M releases of class sums a round, one of counts.
+    """Returns the plans of the mechanism `features`: M releases of class sums in a round, and one
+    release of the class counts.
 
     Args:
+        privacy: the settings of differential privacy.
+        context: the round's.
         networks: M.
-        count_noise: the counts' noise multiplier over that of the M sums together, σ/√M.
+        count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of all M
+            sums together.
     """
     width = feature_width(context, logits=True)
     classes = context.spec.classes
@@ -128,16 +142,17 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> MatchingObjective:
-    """Returns the matcher on the releases that the group was charged for.
+    """Returns the matcher for the releases for which the clients were charged.
 
     Args:
-        clients: charged for `image_plan`, or for both `feature_plans`.
+        clients: the clients, charged for `image_plan` or for both `feature_plans`.
         context: the round's.
-        columns: of "residual": how many of the features' first coordinates it matches; None: all.
-        min_examples: of "features": the least released count of a class that is sent.
+        columns: number of leading coordinates of the features that the mechanism `residual`
+            matches. With None, it matches all.
+        min_examples: smallest released count with which the mechanism `features` sends a class.
 
     Raises:
-        SettingError: they were charged for another mechanism.
+        SettingError: the clients were charged for a different mechanism.
     """
     plan = clients.plan(IMAGES)
     series = clients.series(IMAGES)
@@ -157,6 +172,6 @@ def _unsupported(mechanism: str, hook: str) -> SettingError:
     return SettingError(
         "privacy",
         "mechanism",
-        f"is {mechanism!r}, which condensation does not support: a method with another "
-        f"mechanism must override `{hook}`",
+        f"is {mechanism!r}, which the condensing methods do not implement: a method that "
+        f"supports another mechanism must override `{hook}`",
     )

@@ -1,21 +1,22 @@
-"""Robust aggregation: replaces the average of uploads, so that a few malicious clients cannot move
-it far.
+"""Robust aggregation, which limits the influence of a few malicious clients on the average of the
+uploads.
 
-The rules use each coordinate's values x_1 … x_m, one per upload of the round:
+The rules use the values x_1 … x_m of each coordinate, one from each upload of the round:
 
     median    their median (Yin et al. 2018, arXiv 1803.01498, Definition 1)
     trimmed   the mean without the ⌈β·m⌉ smallest and largest (Definition 2 there)
     clip      w + 1/m Σ_k min(1, τ/‖x_k − w‖)·(x_k − w), around the model w that the clients started
               from: one step of centred clipping (Karimireddy, He and Jaggi 2021, arXiv 2012.10333)
-              with the median of the ‖x_k − w‖ as τ, which is ours
+              with the median of the ‖x_k − w‖ as τ, which is our choice
 
-All uploads have equal weight: clients report n_k themselves, so a malicious one could choose its
-weight. A method gets m copies of the result in place of the uploads, so its own step (server
-momentum, control variates) stays as it is. With differential privacy this is post-processing.
+All uploads have equal weight, because a malicious client could otherwise report an n_k that
+increases its weight. A method receives m copies of the result instead of the uploads, so its server
+step, such as server momentum or control variates, needs no change. With differential privacy,
+robust aggregation is post-processing.
 
-Under `clip` all trainable parameters are one vector; buffers (batch norm's means and variances,
-which an update of norm τ could turn negative) take their median. Counters are integers and take
-the lower median.
+The rule `clip` treats all trainable parameters as one vector. Buffers take their median, because an
+update of norm τ could make the variances of batch norm negative. Counters are integers and take the
+lower median.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ Tensors = Mapping[str, Tensor]
 def counted_uploads(
     uploads: Mapping[int, M], model: Tensors, context: RoundContext
 ) -> dict[int, M]:
-    """Returns the uploads that count, with a weight above zero; with robust aggregation as of
-    `robust_uploads`. Empty if no upload counts."""
+    """Returns the uploads with a weight above zero.
+
+    With robust aggregation, they are replaced as in `robust_uploads`. The result is empty if no
+    upload has a weight above zero.
+    """
     counted = {k: upload for k, upload in uploads.items() if upload.weight > 0}  # type: ignore[attr-defined]
     if context.robust == "none" or not counted:
         return counted
@@ -50,13 +54,16 @@ def counted_uploads(
 
 
 def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundContext) -> dict[int, M]:
-    """Returns, for each client, the run's robust aggregate of all uploads with weight 1; the
-    tensors are shared.
+    """Replaces every upload by the robust aggregate of all uploads, with weight 1.
+
+    The returned uploads share their tensors.
 
     Args:
-        uploads: those that count, at least one, finite (NaNs cannot be sorted; the engine refuses
-            them) and of the same names and shapes.
-        model: that the clients started from; other fields are clipped around zero.
+        uploads: at least one upload, all with a weight above zero, with finite values, and with the
+            same names and shapes. The engine refuses uploads with NaNs, which cannot be sorted.
+        model: the model from which the clients started. The rule `clip` centres the parameters
+            around it, and centres all other fields around zero.
+        context: the round's, which names the rule.
     """
     first = next(iter(uploads.values()))
     aggregate: dict[str, Any] = {}
@@ -79,11 +86,14 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
 def robust_mean(
     models: Sequence[Tensors], center: Tensors, context: RoundContext
 ) -> dict[str, Tensor]:
-    """Returns the run's robust aggregate of named tensors.
+    """Computes the robust aggregate of named tensors.
 
     Args:
-        models: one mapping per upload, finite, at least one; all with the names of the first.
-        center: the center of `clip`, by name; {}: zero, and all floating-point tensors are clipped.
+        models: one mapping for each upload, at least one. All have the same names and finite
+            values.
+        center: the center of the rule `clip`, by name. If it is empty, the center is zero, and all
+            floating-point tensors are clipped.
+        context: the round's, which names the rule.
     """
     count = len(models)
     mean: dict[str, Tensor] = {}
@@ -101,8 +111,11 @@ def robust_mean(
 
 
 def _cut(count: int, context: RoundContext) -> int:
-    """Returns how many of `count` values are cut off at each end; of `trimmed` ⌈β·count⌉, of the
-    others all but the one or two in the middle."""
+    """Returns how many of `count` values are removed at each end.
+
+    For `trimmed` this is ⌈β·count⌉. For all other rules, only the one or two values in the middle
+    remain.
+    """
     largest = (count - 1) // 2
     if context.robust != "trimmed":
         return largest
@@ -111,11 +124,12 @@ def _cut(count: int, context: RoundContext) -> int:
 
 
 def middle_mean(rows: Sequence[Tensor], cut: int) -> Tensor:
-    """Returns each coordinate's mean without its `cut` smallest and largest values, in float64.
+    """Computes the mean of each coordinate without the `cut` smallest and `cut` largest values, in
+    float64.
 
     Args:
-        rows: one tensor per upload, all of the same shape.
-        cut: below half of the rows.
+        rows: one tensor for each upload, all of the same shape.
+        cut: number of values to remove at each end, below half the number of tensors.
 
     >>> middle_mean([torch.tensor([x, -x]) for x in (1.0, 2.0, 3.0, 99.0)], cut=1)
     tensor([ 2.5000, -2.5000])
@@ -133,7 +147,7 @@ def middle_mean(rows: Sequence[Tensor], cut: int) -> Tensor:
 def _clipped_mean(
     models: Sequence[Tensors], names: Iterable[str], center: Tensors
 ) -> dict[str, Tensor]:
-    """Returns the mean of vectors, with offsets from the center clipped to the median of their
+    """Computes the mean of vectors whose offsets from the center are clipped to the median of their
     norms."""
     origin = {n: center.get(n, models[0][n] * 0).double() for n in sorted(names)}
     if not origin:

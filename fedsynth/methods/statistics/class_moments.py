@@ -1,15 +1,16 @@
-"""Post-processing of summed class statistics: a closed-form classifier, and steps on noisy
+"""Post-processing of summed class statistics: a classifier in closed form, and steps on noisy
 gradients.
 
-With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of
-√½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), and in
-later rounds of clip(p − y) ⊗ z.
+With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of √½·[svec(z zᵀ); z ⊗
+e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`). In later rounds, they release
+noisy sums of clip(p − y) ⊗ z.
 
-If each gradient has noise ν per coordinate, T steps W ← W − Σ_t η_t g_t of effective lengths η_t
-leave noise ν·√(Σ η_t²) in a coordinate of W, and in the logit of a z of norm 1. When a budget is
-divided over T releases, ν grows with √T, so the noise depends only on τ = Σ η_t, and not on the
-number of steps. As τ grows, the classifier moves from its class means to the maximum likelihood,
-and the noise grows too; `pace` chooses τ by the noise, which is public before any data are read.
+Suppose that each gradient has noise ν per coordinate. After T steps W ← W − Σ_t η_t g_t with
+effective lengths η_t, the noise is ν·√(Σ η_t²) in each coordinate of W, and also in the logit of a
+z of norm 1. If a budget is divided over T releases, ν grows with √T. The noise therefore depends
+only on τ = Σ η_t, and not on the number of steps. As τ grows, the classifier moves from its class
+means to the maximum likelihood, and the noise grows too. `pace` chooses τ by the noise, which is
+known publicly before any data are read.
 """
 
 from __future__ import annotations
@@ -26,42 +27,47 @@ from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
 
 EXACT = 1e-6
-"""The ridge of moments without noise, relative to the trace for z of norm 1."""
+"""The ridge of moments without noise, relative to the trace of the moments for z of norm 1."""
 
 
 def target_norm(classes: int) -> float:
-    """Returns b = ‖e_y − 1/C‖, the same for every class."""
+    """Returns b = ‖e_y − 1/C‖, which is the same for every class."""
     return math.sqrt(1 - 1 / classes)
 
 
 def first_gradient(pool: Pool, classes: int) -> Tensor:
-    """Returns the mean cross-entropy's gradient at W = 0, [C, d], from the sums of e/b ⊗ z."""
+    """Computes the gradient of the mean cross-entropy at W = 0, [C, d], from the sums of e/b ⊗ z."""
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 
 
 def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the second release."""
+    """Returns the contribution of each example to the release of moments, with second moments."""
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     return Moments(z_Nd, targets, target_norm(classes))
 
 
 def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
-    """Returns each example's contribution without second moments: e/b ⊗ z, of norm at most 1."""
+    """Returns the contribution of each example to the release of moments, without second moments.
+
+    The contribution is e/b ⊗ z, whose norm is at most 1.
+    """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     return Outer(targets / target_norm(classes), z_Nd, 1.0)
 
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
-    """Returns each example's contribution to a step: clip(p − y) ⊗ z, the clipped gradient of the
-    cross-entropy."""
+    """Returns the contribution of each example to a gradient step.
+
+    The contribution is clip(p − y) ⊗ z, the clipped gradient of the cross-entropy.
+    """
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
 
 @dataclass(frozen=True)
 class ClassMoments:
-    """The second release, unpacked and divided by the public number of records.
+    """The released moments, divided by the public number of records.
 
     Attributes:
         second: (1/n) Σ z zᵀ, symmetric [d, d], float64.
@@ -75,11 +81,11 @@ class ClassMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> ClassMoments:
-        """Unpacks the pooled sums.
+        """Unpacks the moments from a sum over clients.
 
         Args:
-            pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with their noise.
-            dimension, classes: d, C.
+            pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with its noise.
+            dimension, classes: d and C.
         """
         scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
@@ -90,11 +96,11 @@ class ClassMoments:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues and eigenvectors of the released second moments.
+    """The eigenvalues and eigenvectors of the released second moments.
 
     Attributes:
-        values: [d], at least 0, plus the ridge.
-        vectors: [d, d], in columns.
+        values: the eigenvalues [d], clamped to at least 0, plus the ridge.
+        vectors: the eigenvectors as columns, [d, d].
     """
 
     values: Tensor
@@ -102,12 +108,14 @@ class Spectrum:
 
     @classmethod
     def of(cls, moments: ClassMoments, ridge: float) -> Spectrum:
-        """Computes the spectrum; negative eigenvalues are caused by noise and become 0.
+        """Computes the spectrum of second moments.
+
+        Negative eigenvalues are caused by noise and are set to 0.
 
         Args:
-            moments: released.
-            ridge: the value added to each eigenvalue, over noise·√d; the noise's largest eigenvalue
-                is about 1.4·noise·√d.
+            moments: the released moments.
+            ridge: the value that is added to each eigenvalue, divided by noise·√d. The largest
+                eigenvalue of the noise is about 1.4·noise·√d.
         """
         values, vectors = torch.linalg.eigh(moments.second)
         size = len(values)
@@ -119,18 +127,21 @@ class Spectrum:
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
     def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
-        """Returns the Newton-like direction gradient·V diag(1/max(w, floor)) Vᵀ. Along an
-        eigenvector whose eigenvalue is below the noise, a full step would add only noise."""
+        """Returns the Newton-like direction gradient·V diag(1/max(w, floor)) Vᵀ.
+
+        The floor is needed because, along an eigenvector whose eigenvalue is below the noise, a
+        full step would add only noise.
+        """
         scaled = gradient_Cd @ self.vectors / self.values.clamp_min(floor)
         return scaled @ self.vectors.T
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps v ← m·v + g, W ← W − rate·v.
+    """The size of the steps v ← m·v + g, W ← W − rate·v.
 
     Attributes:
-        rate: of each step.
+        rate: the rate of each step.
         momentum: m.
     """
 
@@ -140,7 +151,13 @@ class Pace:
     def step(
         self, weight_Cd: Tensor, gradient_Cd: Tensor, velocity_Cd: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns W and v after a step; v is None before the first."""
+        """Returns W and v after one step.
+
+        Args:
+            weight_Cd: W.
+            gradient_Cd: g.
+            velocity_Cd: v, or None before the first step.
+        """
         velocity = gradient_Cd
         if velocity_Cd is not None:
             velocity = self.momentum * velocity_Cd + gradient_Cd
@@ -148,7 +165,8 @@ class Pace:
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Returns τ over the rate, the total weight of the gradients: Σ_t (1 − mᵗ)/(1 − m).
+    """Computes Σ_t (1 − mᵗ)/(1 − m), the sum of the weights that momentum gives the gradients,
+    which is τ divided by the rate.
 
     >>> total_weight(2, 0.5)
     2.5
@@ -157,13 +175,15 @@ def total_weight(steps: int, momentum: float) -> float:
 
 
 def pace(noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float) -> Pace:
-    """Returns the steps whose noise in a logit is about `logit_noise`, at most at `max_rate`.
+    """Chooses a rate with which all steps together add noise of about `logit_noise` to a logit.
+
+    The rate is at most `max_rate`.
 
     Args:
-        noise: ν/√T, the standard deviation of a gradient's coordinate if the whole budget were
-            spent on one gradient; 0: steps of `max_rate`.
+        noise: ν/√T, the standard deviation of a coordinate of the gradient if the whole budget were
+            spent on one gradient. With 0, the rate is `max_rate`.
         steps: T.
-        logit_noise: noise in a logit, of all T steps together.
+        logit_noise: standard deviation of the noise of all T steps together in a logit.
         max_rate: the largest rate that is stable along the steepest direction.
         momentum: m, below 1.
 

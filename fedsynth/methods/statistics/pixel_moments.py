@@ -1,9 +1,10 @@
-"""Released moments of small pictures, and images drawn from them.
+"""Released moments of small pictures, and images that are drawn from them.
 
-Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], u the vector of norm 1 that
-`fedsynth.features.scattering` makes of an image and e_y its one-hot label (`Moments` with targets of
-norm 1). The sums give class counts, class means, and the common covariance about the means, of
-which the directions above the noise are kept. All here is post-processing of such sums.
+A small picture is a downsampled image. u is the vector of norm 1 that
+`fedsynth.features.scattering` makes of an image, and e_y is the image's one-hot label. Clients
+release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
+give the class counts, the class means and a common covariance around the means, of which only the
+directions above the noise are kept. Everything in this module is post-processing of such sums.
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Moments, smat
 
 PIXELS = "pixels"
-"""The name of the plan."""
+"""The name of the release plan."""
 WHITE = 0.98
-"""The quantile of an image's pixels that becomes white: small pictures carry no brightness."""
+"""The quantile of an image's pixels that is scaled to white, because small pictures have lost their
+brightness."""
 FEWEST = 1e-3
-"""The least share of all examples that a class has: a count below is noise."""
+"""The smallest share of all examples that a class is assumed to have. A smaller released share is
+noise."""
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution: √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1."""
+    """Returns the contribution of each example, √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1."""
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_plan(
     make: Callable[..., ReleasePlan], share: float, shape: Shape, classes: int
 ) -> ReleasePlan:
-    """Returns the plan of the release, in the first exchange of its round.
+    """Returns the plan of this release, which takes place in the first exchange of a round.
 
     Args:
-        make: builds a plan, with the fields that all plans of the method share.
-        share: of the budget μ².
-        shape: of the images.
+        make: creates a plan with the fields that all plans of the method share.
+        share: share of the budget μ².
+        shape: shape of the images.
         classes: C.
     """
     return make(
@@ -66,12 +69,12 @@ def pixel_width(dimension: int, classes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """Moments of v/‖v‖, small pictures over their norm.
+    """Moments of normalised small pictures v/‖v‖.
 
     Attributes:
-        means: of each class, [C, D].
-        roots: columns that span the variation within classes, [D, k]: roots·rootsᵀ is the
-            covariance that all classes share, along its eigenvectors above the noise.
+        means: the mean of each class, [C, D].
+        roots: columns that span the variation within classes, [D, k]. roots·rootsᵀ is the
+            covariance that all classes share, restricted to its eigenvectors above the noise.
     """
 
     means: Tensor
@@ -79,11 +82,11 @@ class PixelMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
-        """Unpacks the pooled sums.
+        """Unpacks the moments from a sum over clients.
 
         Args:
-            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with their noise.
-            dimension, classes: dimension of u; C.
+            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
+            dimension, classes: the dimension of u, and C.
         """
         scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
@@ -100,13 +103,15 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Draws images of each class from its Gaussian, [C, count, channels, H, W] in [0, 1].
+        """Draws images of each class from the Gaussian of the class, [C, count, channels, H, W] in
+        [0, 1].
 
         Args:
-            count: images of each class.
+            count: number of images of each class.
             shape: (channels, H, W).
-            variety: first and last fraction of the deviation, spread evenly over a class's images.
-            generator: on the CPU.
+            variety: fractions of the standard deviation for the first and the last image of a
+                class. The images between them have evenly spaced fractions.
+            generator: a CPU generator.
         """
         classes = len(self.means)
         width = self.roots.shape[1]
@@ -125,9 +130,10 @@ def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
 
 
 def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
-    """Applies a steeper curve from black to white, since averages of many images are blurred and
-    images are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function
-    of steepness·(x − middle).
+    """Sharpens blurred images by a steeper curve from black to white.
+
+    Averages of many images are blurred, whereas images are not. The curve is (s(x) − s(0))/(s(1) −
+    s(0)), where s(x) is the logistic function of steepness·(x − middle).
 
     >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
     >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()

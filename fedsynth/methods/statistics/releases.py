@@ -1,7 +1,7 @@
-"""FedStats' releases: their contents, widths and shares of the budget.
+"""FedStats' releases, their dimensions, and their shares of the budget.
 
-Shares are of μ²: a release with share s has the run's noise multiplier over √s, so that all of them
-together cost as much as a single Gaussian release with the run's σ.
+Shares refer to μ². A release with the share s has the run's noise multiplier divided by √s. All
+releases together then cost as much as a single Gaussian release with the run's σ.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import grams_width
 
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
-"""The names of the plans; `PIXELS` and `COVARIANCES` are the others."""
+"""The names of three release plans. The other two are `PIXELS` and `COVARIANCES`."""
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the budget μ² for the releases of the first round; steps share the rest.
+    """Shares of the budget μ² for the releases of the first round.
+
+    The steps divide the rest of the budget equally.
 
     Args:
-        centre: for the features' centre.
-        pictures: for small pictures; 0: not released.
-        covariances: for those of channels and cells; 0: not released.
-        moments: with second moments; without, moments have a step's share.
+        centre: share for the centre of the features.
+        pictures: share for the moments of small pictures. With 0, they are not released.
+        covariances: share for the covariances of channels and spatial cells. With 0, they are not
+            released.
+        moments: share for the moments if they include second moments. Otherwise the moments have
+            the same share as a step.
 
     Raises:
         SettingError: the shares leave no budget for steps.
@@ -48,16 +52,16 @@ class Shares:
             raise SettingError(
                 "method",
                 "moment_share",
-                "must leave a part of the budget for the steps: centre_share, pixel_share, "
-                f"covariance_share and moment_share together use {total:g} of it",
+                "must leave a part of the budget for the steps, but centre_share, pixel_share, "
+                f"covariance_share and moment_share add up to {total:g}",
                 value=self.moments,
             )
 
     def of_moments_and_step(self, rounds: int, *, second: bool) -> tuple[float, float]:
-        """Returns the shares of the moments and of each step.
+        """Returns the share of the moments, and the share of each step.
 
         Args:
-            rounds: of the run.
+            rounds: number of rounds of the run.
             second: whether second moments are released.
         """
         rest = 1 - self.centre - self.pictures - self.covariances
@@ -68,16 +72,16 @@ class Shares:
 
 @dataclass(frozen=True)
 class Releases:
-    """All releases of a run, from public facts.
+    """All releases of a run, computed from public facts.
 
     Args:
         features: φ.
-        image_shape: of the images.
+        image_shape: shape of the images.
         classes: C.
-        rounds: of the run.
+        rounds: number of rounds of the run.
         second: whether second moments are released.
-        shares: of the budget.
-        step_clip: c of a step's clip(p − y).
+        shares: shares of the budget.
+        step_clip: c, the bound of clip(p − y) in a step.
     """
 
     features: FeatureMap
@@ -89,7 +93,10 @@ class Releases:
     step_clip: float
 
     def widths(self) -> dict[str, int]:
-        """Returns the coordinates of each release by its plan's name; 0 if it is not made."""
+        """Returns the number of coordinates of each release by the name of its plan.
+
+        The number is 0 if the release is not made.
+        """
         d = self.features.dimension
         pictures = pixel_width(low_pass(self.image_shape).dimension, self.classes)
         second = d * (d + 1) // 2
@@ -102,12 +109,14 @@ class Releases:
         }
 
     def plans(self) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of round 1 (moments, centre and optional releases), and of later steps.
+        """Returns the plans of the releases in round 1 and of the later steps.
 
-        Signals assume C equally frequent classes, with identical examples in a class and orthogonal
-        ones across classes. Then Σ e/b ⊗ z is n/C times C orthogonal terms of norm 1, so its norm
-        is n/√C, and so is that of Σ z zᵀ; all examples share their centre. Small pictures have the
-        moments' signal; covariances that of white features.
+        Round 1 has the moments, the centre, and the optional releases. The expected signals assume
+        C equally frequent classes, in which all examples of a class are identical, and examples of
+        different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a sum of C orthogonal terms of
+        norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same. All examples share one centre.
+        Small pictures have the same signal as the moments, and covariances have the signal of white
+        features.
         """
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
@@ -161,12 +170,12 @@ class Releases:
 def public_facts(
     features: FeatureMap, image_shape: Shape, *, pictures: bool, whitening: bool
 ) -> dict[str, str]:
-    """Returns the facts of a run, for its report, that were fixed before data were read.
+    """Returns the facts of a run that were fixed before any data were read, for the privacy report.
 
     Args:
         features: φ.
-        image_shape: of the images.
-        pictures: whether small pictures are released.
+        image_shape: shape of the images.
+        pictures: whether moments of small pictures are released.
         whitening: whether covariances are released in a private run.
     """
     facts = {"model": "linear in the features, without a bias: it follows from what is released"}

@@ -1,5 +1,8 @@
-"""FedStats' settings, messages and declarations, and values that follow from these and public sizes:
-the map φ and the linear model on it, the releases of a run, and the size of its steps."""
+"""FedStats' settings, messages and release plans.
+
+The module also computes what follows from the settings and from public sizes: the feature map φ and
+the linear model on it, the releases of a run, and the size of the steps.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,18 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """A client's noisy sum of one release, a vector."""
+    """The upload of a client: the noisy sum of one release, as a vector."""
 
     sums: Tensor = released()
 
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's noisy sums of the first exchange: of features, of small pictures and of products
-    for covariances. The latter two are empty if they are not released."""
+    """The upload of a client in the first exchange: noisy sums of features, of small pictures, and
+    of products for covariances.
+
+    The sums of small pictures and the sums of products are empty if they are not released.
+    """
 
     sums: Tensor = released()
     pictures: Tensor = released()
@@ -57,12 +63,14 @@ class CentreSums(Message):
 
 @dataclass(frozen=True)
 class FedStatsState(ImagesState):
-    """The server's state: the classifier, the fields of `ImagesState`, and
+    """The server's state: the classifier, the fields of `ImagesState`, and the fields below.
 
     Args:
-        eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
-        eigenvectors: [d, d].
-        velocity: the last move over its rate, [C, d]; None before the first.
+        eigenvalues: the eigenvalues [d] of the released second moments, plus the ridge. None before
+            round 1, or without second moments.
+        eigenvectors: the eigenvectors [d, d] of the released second moments.
+        velocity: the last change of the classifier divided by the rate, [C, d]. None before the
+            first step.
     """
 
     eigenvalues: Tensor | None = None
@@ -75,31 +83,35 @@ class PlansStatistics(DistributedNoise, MakesImages):
     """A method whose releases are noisy sums of fixed features.
 
     Args:
-        features: the map φ, see `fedsynth.features.feature_names`, or one that was registered.
-            "auto": by the images' public shape (`features_for`).
-        centre_share: of the budget μ² for the centre.
-        whitening: whether covariances of the features' channels and cells are released with the
-            centre, and z is whitened by them. "auto": with privacy, for grey images of 12 pixels a
-            side and more; in colour it costs what it brings. Without privacy there is no need.
-        covariance_share: of the budget for them.
-        moment_share: with second moments, for them and z ⊗ e; steps share the rest. Without, z ⊗ e
-            is the first of as many gradients as rounds, with equal shares.
-        second_moments: whether z zᵀ is released with z ⊗ e. "no": the clip has all of z ⊗ e, an
-            upload is smaller by about d/2C, and steps have one rate for all directions: right where
-            features are white already and there is noise. "yes": steps are Newton's. "auto": yes
-            without privacy, and no with it.
-        ridge: λ over σ_A·√d, with σ_A the noise of a moment.
-        step_clip: c of clip(p − y); ‖p − y‖ is at most √2.
-        step_size: of the Newton-like step; without second moments, of the longest step over
-            1/`curvature`.
-        logit_noise: without second moments, how far steps go: until the noise of all of them is of
-            this deviation in a logit. Their rate follows from it and the public noise
-            (`fedsynth.methods.statistics.class_moments.pace`).
-        momentum: without second moments, the part of the last move that is made again with each
-            step.
-        curvature: without second moments, one value in place of all their eigenvalues.
-        step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
-            with σ_G the noise of a gradient's coordinate.
+        features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
+            registered. "auto" chooses a map by the public shape of the images (`features_for`).
+        centre_share: share of the budget μ² for the centre.
+        whitening: whether covariances of the feature map's channels and spatial cells are released
+            together with the centre, and z is whitened by them. "auto" does so with differential
+            privacy for grey images of at least 12 pixels a side. For colour images, the gain does
+            not exceed the cost. Without differential privacy, whitening is not needed.
+        covariance_share: share of the budget for these covariances.
+        moment_share: share of the budget for the second moments and z ⊗ e, if second moments are
+            released. The steps divide the rest equally. Without second moments, z ⊗ e is the first
+            of as many gradients as there are rounds, and all gradients have equal shares.
+        second_moments: whether z zᵀ is released together with z ⊗ e. With "no", z ⊗ e uses the
+            whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
+            have the same step size. This is the better choice if the features are already white and
+            there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
+            differential privacy, and "no" with it.
+        ridge: λ divided by σ_A·√d, where σ_A is the noise of a moment.
+        step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
+        step_size: length of the Newton-like step. Without second moments, it is the largest step
+            size, in units of 1/`curvature`.
+        logit_noise: standard deviation of the noise that all steps together may add to a logit. It
+            is used without second moments, and determines the step size together with the public
+            noise (`fedsynth.methods.statistics.class_moments.pace`).
+        momentum: share of the last change that is repeated in each step. It is used without second
+            moments.
+        curvature: a value that replaces all eigenvalues of the second moments if they are not
+            released.
+        step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
+            the noise of a coordinate of the gradient. It is used with second moments.
     """
 
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
@@ -107,12 +119,12 @@ class PlansStatistics(DistributedNoise, MakesImages):
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
     robust_refusal: ClassVar[str] = (
-        "its server needs the sums over all clients' examples, which a robust rule cannot replace"
+        "the server needs the sums over all clients' examples, which a robust rule cannot replace"
     )
     same_releases_every_round: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
-    features_refusal: ClassVar[str] = "its feature map is method.features"
+    features_refusal: ClassVar[str] = "method.features names the feature map instead"
 
     features: str = AUTO
     centre_share: float = in_range(0.04, 1e-4, 0.9)
@@ -136,22 +148,23 @@ class PlansStatistics(DistributedNoise, MakesImages):
         self._shares(pictures, self.whitening == YES)
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """Returns φ for a data set's images."""
+        """Returns the feature map φ for the images of a dataset."""
         name = self.features
         if name == AUTO:
             name = features_for(spec.image_shape)
         return feature_map(name, spec.image_shape)
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
-        """Returns a linear model on φ; the run's model settings are ignored."""
+        """Returns a linear model on φ. The model settings of the run are ignored."""
         return FeatureLinear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Returns whether the model has a T, with which private runs whiten z. In an open run T
-        stays the identity.
+        """Returns whether the model has a matrix T, with which a private run whitens z.
+
+        In a run without differential privacy, T stays the identity.
 
         Raises:
-            SettingError: `whitening=yes` for features without channels and cells.
+            SettingError: `whitening=yes` is set for features without channels and spatial cells.
         """
         return whitens(self.whitening, self.map_of(spec), spec.image_shape)
 
@@ -164,13 +177,16 @@ class PlansStatistics(DistributedNoise, MakesImages):
         )
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Returns whether second moments are released, from public settings only."""
+        """Returns whether second moments are released, which depends only on public settings."""
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
 
     def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
-        """Returns whether covariances are released: in a private run that whitens z."""
+        """Returns whether covariances are released.
+
+        They are released in runs with differential privacy that whiten z.
+        """
         return privacy is not None and self.whitens(spec)
 
     def releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Releases:
@@ -202,18 +218,18 @@ class PlansStatistics(DistributedNoise, MakesImages):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of `Releases.plans`.
+        """Returns the plans of all releases of a run.
 
         Raises:
-            SettingError: a clip or a sampling rate is set, which the method's theorem fixes; or the
-                shares leave no budget for steps.
+            SettingError: a clipping bound or a sampling rate is set, although the method fixes
+                both; or the shares leave no budget for steps.
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
                 raise SettingError(
                     "privacy",
                     key,
-                    f"must be left out with {self.name}, which sets it for each release",
+                    f"must be left out with {self.name}, which sets the value for each release",
                 )
         return self.sum_over_clients(self.releases(privacy, context).plans(), privacy, context)
 
@@ -221,7 +237,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def pace(self, context: RoundContext) -> Pace:
-        """Returns rate and momentum of steps without second moments, from public numbers only."""
+        """Returns the rate and the momentum of steps without second moments, which depend only on
+        public numbers."""
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return pace(
@@ -250,7 +267,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            raise SettingError("model", "name", f"must be a linear model on features: {self.name}")
+            reason = f"must be left out with {self.name}, which uses a linear model on features"
+            raise SettingError("model", "name", reason)
         if self.ipc > 0:
             check_differentiable(model)
 

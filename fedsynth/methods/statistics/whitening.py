@@ -1,13 +1,16 @@
-"""Whitening by released covariances: of a feature map's channels, and of its cells.
+"""Whitening of a feature map by released covariances of its channels and of its spatial cells.
 
-Public images whiten a feature map only to the extent that they resemble the data. Directions
-remain in which the data vary far more than in others: they take most of a clipped vector's norm,
-and steps along all others are slow. A covariance of all d coordinates has d²/2 entries and is lost
-in noise. Those of channels and of cells have few entries; they are released with the centre, for
-u = clip₁(φ/B) with B the map's norm bound (`fedsynth.privacy.products.Grams`). All else here is
-post-processing: T scales each eigenvector by λ^(−POWER/2). Eigenvalues below the noise are set to
-the noise, so that unknown directions are scaled equally. T flattens the covariance of u about its
-mean; z is computed from φ itself, which may be longer.
+A whitening that is computed from public images works only as far as these images resemble the data.
+The data may then vary far more in some directions than in others. Such directions use up most of
+the norm of a clipped vector, and steps along all other directions are slow. A covariance of all d
+coordinates has d²/2 entries, which are too many to be seen above the noise. The covariances of
+channels and of spatial cells have few entries. They are released together with the centre, for u =
+clip₁(φ/B) with B the norm bound of the map (`fedsynth.privacy.products.Grams`).
+
+The rest of this module is post-processing. The matrix T scales each eigenvector by λ^(−POWER/2).
+Eigenvalues below the noise are set to the noise, so that all unknown directions are scaled equally.
+T flattens the covariance of u around its mean, whereas z is computed from φ itself, which may be
+longer.
 """
 
 from __future__ import annotations
@@ -28,25 +31,27 @@ from fedsynth.privacy.products import Grams, grams_width, matrices_of, smat
 
 YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
-"""The name of the plan."""
+"""The name of the release plan."""
 CELLS_PART = 0.16
-"""The cells' part of a vector's squared norm: cells are few, so their noise is small."""
+"""The share of the squared norm of a contribution that the products of spatial cells have. There are
+few cells, so the noise of their covariance is small."""
 POWER = 0.75
-"""1 would be white; less, as eigenvalues are uncertain. Tuned on held-out training images."""
+"""The exponent of the whitening. 1 would make the features white. A smaller value is used because
+the eigenvalues are uncertain. It was tuned on held-out training images."""
 FLOOR = 0.02
-"""The least eigenvalue over the mean eigenvalue, without noise."""
+"""The smallest eigenvalue that is used without noise, relative to the mean eigenvalue."""
 
 
 def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
-    """Returns whether z is whitened in a private run, from public facts only.
+    """Returns whether z is whitened in a private run, which depends only on public facts.
 
     Args:
-        choice: "yes", "no" or "auto": for grey images of at least 12 pixels a side.
-        features: the map.
-        shape: of the images.
+        choice: "yes", "no" or "auto". "auto" whitens grey images of at least 12 pixels a side.
+        features: the feature map.
+        shape: shape of the images.
 
     Raises:
-        SettingError: "yes" for features without channels and cells.
+        SettingError: the choice is "yes", but the features have no channels and spatial cells.
     """
     if choice == AUTO:
         return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= MIN_SIDE
@@ -54,27 +59,28 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
         raise SettingError(
             "method",
             "whitening",
-            "needs features with channels and cells (FeatureMap.blocks), which "
-            f"{features.name!r} does not have",
+            "is yes, but needs a feature map with channels and spatial cells (FeatureMap.blocks), "
+            f"which {features.name!r} does not have",
             value=choice,
         )
     return choice == YES
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns [p·svec(U Uᵀ); q·svec(Uᵀ U)] of u's matrices for each example, of norm at most 1."""
+    """Returns the contribution of each example, [p·svec(U Uᵀ); q·svec(Uᵀ U)] of the matrices U of
+    u, whose norm is at most 1."""
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
 def covariance_plan(
     make: Callable[..., ReleasePlan], share: float, features: FeatureMap
 ) -> ReleasePlan:
-    """Returns the plan of the release, in the first exchange of its round.
+    """Returns the plan of this release, which takes place in the first exchange of a round.
 
     Args:
-        make: builds a plan, with the fields that all plans of the method share.
-        share: of the budget μ².
-        features: the map.
+        make: creates a plan with the fields that all plans of the method share.
+        share: share of the budget μ².
+        features: the feature map.
     """
     return make(
         name=COVARIANCES,
@@ -90,8 +96,10 @@ def covariance_plan(
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the norm over n of the sum of n examples with white channels and cells and equal
-    blocks: it shows whether a flat spectrum is above the noise.
+    """Returns the norm of the mean contribution of examples with white channels and spatial cells.
+
+    The norm shows whether a flat spectrum is above the noise. All blocks of the feature map are
+    assumed to have equal norms.
 
     >>> round(white_signal([(1, 1)]), 3)
     1.0
@@ -105,14 +113,15 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Returns T's matrices by their names in a model (`fedsynth.models.feature_linear.root_names`).
+    """Computes the matrices of T, by their names in a model
+    (`fedsynth.models.feature_linear.root_names`).
 
     Args:
-        pool: the summed release; its records are the public number, so if the true number differs,
-            the covariances are somewhat off.
-        centre_d: the released centre, in the map's units.
-        centre_deviation: standard deviation of the noise in each of its coordinates.
-        features: the map.
+        pool: the release, summed over the clients. If its public number of records differs from the
+            true number, the covariances are slightly wrong.
+        centre_d: the released centre, in the units of the feature map.
+        centre_deviation: standard deviation of the noise in each coordinate of the centre.
+        features: the feature map.
     """
     bound = features.norm_bound
     noise = pool.noise_std / pool.records
@@ -135,13 +144,13 @@ def released_roots(
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Returns the symmetric matrix that flattens the covariance's spectrum and keeps its trace.
+    """Computes the symmetric matrix that flattens the spectrum of a covariance and keeps its trace.
 
     Args:
-        covariance: released [size, size].
-        noise: the standard deviation of a diagonal entry; off-diagonal entries have √½ of that, so
-            eigenvalues of pure noise reach about noise·√(2·size); single ones exceed it by chance,
-            by up to a quarter.
+        covariance: the released covariance [size, size].
+        noise: standard deviation of the noise of a diagonal entry. The standard deviation of other
+            entries is √½ of it, so the eigenvalues of pure noise reach about noise·√(2·size). By
+            chance, single ones exceed this value by up to a quarter.
     """
     values, vectors = torch.linalg.eigh(covariance)
     mean = float(values.clamp_min(0).mean())
