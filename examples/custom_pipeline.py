@@ -12,7 +12,9 @@ from fedsynth.models.convnet import ConvNet
 
 
 def main() -> float:
-    """Creates the synthetic dataset, trains a model on it, and returns the model's test accuracy."""
+    """Creates the synthetic dataset, trains a model on it, and returns the model's test
+    accuracy.
+    """
     train, test = load_dataset("digits")
     owner = privacy.DataOwner(
         "clinic-a",

@@ -78,14 +78,16 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
 
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise SettingError(
-            "run", "method", f"must be a class that inherits fedsynth.Method, got {method!r:.80}"
+            "run",
+            "method",
+            f"must be a class that inherits from fedsynth.Method, got {method!r:.80}",
         )
     name = str(getattr(method, "name", "")).lower()
     if not name or name in METHODS:
         raise SettingError(
             "run",
             "method",
-            f"must have a `name` that differs from all built-in methods, got {name!r}",
+            f"must be a class whose `name` is not that of a built-in method, got {name!r}",
         )
     _CUSTOM[name] = (method, source)
     return name

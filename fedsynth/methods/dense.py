@@ -44,7 +44,7 @@ class Dense(DataFreeEnsembleDistillation):
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = (
-        "one-shot: the server distils the average of the clients' logits, on generated images"
+        "one-shot: the server distils the clients' averaged logits on generated images"
     )
     reference: ClassVar[str] = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
 

@@ -88,7 +88,7 @@ class FedAF(FedAFSettings):
 
     name: ClassVar[str] = "fedaf"
     summary: ClassVar[str] = (
-        "clients condense towards shared class-mean logits, the server matches their soft labels"
+        "clients condense data towards shared class-mean logits, and the server matches soft labels"
     )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
 
@@ -232,7 +232,7 @@ class FedAF(FedAFSettings):
             uploads: the synthetic sets of the clients.
             R: the averaged soft labels [C, C].
             present: a mask [C] of the classes for which R is defined.
-            context: the round's.
+            context: the context of the round.
         """
 
         def logits_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def resampled(
     Args:
         w_r: the global model. It is copied, and the weights of the copy are frozen.
         gamma: γ in [0, 1].
-        context: the round's.
+        context: the context of the round.
         period: number of networks after which the sequence repeats. With None, it never repeats.
     """
     network = FlatNetwork(w_r, context.device)

@@ -32,6 +32,6 @@ class FedAvg(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedavg"
-    summary: ClassVar[str] = "clients train the global model locally, the server averages"
+    summary: ClassVar[str] = "clients train the global model locally, and the server averages"
     reference: ClassVar[str] = "McMahan et al. 2017, arXiv 1602.05629"
     one_pass: ClassVar[bool] = True

@@ -50,7 +50,7 @@ class FedDF(EnsembleDistillation):
 
     name: ClassVar[str] = "feddf"
     summary: ClassVar[str] = (
-        "the server distils the average of the clients' logits on public unlabelled images"
+        "the server distils the clients' averaged logits on public unlabelled images"
     )
     reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
     presets: ClassVar[Presets] = {"digits": {"server_steps": 300, "proxy": "noise"}}

@@ -113,7 +113,7 @@ class FedDM(CondensingMethod, TrainsInBall):
 
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = (
-        "clients send synthetic sets that match their data around the global model"
+        "clients send synthetic images that match their data around the global model"
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
@@ -277,7 +277,7 @@ def perturbed(
         variant: "sphere" or "ball". With "sphere", ε ~ N(0, I) is rescaled to length ρ if it is
             longer. With 300,000 parameters, where ‖N(0, I)‖ ≈ 550, it is always longer. With
             "ball", the length of ε is uniform in [0, ρ].
-        context: the round's.
+        context: the context of the round.
         period: number of networks after which the sequence repeats. With None, it never repeats.
     """
     network = FlatNetwork(w_r, context.device)

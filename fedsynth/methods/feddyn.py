@@ -55,7 +55,7 @@ class FedDyn(TrainsLocally):
 
     name: ClassVar[str] = "feddyn"
     summary: ClassVar[str] = (
-        "a dynamic regulariser per client aligns local optima with the global optimum"
+        "local training with a dynamic regulariser that aligns local optima with the global one"
     )
     reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass: ClassVar[bool] = True

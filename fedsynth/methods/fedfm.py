@@ -60,7 +60,8 @@ class FeatureSums(Message):
 
 @dataclass(frozen=True)
 class ModelAndSums(ModelParameters):
-    """The upload of FedFM-Lite: the trained model, and the sums and class counts computed with it."""
+    """The upload of FedFM-Lite: the trained model, and the sums and class counts computed with
+    it."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -154,7 +155,7 @@ class FedFM(TrainsLocally):
 
     name: ClassVar[str] = "fedfm"
     summary: ClassVar[str] = (
-        "local training pulls features to shared anchors, the class means of all clients' features"
+        "local training pulls features towards anchors, the class means over all clients"
     )
     reference: ClassVar[str] = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     downlink: ClassVar[type[Message]] = AnchorsDown

@@ -130,8 +130,8 @@ class FedGen(TrainsLocally):
 
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = (
-        "a generator of embeddings, learned from the clients' classifiers, regularises local "
-        "training"
+        "local training with a generator of embeddings that the server learns from the "
+        "clients' classifiers"
     )
     reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
     downlink: ClassVar[type[Message]] = GeneratorDown

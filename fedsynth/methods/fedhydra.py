@@ -81,8 +81,8 @@ class FedHydra(DataFreeEnsembleDistillation):
 
     name: ClassVar[str] = "fedhydra"
     summary: ClassVar[str] = (
-        "one-shot: distils the clients' logits, weighted by class-wise model quality, on "
-        "generated images"
+        "one-shot: the server distils the clients' logits on generated images, weighted by the "
+        "quality of each model for each class"
     )
     reference: ClassVar[str] = (
         "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "

@@ -104,7 +104,7 @@ class FedKF(TrainsLocally):
 
     name: ClassVar[str] = "fedkf"
     summary: ClassVar[str] = (
-        "clients distil the average of all cached models into theirs, on images of a local "
+        "clients distil the average of all clients' models into their own, on images of a local "
         "generator"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
@@ -148,7 +148,8 @@ class FedKF(TrainsLocally):
     def server_step(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Performs T1: averages the active clients (ACA) and the last models of all clients (OCA)."""
+        """Performs T1: averages the active clients (ACA) and the last models of all clients
+        (OCA)."""
         active = counted_uploads(uploads, state.parameters, context)
         if not active:
             return state

@@ -41,7 +41,7 @@ class FedProx(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg with a proximal term that also uses stragglers' partial work"
+    summary: ClassVar[str] = "FedAvg with a proximal term and the partial work of stragglers"
     reference: ClassVar[str] = "Li et al. 2020, FedProx, arXiv 1812.06127"
     one_pass: ClassVar[bool] = True
 

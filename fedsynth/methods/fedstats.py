@@ -14,10 +14,11 @@ softmax regression with the gradient Σ clip_c(p − y) ⊗ z. With second momen
 Newton-like. Without them, the steps have momentum, and their size is chosen such that the noise of
 all steps together stays at a given level.
 
-Together with the centre, round 1 may also release covariances of the channels and of the spatial cells
-of φ, which are used to whiten z, and moments of downsampled images if synthetic images are
-requested. No release subsamples the data, so the composition of these Gaussian mechanisms is exact.
-docs/privacy-proofs.md proves the sensitivities, and docs/fedstats.md has results.
+Together with the centre, round 1 may also release two optional statistics. Covariances of the
+channels and of the spatial cells of φ are used to whiten z. Moments of downsampled images are
+released if synthetic images are requested. No release subsamples the data, so the composition of
+these Gaussian mechanisms is exact. docs/privacy-proofs.md proves the sensitivities, and
+docs/fedstats.md has results.
 
 In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403), one-shot
 federated ridge regression sums them over clients (arXiv 2601.08216), and Tramèr & Boneh train on

@@ -73,8 +73,8 @@ class FedSum(SumsFeatures):
 
     name: ClassVar[str] = "fedsum"
     summary: ClassVar[str] = (
-        "clients send class sums of shared networks' features; the server pools them and "
-        "condenses once"
+        "clients send class sums of features under shared networks; the server adds them up and "
+        "condenses one set of images"
     )
     reference: ClassVar[str] = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
 
@@ -199,7 +199,8 @@ class FedSum(SumsFeatures):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns the normalised images S at the start of a round, [classes · ipc, channels, H, W]."""
+        """Returns the normalised images S at the start of a round, [classes · ipc, channels, H,
+        W]."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")

@@ -60,8 +60,8 @@ class Moon(TrainsLocally):
 
     name: ClassVar[str] = "moon"
     summary: ClassVar[str] = (
-        "local training pulls representations to the global model's and away from the "
-        "client's previous ones"
+        "local training pulls representations towards those of the global model, and away from "
+        "those of the client's previous model"
     )
     reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 

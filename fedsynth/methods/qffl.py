@@ -56,7 +56,7 @@ class QFFL(TrainsLocally):
     """
 
     name: ClassVar[str] = "qffl"
-    summary: ClassVar[str] = "clients with larger losses have more weight, for uniform accuracy"
+    summary: ClassVar[str] = "clients with larger losses have more weight, for even accuracy"
     reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = FairModel

@@ -94,7 +94,7 @@ def update_cache(
         previous: the state before the round.
         uploads: the uploads of the round. Uploads of weight 0, from clients that were dropped or
             have no examples, are ignored.
-        context: the round's.
+        context: the context of the round.
         all_slots: whether OCA averages all K entries of the cache, including those that still hold
             w⁰ (FedKF, Algorithm 1, line 10). Otherwise it averages only the clients that have sent
             a model, as in the official code.

@@ -135,7 +135,7 @@ def sums_rules(
         client: the index of the uploading client.
         shape: the shape of the sums.
         plan: the name of the plan of the sums.
-        context: the round's.
+        context: the context of the round.
         dtype: the dtype of the sums and of noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
@@ -158,7 +158,7 @@ def class_sums(
         vectors: computes the vectors of a batch of images.
         width: D, the dimension of the vectors.
         plan: the name of the plan of the sums.
-        context: the round's.
+        context: the context of the round.
     """
     if isinstance(client, PrivateClientView):
         series = client.series(COUNTS)

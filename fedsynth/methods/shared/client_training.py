@@ -128,7 +128,7 @@ def train_openly(
     Args:
         models, objectives, settings: one entry for each client of the group.
         clients: the clients and their data.
-        context: the round's.
+        context: the context of the round.
         together: whether to train all models at once if the objectives allow it. Otherwise they are
             trained one after another.
     """

@@ -240,7 +240,7 @@ class CondensingMethod(TrainsOnUnion):
         Args:
             clients: the group of clients.
             pairs: the (client, class) pairs that are condensed.
-            context: the round's, which sets the precision and the memory bound.
+            context: the context of the round, which sets the precision and the memory bound.
             logit_weight: b.
         """
         statistics = None
@@ -274,7 +274,7 @@ class CondensingMethod(TrainsOnUnion):
             clients: the group of clients.
             images_SICHW, velocity: tensors that the caller changes in place. They are saved in
                 checkpoints.
-            context: the round's.
+            context: the context of the round.
             draws: random draws that are skipped on resuming, as in `resumable`.
         """
         if not len(images_SICHW):  # no client of the group has a class to send

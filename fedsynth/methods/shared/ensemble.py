@@ -94,7 +94,7 @@ class EnsembleDistillation(TrainsLocally):
         Args:
             models: the clients' models, frozen and in evaluation mode.
             student: the model to train.
-            context: the round's.
+            context: the context of the round.
         """
         raise NotImplementedError  # abstract
 

@@ -143,7 +143,8 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of M releases of sums in each round, and of one release of the counts."""
+        """Returns the plans of M releases of sums in each round, and of one release of the
+        counts."""
         refuse_batch_norm(context.architecture)
         plans = feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise

@@ -100,7 +100,8 @@ class TrainsLocally(Method):
     variant_names: ClassVar[tuple[str, ...]] = ("aca", "oca")
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
-    """Whether the tasks are `plain`, so that clients with a dense network can be trained together."""
+    """Whether the tasks are `plain`, so that clients with a dense network can be trained
+    together."""
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)
@@ -201,12 +202,13 @@ class TrainsLocally(Method):
             upload: the upload that the client's objective made.
             client: a `ClientGroup` that contains only this client.
             message: the server's message.
-            context: the round's.
+            context: the context of the round.
         """
         return upload
 
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
-        """Returns the number of passes that each straggler of the round completes, by client index."""
+        """Returns the number of passes that each straggler of the round completes, by client
+        index."""
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         drawn = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
@@ -227,7 +229,7 @@ class TrainsLocally(Method):
         Args:
             state: the server's state.
             uploads: at least one upload, by client index. All weights are above zero.
-            context: the round's.
+            context: the context of the round.
         """
         averaged: AveragingState = replace(state, parameters=average(uploads))
         return averaged

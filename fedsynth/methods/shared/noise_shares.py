@@ -114,7 +114,7 @@ class DistributedNoise(Method):
         Args:
             plan: the name of the release.
             clients: number of clients that answered.
-            context: the round's.
+            context: the context of the round.
         """
         client_deviation = context.noise.get(plan, 0.0) / sqrt(self.noise_shares(context.clients))
         return client_deviation * sqrt(clients)

@@ -33,7 +33,7 @@ def feature_width(context: RoundContext, logits: bool) -> int:
     """Returns the dimension of the matched features.
 
     Args:
-        context: the round's, whose network defines the embedding.
+        context: the context of the round, whose network defines the embedding.
         logits: whether the logits are matched in addition to the embedding.
     """
     classifier: Any = context.architecture.classifier
@@ -66,7 +66,7 @@ def image_plan(
     Args:
         mechanism: "residual", "gradient" or "paper".
         privacy: the settings of differential privacy.
-        context: the round's.
+        context: the context of the round.
         ipc: number of synthetic images per class.
         steps: T.
         batch: expected number of examples of a class in a step, which determines the default
@@ -113,7 +113,7 @@ def feature_plans(
 
     Args:
         privacy: the settings of differential privacy.
-        context: the round's.
+        context: the context of the round.
         networks: M.
         count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of all M
             sums together.
@@ -146,7 +146,7 @@ def private_matching(
 
     Args:
         clients: the clients, charged for `image_plan` or for both `feature_plans`.
-        context: the round's.
+        context: the context of the round.
         columns: number of leading coordinates of the features that the mechanism `residual`
             matches. With None, it matches all.
         min_examples: smallest released count with which the mechanism `features` sends a class.

@@ -63,7 +63,7 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
             same names and shapes. The engine refuses uploads with NaNs, which cannot be sorted.
         model: the model from which the clients started. The rule `clip` centres the parameters
             around it, and centres all other fields around zero.
-        context: the round's, which names the rule.
+        context: the context of the round, which names the rule.
     """
     first = next(iter(uploads.values()))
     aggregate: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def robust_mean(
             values.
         center: the center of the rule `clip`, by name. If it is empty, the center is zero, and all
             floating-point tensors are clipped.
-        context: the round's, which names the rule.
+        context: the context of the round, which names the rule.
     """
     count = len(models)
     mean: dict[str, Tensor] = {}

@@ -36,7 +36,8 @@ def target_norm(classes: int) -> float:
 
 
 def first_gradient(pool: Pool, classes: int) -> Tensor:
-    """Computes the gradient of the mean cross-entropy at W = 0, [C, d], from the sums of e/b ⊗ z."""
+    """Computes the gradient of the mean cross-entropy at W = 0, [C, d], from the sums of e/b ⊗
+    z."""
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 

@@ -141,7 +141,8 @@ class MakesImages(Method):
         return self.pictures == YES
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the state with images made from all releases so far, and with their soft labels."""
+        """Returns the state with images made from all releases so far, and with their soft
+        labels."""
         if state.class_means is None:
             return state
         teacher = context.load(state.parameters)

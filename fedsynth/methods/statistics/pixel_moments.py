@@ -34,7 +34,8 @@ noise."""
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns the contribution of each example, √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1."""
+    """Returns the contribution of each example, √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most
+    1."""
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 

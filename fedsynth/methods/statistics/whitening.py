@@ -33,8 +33,8 @@ YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
 """The name of the release plan."""
 CELLS_PART = 0.16
-"""The share of the squared norm of a contribution that the products of spatial cells have. There are
-few cells, so the noise of their covariance is small."""
+"""The share of the products of spatial cells in the squared norm of a contribution. There are few
+cells, so the noise of their covariance is small."""
 POWER = 0.75
 """The exponent of the whitening. 1 would make the features white. A smaller value is used because
 the eigenvalues are uncertain. It was tuned on held-out training images."""
@@ -96,7 +96,8 @@ def covariance_plan(
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the norm of the mean contribution of examples with white channels and spatial cells.
+    """Returns the norm of the mean contribution of examples whose channels and spatial cells are
+    white.
 
     The norm shows whether a flat spectrum is above the noise. All blocks of the feature map are
     assumed to have equal norms.
