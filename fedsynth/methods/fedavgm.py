@@ -32,8 +32,9 @@ class FedAvgM(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        server_momentum: β, which is 0.9 in the paper's comparison.
-        server_lr: η_s. With β = 0 and η_s = 1, the method is FedAvg, weighted by n_k.
+        server_momentum: β, the momentum of the server. It is 0.9 in the paper's comparison.
+        server_lr: η_s, the learning rate of the server. With β = 0 and η_s = 1, the method is
+            FedAvg, weighted by n_k.
 
     >>> from fedsynth import FedAvgM, ModelSettings, RunSettings, simulate
     >>> def accuracy(momentum):

@@ -82,10 +82,11 @@ class FedDM(CondensingMethod, TrainsInBall):
             ClientUpdate in Algorithm 1 has no initialisation.
         radius: ρ, the radius of the ball around w_r. It bounds the perturbation of the network and
             the training of the server.
-        perturbation: "sphere" or "ball". With "sphere", a Gaussian perturbation is rescaled to
-            length ρ if it is longer, which is always the case in 300,000 dimensions. With "ball",
-            the length is uniform in [0, ρ].
-        augment: "none" or "siamese". The paper mentions no augmentation.
+        perturbation: how the networks around w_r are drawn. With "sphere", a Gaussian perturbation
+            is rescaled to length ρ if it is longer, which is always the case in 300,000 dimensions.
+            With "ball", the length is uniform in [0, ρ].
+        augment: augmentation of real and synthetic images, "none" or "siamese". The paper mentions
+            none.
         flip: whether "siamese" may mirror images. The default is False, because digits and letters
             are not symmetric.
         logit_weight: b, the weight of the logits relative to the embedding. 1 is Eq. 9.

@@ -41,8 +41,8 @@ class FedDyn(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        alpha: α, which is 0.01 in FedAF's comparison. With 0, the method is FedAvg with equal
-            weights.
+        alpha: α, the weight of the quadratic term. It is 0.01 in FedAF's comparison. With 0, the
+            method is FedAvg with equal weights.
 
     >>> from fedsynth import FedDyn, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> skewed, linear = PartitionSettings("classes", classes_per_client=2), ModelSettings("linear")

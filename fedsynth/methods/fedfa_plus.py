@@ -91,8 +91,8 @@ class FedFAPlus(TrainsLocally):
         parts: "both" for FedFA+, "augmentation" for FedFA-l, or "alignment" for FedFA-h.
         probability: probability that a stage augments a batch. With 0 and without alignment, the
             method is FedAvg with equal weights.
-        align_weight: λ. This value, `bins` and `bin_temperature` are our choices, because the
-            slides give none.
+        align_weight: λ, the weight of the alignment. This value, `bins` and `bin_temperature` are
+            our choices, because the slides give none.
         bins: number of bins in a histogram.
         bin_temperature: temperature of the soft bins. Lower values give sharper edges.
 

@@ -129,15 +129,15 @@ class FedFM(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        weight: λ. The default of 50 is that of the public code, which scales features and anchors
-            to length 1 in q, although the formulas in the paper do not. With 0, the method is
-            FedAvg, weighted by n_k. With differential privacy, the anchors are noisy, and a model
-            learns almost nothing with 50. Try 0.5 then.
+        weight: λ, the weight of q. The default of 50 is that of the public code, which scales
+            features and anchors to length 1 in q, although the formulas in the paper do not. With
+            0, the method is FedAvg, weighted by n_k. With differential privacy, the anchors are
+            noisy, and a model with λ = 50 learns almost nothing. Try 0.5 in this case.
         matching: the loss q. "contrastive" is contrastive guiding. "l2" is the squared distance,
             averaged over the D features as in the public code. With the sum over the features that
             the paper prints, λ = 50 outweighs the cross-entropy, and the accuracy on Fashion-MNIST
             is 20 % instead of 73 %.
-        temperature: α. 0.1 is the best value in the paper.
+        temperature: α, the temperature of contrastive guiding. 0.1 is the best value in the paper.
         start_round: first round that uses q. The public code starts in round 21 of 100. The default
             is 1, because runs may be shorter. With differential privacy it must be 1, because
             anchors would be charged even if they are not used.

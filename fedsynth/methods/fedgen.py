@@ -110,14 +110,15 @@ class FedGen(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        alpha: α, which is 10 in the public code.
-        beta: β, which is 10 on MNIST and 1 on EMNIST in the public code. With α = 0 and β = 0, the
-            method is FedAvg, weighted by n_k.
-        diversity: η.
+        alpha: α, the weight of the cross-entropy on generated embeddings. It is 10 in the public
+            code.
+        beta: β, the weight of the KL term. It is 10 on MNIST and 1 on EMNIST in the public code.
+            With α = 0 and β = 0, the method is FedAvg, weighted by n_k.
+        diversity: η, the weight of the diversity loss of the generator.
         generator_steps: number of steps of Adam on the server in each round.
         generator_batch: number of embeddings in a step.
-        generator_lr: learning rate of Adam.
-        generator_decay: weight decay of Adam.
+        generator_lr: learning rate of Adam for the generator.
+        generator_decay: weight decay of Adam for the generator.
         noise: dimension of the generator's noise.
         hidden: width of the generator's hidden layer.
 

@@ -51,8 +51,8 @@ class FedGKD(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        gamma: γ, which is 0.2 on CIFAR and 0.001 on EMNIST in FedKF's comparison. With 0, the
-            method is FedAvg, weighted by n_k.
+        gamma: γ, twice the weight of the distillation. It is 0.2 on CIFAR and 0.001 on EMNIST in
+            FedKF's comparison. With 0, the method is FedAvg, weighted by n_k.
         buffer: M, the number of global models that are averaged. It is 5 in FedKF's comparison.
 
     >>> from fedsynth import FedGKD, ModelSettings, RunSettings, simulate

@@ -65,10 +65,10 @@ class FedHydra(DataFreeEnsembleDistillation):
             "average" is the unweighted mean of the clients' logits on the images of P's generator.
             This option is not in the paper. It separates the effect of P on the generator from the
             effect of P on the student.
-        stratification_steps: number of training steps of the generator for each (class, client)
-            pair, as explained in `pair_losses`.
-        stratification_batch: number of images in a step of such a generator.
-        stratification_lr: learning rate of such a generator.
+        stratification_steps: number of training steps of the generator of each (class, client) pair
+            in model stratification, as explained in `pair_losses`.
+        stratification_batch: number of generated images in a step of model stratification.
+        stratification_lr: learning rate of the generators in model stratification.
         stratification_floor: smallest denominator in Eq. 2. It is not in the paper.
 
     >>> from fedsynth import resolve, simulate

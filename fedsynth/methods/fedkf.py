@@ -77,12 +77,14 @@ class FedKF(TrainsLocally):
     therefore give the four variants of the paper.
 
     Args:
-        teacher: "oca", or "aca" for FedKF⁻, which halves the size of the message to the clients.
-        distillation: γ.
-        one_hot_weight: λ1. The loss is scaled as in the official code
-            (`synthesizer/distillation/losses.py`).
-        activation_weight: λ2. The loss is scaled as in the official code. The features are the
-            inputs of the classifier, whereas the official LeNet-5 takes them one layer earlier.
+        teacher: the model that is distilled on the clients. "oca" is OCA. "aca" is ACA, which is
+            FedKF⁻ and halves the size of the message to the clients.
+        distillation: γ, the weight of L_KL in the loss of the client's model.
+        one_hot_weight: λ1, the weight of the one-hot loss of the generator. The loss is scaled as
+            in the official code (`synthesizer/distillation/losses.py`).
+        activation_weight: λ2, the weight of the activation loss of the generator. The loss is
+            scaled as in the official code. The features are the inputs of the classifier, whereas
+            the official LeNet-5 takes them one layer earlier.
         use_kl: whether the generator also seeks images on which the local model differs from the
             teacher. Its loss is then reduced by γ·KL. This is not in the paper. The official code
             does so on CIFAR, but not on EMNIST.

@@ -30,8 +30,9 @@ class FedProx(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        mu: μ. The papers that compare with FedProx use 0.001 (FedAF, and FedKF on EMNIST and
-            CIFAR-10) or the best of {0.01, 0.1, 1} (FedDM). With 0, the method is FedAvg.
+        mu: μ, the weight of the proximal term. The papers that compare with FedProx use 0.001
+            (FedAF, and FedKF on EMNIST and CIFAR-10) or the best of {0.01, 0.1, 1} (FedDM). With 0,
+            the method is FedAvg.
 
     >>> from fedsynth import FedProx, ModelSettings, RunSettings, simulate
     >>> method = FedProx(mu=0.1, local_epochs=3, batch=32, lr=0.1, stragglers=0.9)

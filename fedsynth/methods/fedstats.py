@@ -73,7 +73,7 @@ of the softmax is ¼."""
 class FedStats(PlansStatistics):
     """Training of a linear model on fixed features from noisy class statistics.
 
-    A run of n rounds has n − 1 steps of gradient descent after the first round. The defaults were
+    A run takes one gradient step in each round after the first. The defaults were
     tuned on held-out training images. The settings are documented in `PlansStatistics`,
     `MakesImages` and `DistributedNoise`.
 

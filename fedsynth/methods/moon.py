@@ -46,10 +46,10 @@ class Moon(TrainsLocally):
     Args:
         mu: weight of ℓ_con. It is 1 in FedAF's comparison, and the paper tunes it over {0.1, 1, 5,
             10}. With 0, the method is FedAvg, weighted by n_k.
-        temperature: τ, which is 0.5 as in the paper. The representation of an example is the
-            embedding before the classifier. The networks in the paper have a projection head there,
-            which `model.projection=256` adds. All methods of a comparison should then use it,
-            because it makes the model and the uploads larger.
+        temperature: τ, the temperature of the contrastive loss, which is 0.5 as in the paper. The
+            representation of an example is the embedding before the classifier. The networks in the
+            paper have a projection head there, which `model.projection=256` adds. All methods of a
+            comparison should then use it, because it makes the model and the uploads larger.
 
     >>> from fedsynth import ModelSettings, Moon, RunSettings, simulate
     >>> method = Moon(local_epochs=2, batch=32, lr=0.1)

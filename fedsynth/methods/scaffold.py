@@ -61,8 +61,9 @@ class Scaffold(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        server_lr: η_g, which is 1 in the paper's experiments. In the first round, all control
-            variates are zero, and with η_g = 1 the round equals one of FedAvg with equal weights.
+        server_lr: η_g, the learning rate of the server. It is 1 in the paper's experiments. In the
+            first round, all control variates are zero, and with η_g = 1 the round equals one of
+            FedAvg with equal weights.
         momentum: momentum of local SGD. It must be 0, because option II computes the control
             variate from plain SGD steps.
 

@@ -48,10 +48,11 @@ class TrainsOnUnion(Method):
     The training starts from the weights w_r with which the round began.
 
     Args:
-        server_epochs, server_batch, server_lr: SGD on the union. The defaults are those of the
-            paper.
-        server_momentum, server_weight_decay: not given in the paper. The defaults are those of the
-            public code of distribution matching.
+        server_epochs, server_batch, server_lr: epochs, batch size and learning rate of the server's
+            SGD on the union. The defaults are those of the paper.
+        server_momentum, server_weight_decay: momentum and weight decay of the server's SGD on the
+            union. They are not given in the paper, and the defaults are those of the public code of
+            distribution matching.
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
@@ -85,7 +86,7 @@ class TrainsInBall(TrainsOnUnion):
     23).
 
     Args:
-        radius: ρ.
+        radius: ρ, the radius of the ball.
     """
 
     radius: float = in_range(5.0, 0)
@@ -125,7 +126,8 @@ class CondensingMethod(TrainsOnUnion):
             "gaussian", "energy" and "sinkhorn" match the distributions of features of each class by
             that loss (`fedsynth.synthesizer.condensation.distributions`), and are refused with
             differential privacy.
-        blur: blur of the last three losses, in the units that they define.
+        blur: blur of the losses "gaussian", "energy" and "sinkhorn", in the units that these losses
+            define.
 
     A subclass can change the uploads of another method:
 

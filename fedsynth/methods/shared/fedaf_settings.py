@@ -94,7 +94,7 @@ class FedAFSettings(CondensingMethod):
     are those of the paper (Sec. 5).
 
     Args:
-        server_lr: learning rate of the server. 1e-3 in Sec. 5.
+        server_lr: learning rate of the server. The default of 1e-3 is that of Sec. 5.
         server_weight_decay: weight decay of the server. The default is 0, because the paper
             mentions none.
         image_lr: learning rate of the images. 1.0 on CIFAR-10, 0.1 on CIFAR-100, and 0.2 on
@@ -106,11 +106,12 @@ class FedAFSettings(CondensingMethod):
             without a number.
         restart: whether the images start again in each round. The default is False, because the
             paper describes no repeated initialisation.
-        gamma: γ of model re-sampling (Eq. 17).
-        local_weight: λ_loc. It is 1e-4 on CIFAR, 1e-3 on Fashion-MNIST, and 0.01 on DomainNet. With
-            0, the collaborative term is left out, as an ablation.
-        global_weight: λ_glob. It is 1e-2 on CIFAR, 2.0 on Fashion-MNIST, and 0.1 on DomainNet. With
-            0, knowledge matching is left out, as an ablation.
+        gamma: γ, the share of the global weights w_r in a re-sampled network (Eq. 17).
+        local_weight: λ_loc, the weight of the collaborative term. It is 1e-4 on CIFAR, 1e-3 on
+            Fashion-MNIST, and 0.01 on DomainNet. With 0, the term is left out, as an ablation.
+        global_weight: λ_glob, the weight of knowledge matching. It is 1e-2 on CIFAR, 2.0 on
+            Fashion-MNIST, and 0.1 on DomainNet. With 0, knowledge matching is left out, as an
+            ablation.
         distance: the distance in Eq. 10, as explained in `collaborative_distance`. The default is
             "point", because u and v are a single vector each.
         directions: number of random directions of the distance "rows".
@@ -119,8 +120,8 @@ class FedAFSettings(CondensingMethod):
             reading, and costs a pass over S in every step.
         matching_reduction: "mean" or "sum" over the classes in Eq. 15, as explained in
             `knowledge_matching`.
-        temperature: τ of the soft labels. The paper gives none, and 1 is plain softmax. In short
-            runs with λ_glob = 2, larger values do less harm (docs/results.md).
+        temperature: τ, the temperature of the soft labels. The paper gives none, and 1 is plain
+            softmax. In short runs with λ_glob = 2, larger values do less harm (docs/results.md).
         knowledge_from: when V is computed. With "previous-round", V is the average of the uploads
             of the previous round. With "first-phase", V is computed under w_r in an additional
             exchange at the start of the same round.

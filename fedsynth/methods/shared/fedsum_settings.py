@@ -89,7 +89,7 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
         perturbation: how the networks are drawn. "sphere" draws them from the sphere of radius ρ
             around w_r, and "ball" from the inside of the ball. "fresh" initialises new networks,
             and the server then trains without the bound ρ.
-        augment: "none" or "siamese".
+        augment: augmentation of real and synthetic images, "none" or "siamese".
         flip: whether "siamese" may mirror images.
         logit_weight: b, the weight of the logits relative to the embedding.
         count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of the

@@ -60,9 +60,9 @@ class TrainsLocally(Method):
         local_steps: number of steps of every client in a round. With 0, `local_epochs` determines
             the number of steps.
         equal_steps: whether every client takes the same number of steps, local_epochs ·
-            ⌊N/(K·batch)⌋, which corresponds to a client with the mean number of examples. FedKF's
-            official code does so, and therefore the tables of its paper. With differential privacy,
-            the steps are equal in any case.
+            ⌊N/(K·batch)⌋, which is the number for a client with the mean number of examples.
+            FedKF's official code does this, so the tables of its paper do too. With differential
+            privacy, the steps are equal in any case.
         stragglers: share of the clients of a round that complete only a random number of 1 …
             local_epochs passes (FedProx, Sec. 5.2). They are drawn publicly.
         drop_stragglers: whether the uploads of stragglers are ignored, as FedAvg does in the
@@ -71,9 +71,9 @@ class TrainsLocally(Method):
             last round. "oca" is the average over the last models of all clients (T1 in FedKF), for
             which the server keeps a model of each client. Clients start from ACA in both cases.
         oca: which models OCA averages. "seen" averages the clients that have taken part so far, as
-            in FedKF's official code. "all" averages all K clients, as in its Algorithm 1, where a
-            client that has not taken part has w⁰. In early rounds, most models of that average are
-            therefore untrained.
+            in FedKF's official code. "all" averages all K clients, as in FedKF's Algorithm 1, where
+            a client that has not taken part has w⁰. In early rounds, most models of that average
+            are therefore untrained.
 
     A custom method overrides what differs, such as the server's aggregation:
 

@@ -56,9 +56,10 @@ class DistributedNoise(Method):
     which maps the fields of an upload to releases.
 
     Args:
-        aggregation: "own" or "secure". With "own", every client adds all of the noise. With
-            "secure", every client adds 1/√H of it, and the guarantee holds against parties that see
-            only the sum. Between nodes, secure aggregation enforces this. A simulation assumes it.
+        aggregation: who adds the noise. With "own", every client adds all of the noise. With
+            "secure", every client adds 1/√H of the noise, and the guarantee holds against parties
+            that see only the sum. Between nodes, secure aggregation enforces this. A simulation
+            assumes it.
         honest: H, a public lower bound on the number of honest clients that complete a round, in
             addition to one client that may be the attacker. With 0, H is the number of all clients
             but one, so that no client may drop out.

@@ -94,12 +94,13 @@ class MakesImages(Method):
             Otherwise the images start from random processes, which cost no privacy. "auto" releases
             them for grey images with more than one row and column of pixels. For colour images, a
             student learns more from random processes.
-        pixel_share: share of the budget for these moments, used only if images are requested.
+        pixel_share: share of the budget for the moments of small pictures. It is used only if
+            images are requested.
         image_steps: number of steps of Adam on the images.
-        image_lr: learning rate of Adam, in pixel units, where 1 is white.
-        teacher_weight: weight of the cross-entropy of the released classifier. The weight of the
-            distance to the class means is 1.
-        smoothness: weight of the total variation in the same loss.
+        image_lr: learning rate of Adam on the images, in pixel units, where 1 is white.
+        teacher_weight: weight of the released classifier's cross-entropy in the loss of the images.
+            The weight of the distance to the class means is 1.
+        smoothness: weight of the total variation in the loss of the images.
     """
 
     images_from: ClassVar[str] = "ipc or drawn_ipc above 0, and a first round"

@@ -90,7 +90,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
             together with the centre, and z is whitened by them. "auto" does so with differential
             privacy for grey images of at least 12 pixels a side. For colour images, the gain does
             not exceed the cost. Without differential privacy, whitening is not needed.
-        covariance_share: share of the budget for these covariances.
+        covariance_share: share of the budget for the covariances that `whitening` uses.
         moment_share: share of the budget for the second moments and z ⊗ e, if second moments are
             released. The steps divide the rest equally. Without second moments, z ⊗ e is the first
             of as many gradients as there are rounds, and all gradients have equal shares.
@@ -99,9 +99,10 @@ class PlansStatistics(DistributedNoise, MakesImages):
             have the same step size. This is the better choice if the features are already white and
             there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
             differential privacy, and "no" with it.
-        ridge: λ divided by σ_A·√d, where σ_A is the noise of a moment.
+        ridge: λ, the ridge of the classifier in closed form, divided by σ_A·√d, where σ_A is the
+            noise of a moment. It is used with second moments.
         step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
-        step_size: length of the Newton-like step. Without second moments, it is the largest step
+        step_size: factor of the Newton-like step. Without second moments, it is the largest step
             size, in units of 1/`curvature`.
         logit_noise: standard deviation of the noise that all steps together may add to a logit. It
             is used without second moments, and determines the step size together with the public
