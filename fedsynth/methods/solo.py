@@ -56,7 +56,7 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = "must be aca with solo, which has no global model"
+            reason = "cannot be used with solo, which has no global model"
             raise SettingError("method", "final", reason, value="oca")
 
     def start_model(

@@ -209,7 +209,7 @@ def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.Mo
     assert seen == [1]
     nobody = {0: replace(one, weight=0.0), 1: replace(two, weight=0.0)}
     assert Dense().server_step(state, nobody, context()) is state
-    with pytest.raises(SettingError, match="must be aca"):
+    with pytest.raises(SettingError, match="cannot be used"):
         Dense(final="oca")
 
 

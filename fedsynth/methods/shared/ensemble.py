@@ -83,7 +83,7 @@ class EnsembleDistillation(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = f"must be aca with {self.name}, because the run ends with the distilled model"
+            reason = f"cannot be used with {self.name}, where a run ends with the distilled model"
             raise SettingError("method", "final", reason, value="oca")
 
     def distil(

@@ -59,8 +59,8 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
         raise SettingError(
             "method",
             "whitening",
-            "is yes, but needs a feature map with channels and spatial cells (FeatureMap.blocks), "
-            f"which {features.name!r} does not have",
+            "needs a feature map with channels and spatial cells (FeatureMap.blocks), which "
+            f"{features.name!r} does not have",
             value=choice,
         )
     return choice == YES
