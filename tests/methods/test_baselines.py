@@ -373,7 +373,7 @@ def test_sampling_by_size_and_its_refusal() -> None:
     sections = {"run": {"method": "fedprox", "rounds": 1, "sampling": "size", "participation": 0.5}}
     with pytest.raises(SettingError, match="sampling by size"):
         resolve({**sections, "privacy": {"epsilon": 8.0}})
-    with pytest.raises(SettingError, match="participation below 1"):
+    with pytest.raises(SettingError, match="participation is 1"):
         resolve({"run": {"method": "fedprox", "sampling": "size"}})
 
 
