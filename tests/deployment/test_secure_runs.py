@@ -25,14 +25,16 @@ from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
     Identities,
+    SumTerms,
     read_identities,
 )
 from fedsynth.deployment.secure_aggregation.messages import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.primitives import IntVector
-from fedsynth.deployment.secure_aggregation.quantization import upload_layout
+from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.deployment.secure_exchange import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
 from fedsynth.privacy import grid
@@ -462,6 +464,22 @@ def test_an_upload_is_sent_only_in_a_sum(asked: Asked) -> None:
     other = Sealed(of={k: v for k, v in passed[0].of.items() if k != 2})
     assert asked.step(0, other).kind == "error"
     assert rows() == 2
+
+
+def test_a_sum_has_a_majority_and_one_more_than_the_honest_clients() -> None:
+    """Catches a client whose threshold is only above half: H + 1 of five are four."""
+    given = sections("fedsum", 5, run={"quorum": 1.0}, method={"honest": 3}, privacy=PRIVATE)
+    run = new_proposal(given)
+    context = public_context(run.settings, run.spec, torch.device("cpu"))
+    context = PrivacyPlan.checked(run.settings, context).in_context(context)
+
+    def terms(**asked: Any) -> SumTerms:
+        arguments = {"phase": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
+        return sum_terms(run.settings.method, **{**arguments, **asked})
+
+    assert (terms().threshold, terms().clients) == (4, 5)
+    for other in ({"context": replace(context, round=2)}, {"name": "cd" * 16}, {"agreed": "2"}):
+        assert terms(**other).name != terms().name
 
 
 def test_a_sum_of_too_few_is_not_unmasked(asked: Asked) -> None:

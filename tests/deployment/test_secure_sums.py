@@ -208,6 +208,41 @@ def test_keys_that_were_signed_for_another_sum_are_refused() -> None:
         client.share(roster)
 
 
+def changed(keys: Keys, **fields: Any) -> Keys:
+    return keys.model_copy(update=fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda keys: {0: keys[0], 1: keys[1]}, "needs 3 to 4 clients"),
+        (lambda keys: {**keys, 4: changed(keys[0], client=4)}, "needs 3 to 4 clients"),
+        (lambda keys: {**keys, 1: changed(keys[1], mask=MY_KEY)}, "keys of this client"),
+        (lambda keys: {**keys, 2: keys[0]}, "client 0"),
+        (lambda keys: {**keys, 2: changed(keys[0], client=2)}, "same key"),
+        (lambda keys: {**keys, 2: changed(keys[2], channel=MY_KEY)}, "client 2"),
+        (lambda keys: {**keys, 2: changed(keys[2], commitment=MY_KEY)}, "client 2"),
+    ],
+)
+def test_a_client_refuses_a_roster_that_the_server_has_changed(
+    change: Callable[[dict[int, Keys]], dict[int, Keys]], reason: str
+) -> None:
+    terms = SumTerms(b"one", 3, 4, LENGTH)
+    clients = {k: SumClient(k, terms, one) for k, one in with_identities(4).items()}
+    keys = {k: one.keys() for k, one in clients.items()}
+    with pytest.raises(SecureSumError, match=reason):
+        clients[1].share(Roster(keys=change(keys)))
+
+
+def test_a_client_continues_only_in_the_same_sum() -> None:
+    terms = SumTerms(b"one", threshold=3, clients=3, length=2)
+    state = SumClient(1, terms).state
+    assert SumClient(1, terms, None, state).number == 1
+    for number, other in ((0, terms), (1, replace(terms, threshold=2))):
+        with pytest.raises(SecureSumError, match="another secure sum"):
+            SumClient(number, other, None, state)
+
+
 def test_a_client_gives_never_both_shares_of_another_one() -> None:
     """Not for one question, and it answers one alone: a server that says first that a client is
     lost, and then that it is there, gets one kind."""
