@@ -1,7 +1,8 @@
-"""The command line: it converts options to settings, calls the library and shows the progress and
-results. It has no other logic.
+"""The command line of fedsynth.
 
-The commands import torch, not this module, so that `fedsynth --help` is fast.
+The commands convert options to settings, call the library, and show progress and results. They
+contain no other logic. Each command imports torch only when it runs, so that `fedsynth --help` is
+fast.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ for command in (
 
 
 def main() -> None:
-    """Entry point of the `fedsynth` command."""
+    """Runs the `fedsynth` command."""
     for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -96,12 +97,13 @@ def train(
     download: given.Download = False,
     sign_key: given.SignKey = None,
 ) -> None:
-    """Simulate a federation on this machine and leave a run folder.
+    """Simulate a federation on this machine, and write a run folder.
 
-    A run that is interrupted (Ctrl-C, SIGTERM), or killed, resumes with --resume.
+    A run that was interrupted (Ctrl-C, SIGTERM) or killed can be resumed with --resume.
 
-    Defaults are the method's (`fedsynth methods`), except for the embedded digits, which have a
-    short preset; the run folder's config.toml shows what was used.
+    Settings without an option have the method's defaults (see `fedsynth methods`). The digits that
+    are part of fedsynth have a preset for short runs. The file config.toml in the run folder
+    contains all settings that were used.
     """
     if resume is not None:
         refuse_beside_resume(context)
@@ -122,10 +124,11 @@ def train(
 def partition(
     chosen: Sections,
     download: given.Download = False,
-    picture: Annotated[Path | None, path_option("Also write the picture to this PNG file.")] = None,
+    picture: Annotated[Path | None, path_option("Also draw the partition as a PNG file.")] = None,
 ) -> None:
-    """Show the partition: examples of each class at each client, as `train` with the same options
-    divides them.
+    """Show how many examples of each class each client has.
+
+    The `train` command divides the examples in the same way if it has the same options.
     """
     from fedsynth.config.resolve import resolve
     from fedsynth.data.partition import count_matrix

@@ -1,4 +1,4 @@
-"""Typer's commands and groups with help in plain text, errors in one line, and signals."""
+"""Commands with help in plain text, errors in one line, and clean exits on signals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedsynth.privacy.errors import PrivacyError
 
 F = TypeVar("F", bound=Callable[..., Any])
 WIDTH = 100
-"""The maximum width of a help text, in columns."""
+"""The maximum width of help texts, in columns."""
 
 
 class Command(TyperCommand):
-    """A command whose help shows its options in groups."""
+    """A command whose help shows the options in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Any]] = {}
@@ -40,7 +40,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group whose help shows the whole first paragraph of each command's."""
+    """A group of commands whose help shows the whole first paragraph about each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -50,7 +50,7 @@ class Group(TyperGroup):
 
 
 class Application(typer.Typer):
-    """A Typer application of such commands and groups."""
+    """A Typer application that uses `Command` and `Group`."""
 
     def __init__(self, *, cls: type[TyperGroup] = Group, **options: Any) -> None:
         settings = {"max_content_width": WIDTH}
@@ -65,13 +65,14 @@ def _first_paragraph(text: str | None) -> str:
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM was received: the run ends regularly, as after Ctrl-C."""
+    """Raised when SIGTERM is received, so that the run ends in the same way as after Ctrl-C."""
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Makes SIGTERM raise TerminatedError once, within the block; a second one ends the process at
-    once.
+    """Raises TerminatedError when SIGTERM is received within the block.
+
+    A second SIGTERM ends the process at once.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -92,21 +93,26 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 PACKAGE = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = (
     "this machine does not have enough memory for these settings: use fewer images, smaller "
-    "batches or a smaller model"
+    "batches, or a smaller model"
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's RuntimeError on a CPU
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
-"""System errors that no bug of this package causes, even without a file name."""
+"""Errors of the operating system that are never caused by a bug in fedsynth, even if they name no
+file.
+"""
 BROKEN_PIPE = 141
-"""The exit code of a program that SIGPIPE ends."""
+"""The exit code of a program that SIGPIPE has ended."""
 
 
 class OptionError(FedsynthError):
-    """Contradictory options, or an invalid --set or --config."""
+    """Raised for options that contradict each other, and for an invalid --set or --config."""
 
 
 class OneLineGroup(Group):
-    """The root command: runs the others, and reports errors in one line and by exit codes."""
+    """The root command, which runs the other commands.
+
+    It reports an error by a message of one line and an exit code.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         standalone = options.pop("standalone_mode", True)
@@ -128,7 +134,7 @@ class OneLineGroup(Group):
 
 
 def fail(text: str) -> NoReturn:
-    """Ends the program with one line."""
+    """Prints an error message as one line, and ends the program with exit code 2."""
     print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -139,12 +145,12 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a note on stderr."""
+    """Prints a line on stderr that begins with "note:"."""
     say(f"note: {text}")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that the user named."""
+    """Writes a text file to a path that the user chose."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -153,7 +159,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with one line where the user, the file system or a signal is the cause."""
+    """Ends the program with a one-line message if the user, the file system or a signal caused an
+    error.
+    """
     try:
         yield
     except (FedsynthError, PrivacyError) as error:
@@ -166,7 +174,7 @@ def one_line_errors() -> Iterator[None]:
         if _is_bug(error):
             raise
         _flush()
-        path = os.fsdecode(error.filename or "a file, or stdout")
+        path = os.fsdecode(error.filename or "a file or stdout")
         fail(f"cannot use {path}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
@@ -181,7 +189,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flushes stdout: a full disk is an error here, not when Python shuts down."""
+    """Flushes stdout, so that a full disk is reported now and not when Python shuts down."""
     if sys.stdout is None:
         return
     try:
@@ -194,7 +202,7 @@ def _flush() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects a broken stream to /dev/null; otherwise Python would fail again when it shuts
+    """Redirects a broken stream to /dev/null. Otherwise, Python would fail again when it shuts
     down.
     """
     with open(os.devnull, "w") as null:
@@ -202,7 +210,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _is_bug(error: OSError) -> bool:
-    """Returns whether this package may have caused the error, rather than a file of the user."""
+    """Returns True if a bug in fedsynth may have caused the error, and not a file of the user."""
     if error.filename is None:
         return error.errno not in NO_BUG
     if isinstance(error.filename, int):  # a file descriptor

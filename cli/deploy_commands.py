@@ -1,5 +1,7 @@
-"""`fedsynth server`, `fedsynth client` and `fedsynth deploy …`: a federation over machines, on
-Flower."""
+"""The commands `fedsynth server`, `fedsynth client` and `fedsynth deploy …`.
+
+They run a federation over several machines, with Flower.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
     from fedsynth.deployment.proposal import Proposal
 
 deploy_app = Application(
-    help="Prepare a deployment: its keys and a Flower app folder.", no_args_is_help=True
+    help="Prepare a run over several machines: keys, or a Flower app.", no_args_is_help=True
 )
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
-"""The settings with an option; `--set` sets the others."""
+"""The settings that have an option. `--set` sets all others."""
 OptionalPath = Path | None
-Spec = Annotated[OptionalPath, path_option("TOML file: the public specification of your data.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS: only for local trials.")]
+Spec = Annotated[OptionalPath, path_option("The public specification of your data (TOML).")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS, for local trials only.")]
 NewFolder = Annotated[Path, path_argument("The folder to create.")]
 
 
@@ -35,13 +37,13 @@ NewFolder = Annotated[Path, path_argument("The folder to create.")]
 def init(
     chosen: Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
 ) -> None:
-    """Write a Flower app folder of a run, for `flwr run` and Flower's own simulation."""
+    """Write a folder with a Flower app of a run, for `flwr run` and Flower's own simulation."""
     from fedsynth.deployment.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
     write_app(folder, proposal, options)
-    print(f"{folder} is a Flower app; the run's agreement is {proposal.agreement}")
+    print(f"{folder} is a Flower app. The agreement of the run is {proposal.agreement}")
 
 
 @deploy_app.command("keys")
@@ -52,29 +54,32 @@ def keys(
         list[str] | None, typer.Option(help="A name or address of the server. Repeatable.")
     ] = None,
 ) -> None:
-    """Make a CA, the server's certificate, and a key for each client."""
+    """Make a certificate authority (CA), the server's certificate, and a key for each client."""
     from fedsynth.deployment.flower.keys import make_keys
 
     make_keys(folder, clients, host or ())
-    print(f"{folder}: server.crt, server.key and client-*.pub belong to the server")
-    print("each client gets ca.crt and only its own client-NNN")
+    print(f"{folder}: server.crt, server.key and client-*.pub are for the server")
+    print("each client gets ca.crt and its own client-NNN, but no other client's")
 
 
 @takes_settings(*RUN)
 def server(
     chosen: Sections,
     spec: Spec = None,
-    keys: Annotated[OptionalPath, path_option("The folder of `fedsynth deploy keys`.")] = None,
+    keys: Annotated[OptionalPath, path_option("Folder from `fedsynth deploy keys`.")] = None,
     insecure: Insecure = False,
-    host: Annotated[str, typer.Option(help="0.0.0.0 for nodes elsewhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port for nodes.")] = 9092,
-    join_seconds: Annotated[float, typer.Option(help="How long clients may join.")] = 600.0,
-    answer_seconds: Annotated[float, typer.Option(help="How long a step may take.")] = 3600.0,
+    host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote nodes.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The nodes' port.")] = 9092,
+    join_seconds: Annotated[float, typer.Option(help="Time for clients to join, s.")] = 600.0,
+    answer_seconds: Annotated[float, typer.Option(help="Time limit of a step, s.")] = 3600.0,
     config: given.Config = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
 ) -> None:
-    """Serve one run to data owners' nodes, over Flower, and leave a run folder."""
+    """Run the server of one run, to which data owners' nodes connect with Flower.
+
+    The server writes a run folder.
+    """
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
@@ -83,53 +88,53 @@ def server(
 
     if resume is not None:
         if config is not None or any(chosen.values()):
-            raise OptionError("--resume uses the run's config.toml: leave out all other settings")
+            raise OptionError("--resume uses the settings in the run folder: give no others")
         config = resume / "config.toml"
     proposal = _proposal(chosen, config, spec)
     if keys is None and not insecure:
         raise OptionError("--keys is required (or --insecure for a trial on this machine only)")
     settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
-    print(f"the run's agreement is {proposal.agreement}", flush=True)
+    print(f"the agreement of the run is {proposal.agreement}", flush=True)
     with ended_by_signals(), superlink(settings, output) as started:
-        print(f"nodes connect to port {port}", flush=True)
+        print(f"nodes can now connect to port {port}", flush=True)
         folder = started.run(proposal, output, timeouts, resume, _say)
     print(f"run folder: {folder}")
 
 
 def client(
-    server: Annotated[str, typer.Option(help="The server, HOST:PORT.")],
+    server: Annotated[str, typer.Option(help="The address of the server, as HOST:PORT.")],
     number: Annotated[
         int,
         typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
     ],
-    ledger: Annotated[Path, path_option("Your folder of ledgers, the same for all runs.")],
-    data: Annotated[OptionalPath, path_option("Your images: DIR/CLASS/*.png.")] = None,
+    ledger: Annotated[Path, path_option("Your ledger folder. Use the same one for all runs.")],
+    data: Annotated[OptionalPath, path_option("Your images, as DIR/CLASS/*.png.")] = None,
     trial: Annotated[
-        bool, typer.Option("--trial", help="Instead of --data: a part of the published data set.")
+        bool, typer.Option("--trial", help="Use part of a published data set, not --data.")
     ] = False,
-    ca: Annotated[OptionalPath, path_option("The CA's certificate, PEM.")] = None,
-    key: Annotated[OptionalPath, path_option("Your node's private key.")] = None,
+    ca: Annotated[OptionalPath, path_option("The certificate of the CA, in PEM format.")] = None,
+    key: Annotated[OptionalPath, path_option("The private key of your node.")] = None,
     insecure: Insecure = False,
-    policy: Annotated[OptionalPath, path_option("Your policy: the runs that you allow.")] = None,
+    policy: Annotated[OptionalPath, path_option("A file with rules for allowed runs.")] = None,
     approve: Annotated[
         list[str] | None,
-        typer.Option(help="An agreement that you allow, or any: all of them. Repeatable."),
+        typer.Option(help="An agreement that you allow, or 'any'. May be repeated."),
     ] = None,
     identity: Annotated[
-        OptionalPath, path_option("Your Ed25519 key for secure aggregation, PEM.")
+        OptionalPath, path_option("Your Ed25519 key for secure aggregation, in PEM format.")
     ] = None,
     identities: Annotated[
-        OptionalPath, path_option("The folder of all clients' public keys, client-NNN.pem.")
+        OptionalPath, path_option("The folder with the public key of each client, client-NNN.pem.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, typer.Option("--once", help="Exit after one run.")] = False,
     wait: Annotated[float, typer.Option(help="Exit after this time without a server, s.")] = 600.0,
 ) -> None:
-    """Take part in a federation with your own records, your own ledger, and by your own rules.
+    """Take part in a federation with your own data, your own ledger and your own rules.
 
-    Before it joins a run, it prints what it is asked to release and what that costs. It joins what
-    --policy allows or --approve names, and nothing else.
+    Before joining a run, the client prints what it is asked to release and how much privacy this
+    costs. It joins only runs that --policy or --approve allows.
     """
     from fedsynth.deployment.flower.processes import require_flower
 
@@ -140,7 +145,7 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("--data or --trial is required, and not both")
+        raise OptionError("either --data or --trial is required, but not both")
     if ca is None and not insecure:
         raise OptionError("--ca is required (or --insecure for a trial on this machine only)")
     if (identity is None) != (identities is None):
@@ -165,12 +170,12 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     if policy is not None:
         return Owner(Policy.read(policy), approved)
     if not approved:
-        print("note: without --policy and --approve, all runs are declined", file=sys.stderr)
+        print("note: all runs are declined without --policy or --approve", file=sys.stderr)
     return Owner(None, approved)
 
 
 def _proposal(chosen: Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run of the options, --set and --config."""
+    """Returns the run that the options, --set and --config describe."""
     from fedsynth.deployment.proposal import new_proposal
 
     return new_proposal(merged(read_config(config), chosen), spec)

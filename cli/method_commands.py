@@ -1,4 +1,4 @@
-"""`fedsynth methods`, `fedsynth methods show`, and `fedsynth distill`."""
+"""The commands `fedsynth methods`, `fedsynth methods show` and `fedsynth distill`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ ROBUST = "median, trimmed or clip (run.robust)"
 
 
 methods_app = Application(
-    help="List all methods, or print one method in full.", no_args_is_help=False
+    help="List all methods, or describe one method in full.", no_args_is_help=False
 )
 
 
 @methods_app.callback(invoke_without_command=True)
 def methods(context: typer.Context) -> None:
-    """List the methods with a line each; `fedsynth methods show NAME` describes one in full."""
+    """List the methods, one per line. To describe one method in full, use `fedsynth methods show
+    NAME`.
+    """
     from fedsynth.methods import METHODS, method_class
 
     if context.invoked_subcommand is None:
@@ -35,7 +37,11 @@ def methods(context: typer.Context) -> None:
 
 @methods_app.command("show")
 def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
-    """Settings with defaults, what is uploaded, what of that is private, and the reference."""
+    """Describe one method in full.
+
+    The description contains the settings with their defaults, the uploads and their privacy, and
+    the reference.
+    """
     from dataclasses import fields
 
     from fedsynth.core.messages import privacy_of_fields
@@ -65,7 +71,7 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
 
 
 def explanation(cls: type) -> str:
-    """Returns a class's docstring, without the paragraphs that are examples in Python."""
+    """Returns the docstring of a class without the paragraphs that are Python examples."""
     from inspect import getdoc
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
@@ -73,8 +79,9 @@ def explanation(cls: type) -> str:
 
 
 def explaining(cls: type) -> list[type]:
-    """Returns the classes whose docstrings explain a method's settings in addition to its own: its
-    bases, and those that docstrings mention as `Name`.
+    """Returns further classes whose docstrings explain the settings of a method.
+
+    These are the base classes of the method, and the classes that a docstring mentions as `Name`.
     """
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
@@ -93,7 +100,7 @@ def explaining(cls: type) -> list[type]:
 
 
 def split_names(text: str) -> list[str]:
-    """Returns the names of a comma-separated list."""
+    """Returns the names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -103,26 +110,26 @@ def split_names(text: str) -> list[str]:
 )  # fmt: skip
 def distill(
     chosen: Sections,
-    models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
+    models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
     arch: Annotated[
         str,
         typer.Option(
-            help="Architectures of the models: one for all, or one per model, comma-separated."
+            help="The architecture of all models, or one for each model, separated by commas."
         ),
     ] = "convnet",
     student: Annotated[
-        str | None, typer.Option(help="Architecture of the student; default: the first model's.")
+        str | None, typer.Option(help="The student's architecture. Default: the first model's.")
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="The data set that defines image size, classes and normalisation.")
     ] = "mnist",
     method: Annotated[
-        str, typer.Option(help="fedhydra or dense, which need no data.")
+        str, typer.Option(help="A method that needs no data: fedhydra or dense.")
     ] = "fedhydra",
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="A setting of the method's server, as KEY=VALUE; may be repeated."
+            "--set", help="A setting of the method's server, as KEY=VALUE. May be repeated."
         ),
     ] = None,
     evaluate: Annotated[
@@ -133,7 +140,7 @@ def distill(
         "student.safetensors"
     ),
 ) -> None:
-    """Distil trained models into one, in one shot and without data.
+    """Distil trained models into one model, in one shot and without data.
 
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
     resnet18 --dataset mnist`.

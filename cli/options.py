@@ -1,8 +1,9 @@
-"""Options of commands: those that several commands share, and those that set settings of a run.
+"""Options of the commands.
 
-The latter are made from the settings' classes. A field's type is the option's type, and the first
-sentence of its text in the class's docstring is the option's help. The classes are parsed, not
-imported: `--help` needs neither torch nor NumPy.
+Some options are shared by several commands. Others set the settings of a run. These are made from
+the classes of the settings: the type of a field is the type of the option, and the first sentence
+about the field in the docstring of the class is the help text. The classes are parsed but not
+imported, so that `--help` needs neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ PATH = "PATH"
 
 
 def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
-    """Returns an option that names a file or folder."""
+    """Returns a Typer option for the path of a file or folder."""
     return typer.Option(
         *names, parser=expand_home, metavar=metavar, help=help, rich_help_panel=panel
     )
 
 
 def path_argument(help: str, metavar: str = PATH) -> Any:
-    """Returns an argument that names a file or folder."""
+    """Returns a Typer argument for the path of a file or folder."""
     return typer.Argument(parser=expand_home, metavar=metavar, help=help)
 
 
 Config = Annotated[
     Path | None,
-    path_option("A config.toml, or a run folder that contains one. Options override its settings."),
+    path_option("A config.toml, or a run folder with such a file. Options override its settings."),
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="The settings of a published table, such as feddm:table2 (`fedsynth reproduce "
-        "--list`). --dataset, --method, --alpha, --clients and --rounds choose the cell; "
-        "other options override its settings."
+        help="Use the settings of a published table, such as feddm:table2 (`fedsynth reproduce "
+        "--list`). The options --dataset, --method, --alpha, --clients and --rounds choose the "
+        "cell of the table. Other options override its settings."
     ),
 ]
 Output = Annotated[Path, path_option("The folder that contains the run folders.")]
 Resume = Annotated[
     Path | None,
     path_option(
-        "Resume the unfinished run in this folder (runs/….incomplete) with its settings; "
-        "only --device, --memory-gb, --compile and --data-root can be changed.",
+        "Resume the unfinished run in this folder (runs/….incomplete) with the same settings. "
+        "Only --device, --memory-gb, --compile and --data-root can be changed.",
         metavar="RUN",
     ),
 ]
@@ -63,21 +64,21 @@ Log = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Also log each round to csv, tensorboard, wandb or mlflow in --output; may be "
-        "repeated. All except csv need the extra with the same name.",
+        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output. May be "
+        "repeated. All except csv need the pip extra with the same name.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the privacy cost of the run without reading data.")
+    bool, typer.Option("--dry-run", help="Only print the run's privacy cost, without reading data.")
 ]
 Download = Annotated[
-    bool, typer.Option("--download", help="Download the data set (with torchvision).")
+    bool, typer.Option("--download", help="Download the data set with torchvision.")
 ]
 SignKey = Annotated[
     Path | None,
     path_option(
-        "Sign the run folder with this Ed25519 key in PEM (`privacy verify --public-key`).",
+        "Sign the run folder with this private Ed25519 key in PEM format.",
         panel="Differential privacy",
     ),
 ]
@@ -94,7 +95,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "privacy": ("privacy/settings.py:PrivacySettings",),
     "report": ("config/report_settings.py:ReportSettings",),
 }
-"""For each section of a config file, the classes with its fields, by file and name."""
+"""The classes whose fields are the settings of each section, as FILE:NAME."""
 KEYS: Mapping[str, str] = {
     "run": "method rounds seed device precision compile memory_gb threads participation "
     "client_failures quorum robust",
@@ -107,7 +108,7 @@ KEYS: Mapping[str, str] = {
     "adjacency unit four_sums ledger",
     "report": "responsible purpose sites",
 }
-"""The settings with an option; `--set` sets the others."""
+"""The settings that have an option, by section. `--set` sets all others."""
 NAMES: Mapping[str, str] = {
     "data.folder": "--data",
     "data.test_folder": "--test-data",
@@ -116,7 +117,7 @@ NAMES: Mapping[str, str] = {
     "model.clients": "--client-models",
     "privacy.noise_multiplier": "--dp-sigma",
 }
-"""Names of options that cannot be derived from the setting's."""
+"""The names of options that do not follow from the names of the settings."""
 PATHS = ("data_root", "folder", "test_folder", "declaration", "ledger")
 PANELS: Mapping[str, str] = {
     "data": "Data and partition",
@@ -127,25 +128,25 @@ PANELS: Mapping[str, str] = {
 }
 _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 HELPS: Mapping[str, str] = {
-    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with your own numbers; fedsynth includes "
-    "digits.",
+    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with your own numbers. The digits are "
+    "part of fedsynth.",
     "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the grouping of the "
     "data); `--set partition.KEY=VALUE` sets more options.",
 }
-"""Help texts with names that a docstring cannot list."""
+"""Help texts of settings whose values are not fixed in a docstring."""
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class SettingOption:
-    """An option for a setting.
+    """An option that sets a setting of a run.
 
     Attributes:
-        name: such as "--dp-sigma"; with a second one after "/".
-        section, key: of the setting.
-        kind: the type of its values.
-        help: a sentence.
+        name: the name, such as "--dp-sigma". A second name may follow after "/".
+        section, key: the section and key of the setting.
+        kind: the type of the values.
+        help: the help text, a single sentence.
     """
 
     name: str
@@ -156,11 +157,11 @@ class SettingOption:
 
     @property
     def parameter(self) -> str:
-        """The name of the command's parameter."""
+        """The name of the parameter in the command's function."""
         return self.name.split("/")[0].removeprefix("--").replace("-", "_")
 
     def signature(self) -> inspect.Parameter:
-        """Returns the parameter as typer reads it."""
+        """Returns the parameter in the form that Typer reads."""
         names = self.name.split("/")
         option = typer.Option(
             *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
@@ -174,14 +175,14 @@ class SettingOption:
 
 
 OWN_CODE = ("run.method", "model.name", "model.features")
-"""The settings that may name a file of user code."""
+"""The settings whose value may be a file with user code."""
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of the method, KEY=VALUE, or of another section, such as "
-        "model.projection=256; may be repeated.",
+        help="A setting of the method as KEY=VALUE, or of another section as SECTION.KEY=VALUE, "
+        "such as model.projection=256. May be repeated.",
     ),
 ]
 
@@ -189,14 +190,15 @@ Set = Annotated[
 def takes_settings(
     *places: str, names: Mapping[str, str] | None = None, set_option: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command options for settings, and `--set` for all others.
+    """Gives a command options for settings, and `--set` for all other settings.
 
-    The command's first argument then holds their values, by section.
+    The first argument of the command then contains the values by section.
 
     Args:
-        places: sections ("run": all that have an option) or settings ("run.seed").
-        names: options of this command that have another name than elsewhere, by setting.
-        set_option: whether the command has `--set`.
+        places: sections such as "run", which stand for all settings with an option, or single
+            settings such as "run.seed".
+        names: other names of options for this command, by setting.
+        set_option: whether the command has the option `--set`.
     """
     options = [setting_option(place, names or {}) for place in _settings(places)]
 
@@ -226,7 +228,7 @@ def takes_settings(
 
 
 def setting_option(place: str, names: Mapping[str, str]) -> SettingOption:
-    """Returns the option of a setting ("privacy.clip")."""
+    """Returns the option for a setting such as "privacy.clip"."""
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
     usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")
@@ -249,7 +251,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 @cache
 def _fields(section: str) -> dict[str, tuple[type, str]]:
-    """Returns the type and the help of each field of a section's classes."""
+    """Returns the type and the help text of each field in the classes of a section."""
     fields = {}
     for place in CLASSES[section]:
         file, _, name = place.partition(":")
@@ -264,7 +266,7 @@ def _fields(section: str) -> dict[str, tuple[type, str]]:
 
 
 def _helps(docstring: str) -> dict[str, str]:
-    """Returns the first sentence on each field in a docstring's Args."""
+    """Returns the first sentence about each field in the `Args` of a docstring."""
     _, _, arguments = docstring.partition("Args:\n")
     helps = {}
     for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):

@@ -1,5 +1,6 @@
-"""`fedsynth privacy …`: planning. Reports and signatures are in `report_commands`, the audit is in
-`audit_command`.
+"""The commands `fedsynth privacy …` that plan a privacy budget or change a ledger.
+
+The commands for reports, signatures and audits are in `report_commands`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy
     "privacy.noise_multiplier": "--sigma",
     "privacy.nominal_size": "--n",
 }
-"""The names of `plan`'s options."""
+"""The names of the options of `plan`."""
 SIGNAL = (
-    "S/N: signal-to-noise ratio of the sum over all clients in the best case (docs/fedstats.md);\n"
-    "real data have less"
+    "S/N is the signal-to-noise ratio of the sum over all clients in the best case. It is lower on\n"
+    "real data (docs/fedstats.md)"
 )
 
 privacy_app = Application(
-    help="Plan a privacy budget; read, verify, sign and audit a run's privacy report.",
+    help="Plan a privacy budget, or show, verify, sign and audit a run's privacy report.",
     no_args_is_help=True,
 )
 for command in (report, verify, sign, audit):
@@ -50,10 +51,10 @@ def plan(
     chosen: Sections,
     as_json: given.AsJson = False,
 ) -> None:
-    """Show what a budget allows, or what a σ costs: only from public numbers, before any data are
-    used.
+    """Show the noise that a privacy budget requires, or the ε that a σ costs.
 
-    With fedstats also the signal-to-noise ratio that each release can have.
+    The plan uses only public numbers and reads no data. For fedstats, it also shows the
+    signal-to-noise ratio that each release can have.
 
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
@@ -63,7 +64,7 @@ def plan(
     chosen["data"].setdefault("dataset", "mnist")
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("a plan needs --epsilon (to compute σ) or --sigma (to compute ε)")
+        raise OptionError("either --epsilon (to compute σ) or --sigma (to compute ε) is required")
     plans = costs_by_mechanism(sections)
     if as_json:
         print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
@@ -73,19 +74,19 @@ def plan(
 
 
 def _warn(plans: list[MechanismCosts]) -> None:
-    """Prints notes on budgets that are exceeded, and a warning if ε is large."""
+    """Prints a note for each plan that exceeds its budget, and a warning if ε is large."""
     for p in plans:
         rounds, limit = list(p.epsilon), (p.target or math.inf) * (1 + 1e-9)
         # ε never decreases, and each value takes a composition: a binary search
         first = bisect_left(rounds, True, key=lambda number: p.epsilon[number] > limit)
         if first < len(rounds):
-            note(f"{p.mechanism} exceeds ε = {p.target:g} in round {rounds[first]} with this σ")
+            note(f"with this σ, {p.mechanism} exceeds ε = {p.target:g} in round {rounds[first]}")
     if max(p.epsilon[max(p.epsilon)] for p in plans) > 10:
-        say("warning: ε above 10 is a weak guarantee; use --epsilon 8 for a stronger one")
+        say("warning: an ε above 10 is a weak guarantee: use, for example, --epsilon 8")
 
 
 def print_costs(plans: list[MechanismCosts]) -> None:
-    """Prints two tables: the requirements of each mechanism, and ε by round."""
+    """Prints the releases and the noise of each mechanism as a table, and then ε after each round."""
     from rich.console import Console
     from rich.table import Table
 
@@ -118,41 +119,40 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 
 @privacy_app.command(name="carry-over")
 def carry_over(
-    folder: Annotated[
-        Path, path_argument("Folder of the ledgers (--dp-ledger).", metavar="FOLDER")
-    ],
-    client: Annotated[str, typer.Argument(help="The client's name.")],
+    folder: Annotated[Path, path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")],
+    client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
-    """Record that a client's data set has changed: its ledger continues with the next run's
-    records.
+    """Allow a client to use changed data with its existing ledger.
 
-    What was spent stays spent: it counts for every record of the client, also for new ones.
+    The next run may then use other records. The privacy budget that is already spent counts for all
+    records of the client, also for new ones.
     """
     from fedsynth.privacy.ledger.folder import LedgerFolder
 
     rows = LedgerFolder(folder).carry_over(client)
-    entries = f"the entries of its ledger ({rows}) count for all of them"
-    print(f"the next run may use other records of {client}; {entries}")
+    entries = f"The entries of the ledger ({rows}) count for all of them"
+    print(f"the next run may use other records of {client}. {entries}")
 
 
 @privacy_app.command()
 def repair(
     ledger: Annotated[Path, path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")],
 ) -> None:
-    """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
+    """Repair a ledger whose last line is incomplete, for example after a power cut or a full disk.
 
-    No release belongs to a torn line, for noise is drawn only once the line is whole and on the
-    disk. If something else cut the file, such as a copy that broke off, bring it back from a backup
+    The incomplete line is removed, and a copy of the original file is kept. No release belongs to
+    an incomplete line, because noise is drawn only after the whole line is on the disk. If the file
+    was cut off in another way, for example by an interrupted copy, restore it from a backup
     instead.
     """
     from fedsynth.privacy.ledger.lines import repair_ledger
 
     result = repair_ledger(ledger)
     if result is None:
-        print(f"{ledger} has no incomplete line: nothing was changed")
+        print(f"nothing was changed, because {ledger} has no incomplete line")
         return
-    outcome = "removed: nothing was released for it"
+    outcome = "the line was removed, because nothing was released for it"
     if result.counts:
-        outcome = "only its line break was missing, so it counts: the line break was added"
-    print(f"torn line: {result.line!r}\n  {outcome}")
-    print(f"copy of the ledger before the repair: {result.copy}")
+        outcome = "the line is complete and counts. Only its line break was missing and was added"
+    print(f"last line: {result.line!r}\n  {outcome}")
+    print(f"a copy of the ledger before the repair is in {result.copy}")

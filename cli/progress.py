@@ -1,4 +1,4 @@
-"""A run's progress on a terminal, and its summary as tables."""
+"""Shows the progress of a run on a terminal, and its summary as tables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fedsynth.results.result import RunResult
 from fedsynth.simulation.stderr_observer import StderrObserver, accuracies
 
 NO_ACCURACY = {
-    "private": "private: metrics on them are in simulation_only",
-    "none": "none: no accuracy is measured",
+    "private": "private, so accuracies on them are only in simulation_only",
+    "none": "none, so no accuracy is measured",
 }
 
 
 class LiveObserver(StderrObserver):
-    """Shows a progress bar on stderr; finished rounds stay above it as lines."""
+    """Shows a progress bar on stderr. A line for each finished round stays above the bar."""
 
     def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
         super().__init__(settings, first)
@@ -51,7 +51,11 @@ class LiveObserver(StderrObserver):
 
 @contextmanager
 def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObserver]:
-    """Yields the observer that fits stderr; the arguments are `StderrObserver`'s."""
+    """Yields an observer that shows the progress of a run on stderr.
+
+    It shows a progress bar if stderr is a terminal, and otherwise prints lines. The arguments are
+    those of `StderrObserver`.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield StderrObserver(settings, first)
@@ -70,10 +74,10 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
 def show_result(
     result: RunResult, as_json: bool, sign: Callable[[Path], None] = lambda folder: None
 ) -> None:
-    """Prints the result of a run, once it is signed.
+    """Signs the run folder, and prints the result of the run.
 
     Raises:
-        BudgetExceededError: earlier runs have exhausted the budget, and there was no round.
+        BudgetExceededError: the run had no round, because earlier runs have exhausted the budget.
     """
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])
@@ -86,7 +90,7 @@ def show_result(
 
 
 def print_summary(result: RunResult) -> None:
-    """Prints the result, and the privacy budget with ε first, as tables on stdout."""
+    """Prints the results and the privacy budget as tables on stdout."""
     console = Console()
     summary = result.summary
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)

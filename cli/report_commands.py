@@ -1,5 +1,6 @@
-"""`fedsynth privacy report | verify | sign | audit`: the privacy statements of a run folder, and
-their check.
+"""The commands `fedsynth privacy report | verify | sign | audit`.
+
+They show and check the privacy report in a run folder.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ if TYPE_CHECKING:
 
 
 MAX_PRINTED = 40
-"""Number of mismatches that are printed."""
+"""The maximum number of differences that are printed."""
 
-Run = Annotated[Path, path_argument("A run folder, or its privacy_report.json.", metavar="RUN")]
+Run = Annotated[
+    Path, path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
+]
 LedgerFolder = Annotated[
     Path | None,
     path_option(
-        "Folder of the ledger files (default: ledger/ in the run folder, or the folder in "
-        "config.toml).",
+        "The folder of the ledger files. Default: ledger/ in the run folder, or the folder that "
+        "config.toml states.",
         "--ledger",
     ),
 ]
@@ -54,14 +57,14 @@ LedgerFolder = Annotated[
 def report(
     chosen: Sections,
     run: Run,
-    form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
-    output: Annotated[Path | None, path_option("Write to this file instead of the screen.")] = None,
+    form: Annotated[str, typer.Option("--format", help="markdown, json, html.")] = "markdown",
+    output: Annotated[Path | None, path_option("Write the report to this file.")] = None,
     ledger: LedgerFolder = None,
 ) -> None:
-    """Show a run's privacy budget report.
+    """Show the privacy report of a run.
 
-    A run that was killed has none yet: its report is built from its ledgers, and written into its
-    folder.
+    If the run was killed and has no report yet, the report is built from the ledgers and written
+    into the run folder.
     """
     from fedsynth.privacy.report.file import sound_report
     from fedsynth.privacy.report.pages import render_html, render_markdown
@@ -80,13 +83,13 @@ def report(
 
 
 def _json(report: dict[str, Any]) -> str:
-    """Returns JSON; terminal control characters are escaped."""
+    """Returns a report as JSON, with terminal control characters escaped."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
-    """Builds the report of a run that did not finish."""
+    """Builds the report of a run that did not finish. Does nothing if the run has finished."""
     if not run.is_dir():
         return
     from fedsynth.privacy.report.build import write_report
@@ -94,7 +97,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
-        message = "the run did not finish; its report was built from its ledgers and written to"
+        message = "the run did not finish. A report was built from its ledgers and written into"
         note(f"{message} {run}")
 
 
@@ -104,14 +107,14 @@ def verify(
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
-        Path | None, path_option("Also check the run's signature, with this Ed25519 key in PEM.")
+        Path | None, path_option("Also check the signature, with this public Ed25519 key in PEM.")
     ] = None,
 ) -> None:
-    """Rebuild the report from the run's settings and ledgers; exit code 1 and the differences if it
-    does not match.
+    """Check that a run's report follows from the run's settings and ledgers.
 
-    summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
-    that noise was added.
+    The report is built again and compared. summary.json and metrics.jsonl must contain the same ε.
+    If there are differences, they are printed, and the exit code is 1. This command checks the
+    bookkeeping, and cannot show that noise was really added.
     """
     from fedsynth.privacy.report.formatting import printable
     from fedsynth.privacy.signing import read_public_key
@@ -130,15 +133,15 @@ def verify(
         raise typer.Exit(1)
     print(
         "the report follows from the run's settings and ledger entries, and summary.json "
-        "and metrics.jsonl agree with it (bookkeeping only: this does not attest that noise "
-        "was added)"
+        "and metrics.jsonl agree with it. This checks the bookkeeping, and does not show that "
+        "noise was added"
     )
     for text in (*result.notes, note):
         print(printable(text))
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
-    """Returns the problems of the signature, and the message if there are none."""
+    """Returns the problems with the signature, and the message to print if there are no problems."""
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:
@@ -146,38 +149,41 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
             "the signature is valid for this key and these files"
         )
     if (folder / SIGNATURE).exists():
-        return [], "the run is signed; the signature was not checked (--public-key FILE)"
+        return [], "the signature of the run was not checked: to check it, use --public-key FILE"
     return [], (
-        "the run is not signed: anyone who can rewrite all its files can also make them agree"
+        "the run is not signed, so anyone who can rewrite all of its files can forge the report"
     )
 
 
 def sign(
     run: Annotated[Path, path_argument("A run folder.", metavar="RUN")],
-    key: Annotated[Path, path_option("A private Ed25519 key in PEM.")],
+    key: Annotated[Path, path_option("A private Ed25519 key in PEM format.")],
 ) -> None:
-    """Sign all files of a run folder (except simulation_only/) by their hashes, into
-    signature.json.
+    """Sign all files of a run folder except those in simulation_only/.
 
-    Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out
-    key.pub`.
+    The signature covers the hashes of the files, and is written to signature.json. To make a key
+    pair, run `openssl genpkey -algorithm ed25519 -out key.pem` and `openssl pkey -in key.pem
+    -pubout -out key.pub`.
     """
     signer(key, True)(run)
 
 
 def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
-    """Returns a function that signs a run folder with this key, which is read now; None signs
-    nothing.
+    """Returns a function that signs a run folder.
+
+    The key is read now, so that an invalid key is reported before the run. Without a key, the
+    function does nothing.
 
     Args:
+        key: the file with the private key, or None.
         private: whether the run has differential privacy, and so a report to sign.
     """
     if key is None:
         return lambda folder: None
     if not private:
         raise OptionError(
-            "--sign-key signs a private run's report and files, but this run has no "
-            "differential privacy: leave it out"
+            "--sign-key must be left out, because this run has no differential privacy and so "
+            "no privacy report to sign"
         )
     from fedsynth.privacy.signing import read_private_key, sign_run
 
@@ -201,41 +207,42 @@ def audit(
     chosen: Sections,
     canaries: Annotated[
         int,
-        _audit_option(help="Number of artificial records, each included with probability 1/2."),
+        _audit_option(help="The number of artificial records. Each is used with probability 1/2."),
     ] = 1000,
     canaries_as: Annotated[
         str,
         _audit_option(
-            help="vectors (separate directions, inserted just before clipping; gives the higher "
-            "bound) or images (random pixels that pass through augmentation and network)."
+            help="The kind of artificial records: vectors, which are inserted just before "
+            "clipping and give the higher bound, or images, which have random pixels."
         ),
     ] = "vectors",
     guesses: Annotated[
         int | None,
-        _audit_option(help="Number of guesses, even; default: two fifths of the canaries."),
+        _audit_option(help="An even number of guesses. Default: 2/5 of --canaries."),
     ] = None,
     confidence: Annotated[
-        float, _audit_option(help="Confidence that the bound is not above the true ε.")
+        float, _audit_option(help="The confidence that the bound is at most the true ε.")
     ] = 0.999,
     run: Annotated[
         Path | None,
         path_option(
-            "Audit the settings of this run folder, and add the result to its privacy report.",
+            "Audit the settings in this run folder, and add the result to its privacy report.",
             panel=AUDIT,
         ),
     ] = None,
     config: given.Config = None,
     as_json: given.AsJson = False,
 ) -> None:
-    """Attack a run's own releases: a lower bound on ε next to the claim; exit code 1 if above.
+    """Attack a run's releases to test the claimed ε.
 
-    It takes the options of `fedsynth train` and makes that run on random
-    images of the data set's shape, with real ledgers, masks, clipping and
-    noise. It reads no record and charges no kept ledger. An audit can find
-    a fault; it cannot prove privacy.
+    The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
+    bound is above the claim. The command has the options of `fedsynth train`, and makes that run on
+    random images of the data set's shape, with real ledgers, masks, clipping and noise. It reads no
+    records, and does not charge the ledgers that you keep. An audit can find a fault, but cannot
+    prove privacy.
 
-    Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`,
-    `fedsynth privacy audit --run runs/… --canaries 1000`.
+    Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
+    runs/… --canaries 1000`.
     """
     chosen = {name: values for name, values in with_own_code(chosen).items() if values}
     numbers: dict[str, Any] = {"canaries": canaries, "canaries_as": canaries_as}
@@ -250,15 +257,15 @@ def audit(
 def _audit_options(
     config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """Returns the audit of the given options, and the command line of this call."""
+    """Audits the settings in the options. Returns the result, and the command line of this call."""
     from fedsynth.config.resolve import resolve
 
     sections = merged(read_config(config), {"run": {}, "data": {}, **chosen}, say)
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
-            "an audit tests a claim of differential privacy: set --dp-sigma, --dp-epsilon, "
-            "or --run FOLDER of a private run"
+            "an audit needs a run with differential privacy: set --dp-sigma, --dp-epsilon, or "
+            "--run FOLDER with a private run"
         )
     result = _audited(settings, numbers, from_preset(sections))
     return result, shlex.join(["fedsynth", *sys.argv[1:]])
@@ -267,20 +274,21 @@ def _audit_options(
 def _audit_folder(
     run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """Audits a finished run's settings and adds the result to its report; returns it, and the
-    command that repeats it.
+    """Audits the settings of a finished run, and adds the result to the run's report.
+
+    Returns the result, and the command that repeats the audit.
     """
     from fedsynth.config.resolve import resolve
     from fedsynth.simulation.audit.auditing import settings_of_run, write_audit
 
     if config is not None:
-        raise OptionError("--run audits the run's config.toml: leave out --config")
+        raise OptionError("--run and --config both give all settings: use only one of them")
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
     if resolve(merged(sections, {"run": {}, **chosen})) != settings:
         raise OptionError(
-            f"the run in {run} has other settings, and --run audits the run's settings: leave out "
-            "the options that change them, or --run"
+            f"the run in {run} has other settings than the options: leave out these options, or "
+            "leave out --run"
         )
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     command = (
@@ -315,9 +323,7 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
             f"% confidence from {result.canaries} canaries, {result.guesses} guesses, "
             f"{result.correct} correct"
         )
-        print(
-            f"({CAVEAT}; the canaries are artificial and no record was read: no privacy was spent)"
-        )
+        print(f"({CAVEAT}; the audit read no records, so it cost no privacy)")
     if result.fault:
-        print("the claim is refuted: the lower bound is above it", file=sys.stderr)
+        print("the claim is refuted: the lower bound is above the claimed ε", file=sys.stderr)
         raise typer.Exit(1)

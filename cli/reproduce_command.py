@@ -1,4 +1,7 @@
-"""`fedsynth reproduce`: lists published tables, runs their cells and compares the numbers."""
+"""The command `fedsynth reproduce`.
+
+It lists published tables, runs their cells, and compares the results with the published numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,24 @@ if TYPE_CHECKING:
     from fedsynth.reproduction.presets import Cell, Preset
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SCALED = "SCALED to {scale:g}: a test that the cells run, not a result of the published setting"
+SCALED = "SCALED to {scale:g}: this tests that the cells run, and does not reproduce the numbers"
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
-"""Settings that affect a run's speed, and its results only by rounding."""
+"""Settings that affect the speed of a run. They affect the results only by rounding errors."""
 
 
 def seconds_of(text: str | None) -> float:
-    """Returns the seconds of "170m", "2.5h", "90s" or a plain number; infinity for None.
+    """Converts a duration such as "170m", "2.5h", "90s" or "90" to seconds. Returns infinity for
+    None.
 
     Raises:
-        OptionError: the text has another form.
+        OptionError: the text is not a duration.
     """
     if text is None:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
         raise OptionError(
-            "--time-budget must be a duration such as 170m, 2h, 90s or a number "
+            "--time-budget must be a duration such as 170m, 2h or 90s, or a number "
             f"of seconds, got {text!r}"
         )
     return float(match[1]) * UNITS[match[2]]
@@ -48,53 +52,52 @@ def reproduce(
     chosen: Sections,
     preset: Annotated[
         str | None,
-        typer.Argument(help="A published table, such as feddm:table2 (--list prints all)."),
+        typer.Argument(help="A published table, such as feddm:table2. --list shows all tables."),
     ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="List all tables, or the settings and cells of one.")
+        bool, typer.Option("--list", help="List all tables, or describe one table.")
     ] = False,
-    dataset: Annotated[str | None, typer.Option(help="Only cells of this data set.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
     alpha: Annotated[
-        float | None, typer.Option(help="Only Dirichlet partitions with this α.")
+        float | None, typer.Option(help="Select Dirichlet partitions with this α.")
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Only this method, as named in the table or in this package."),
+        typer.Option(help="Select this method, by its name in the table or in fedsynth."),
     ] = None,
-    cell: Annotated[str, typer.Option(help="Only cells with this text, as --list prints it.")] = "",
+    cell: Annotated[str, typer.Option(help="Select cells with this text in --list.")] = "",
     seeds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Runs of each cell: seeds 0, 1, ….")
+        int, typer.Option(min=1, max=10_000, help="The number of seeds for each cell.")
     ] = 1,
-    output: Annotated[Path, path_option("The folder for rows and run folders.")] = Path(
-        "reproduction"
-    ),
+    output: Annotated[Path, path_option("The folder for results and runs.")] = Path("reproduction"),
     time_budget: Annotated[
         str | None,
-        typer.Option(help="170m, 2h or seconds: do not start a round that would end later."),
+        typer.Option(help="Start no round that would end after this time (170m, 2h or seconds)."),
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
-            help="Run only this fraction of rounds, steps, epochs and data, such as 0.05: a "
-            "test, not a result."
+            help="Test the runs with only this fraction, such as 0.05, of rounds, steps, epochs "
+            "and data."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a setting of the preset; rows record it. Repeatable."),
+        typer.Option("--set", help="Override a setting of the table, as KEY=VALUE. Repeatable."),
     ] = None,
     download: given.Download = False,
 ) -> None:
-    """Run cells of a published table and compare the numbers.
+    """Run cells of a published table and compare the results with the published numbers.
 
-    Finished runs are rows of OUTPUT/TABLE.jsonl and are not repeated. A call that was stopped or
-    killed resumes when it is repeated. --time-budget 0 only compares the finished runs.
+    The results of finished runs are in OUTPUT/TABLE.jsonl, and these runs are not repeated. To
+    resume after an interruption, repeat the command. With --time-budget 0, only finished runs are
+    compared.
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
     if preset is None:
         if not listed:
-            raise OptionError("name a table, such as feddm:table2; --list prints all tables")
+            raise OptionError("name a table, such as feddm:table2. Use --list to show all tables")
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer
@@ -108,7 +111,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"{preset} has no such cell with {cell!r}; --list prints them")
+        raise OptionError(f"{preset} has no such cell with {cell!r}: use --list to show all cells")
     if listed:
         _list_cells(table, cells)
         return
@@ -117,10 +120,10 @@ def reproduce(
     speed = {"run": chosen["run"], "data": chosen["data"]}
     for entry in cells:
         if reason := table.refusal(entry):
-            say(f"{preset} {entry.method} on {entry.dataset}: not runnable: {reason}")
+            say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(seeds), scale=scale, changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"{preset}: none of these cells is runnable")
+        raise OptionError(f"{preset}: none of these cells can be run")
     if scale is not None:
         say(SCALED.format(scale=scale))
     keep_large_allocations()
@@ -133,14 +136,14 @@ def reproduce(
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared, scale)
     if unfinished:
-        say(f"{unfinished} of {len(outcomes)} runs are unfinished; repeat the command")
+        say(f"{unfinished} of {len(outcomes)} runs are unfinished: repeat the command")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]
 
 
 def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None) -> None:
-    """Prints published and reproduced numbers on stdout."""
+    """Prints the published numbers next to the reproduced numbers on stdout."""
     from fedsynth.reproduction.comparison import format_number
 
     _print_title(table)
@@ -174,7 +177,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _list_tables() -> None:
-    """Prints all tables, and the published experiments that are not covered."""
+    """Prints all tables, and the published experiments that fedsynth does not cover."""
     from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 
     rows = [["preset", "runnable", "cells", "what it shows"]]
@@ -183,13 +186,13 @@ def _list_tables() -> None:
         title = f"{table.title} ({table.source}, {table.table})"
         rows.append([table.name, str(runnable), str(len(table.cells)), title])
     _print_table(rows)
-    print("\nnot covered, because the package does not include these published values:")
+    print("\nThe following published results are not part of fedsynth:")
     for paper, item, what in not_covered():
         print(f"  {paper}, {item}: {what}")
 
 
 def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
-    """Prints a table's settings with their sources, and its cells with the published numbers."""
+    """Prints the settings of a table with their sources, and the cells with the published numbers."""
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.runs import changed_settings

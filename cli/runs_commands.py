@@ -1,5 +1,7 @@
-"""`fedsynth runs | plot | report | sweep`: finished runs as a table, curves or one page; and a grid
-of runs."""
+"""The commands `fedsynth runs | plot | report | sweep`.
+
+They show finished runs as a table, as curves or on an HTML page, and execute a grid of runs.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ def runs(
     folders: Annotated[
         list[Path] | None,
         path_argument(
-            "Run folders, or folders that contain run folders; default: runs.", metavar="FOLDERS"
+            "Run folders, or folders that contain run folders. Default: runs.", metavar="FOLDERS"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Compare finished runs in a table: their differing settings, and their results.
+    """Compare finished runs in a table with their results and the settings that differ.
 
-    For methods with a generator it also shows how the teacher (or ensemble) classifies its images
-    in the last round: the share of the requested class, and the entropy of the predicted classes,
-    over log C.
+    For methods with a generator, the table also describes how the teacher (or the ensemble of
+    teachers) classifies the generated images in the last round. It shows the fraction that is
+    classified as the requested class, and the entropy of the predicted classes divided by log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
@@ -59,24 +61,24 @@ Runs = Annotated[
 
 def plot(
     runs: Runs,
-    output: Annotated[Path, path_option("The plot file, ending in .svg, .png or .html.")] = Path(
+    output: Annotated[Path, path_option("The file to write (.svg, .png or .html).")] = Path(
         "curves.svg"
     ),
-    by: Annotated[str, typer.Option(help="rounds, bytes, seconds or eps.")] = "rounds",
+    by: Annotated[str, typer.Option(help="The x axis: rounds, bytes, seconds, eps.")] = "rounds",
     metric: Annotated[
         str,
-        typer.Option(help="A metric of metrics.jsonl, such as local.amp or generator.agreement."),
+        typer.Option(help="A metric in metrics.jsonl, such as local.amp or generator.agreement."),
     ] = "test_accuracy",
     mean: Annotated[
         bool,
         typer.Option(
-            "--mean", help="Show mean ± standard deviation of runs that differ only in their seeds."
+            "--mean", help="Show mean ± standard deviation for runs that differ only in seeds."
         ),
     ] = False,
 ) -> None:
     """Draw learning curves of finished runs.
 
-    SVG and HTML need nothing else; PNG needs matplotlib (`fedsynth[plots]`).
+    A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
     from fedsynth.privacy.report.plots import standalone
     from fedsynth.results.curves import AXES, curves, curves_svg, write_png
@@ -106,16 +108,16 @@ def report(
         bool,
         typer.Option(
             "--simulation-only",
-            help="For private runs, also show simulation_only: exact values from private data; "
-            "the page states this.",
+            help="Also show exact values from the private data of private runs, with a warning "
+            "on the page.",
         ),
     ] = False,
 ) -> None:
-    """Write one HTML page on finished runs: curves, class distribution per client, synthetic images
-    by class and round, fairness, generators, privacy, settings.
+    """Write an HTML page about finished runs.
 
-    The page is self-contained and loads nothing. (The privacy report of one run, for other parties,
-    is `fedsynth privacy report RUN`.)
+    The page shows learning curves, the class distribution of each client, synthetic images by class
+    and round, fairness, generators, privacy and settings. It is self-contained and loads nothing.
+    To show the privacy report of one run to others, use `fedsynth privacy report RUN`.
     """
     from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import runs_page
@@ -129,28 +131,28 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 
 
 def sweep(
-    file: Annotated[Path, path_argument("The sweep, in TOML.", metavar="FILE")],
-    form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
+    file: Annotated[Path, path_argument("The TOML file of the sweep.", metavar="FILE")],
+    form: Annotated[str, typer.Option("--format", help="table, csv, latex, markdown.")] = "table",
     output: Annotated[
-        Path | None, path_option("Folder of the runs; default: the one in the file.")
+        Path | None, path_option("The folder for the runs. Default: the one in FILE.")
     ] = None,
     table: Annotated[Path | None, path_option("Write the table to this file.")] = None,
     only_table: Annotated[
-        bool, typer.Option("--only-table", help="Start no run; show the finished ones.")
+        bool, typer.Option("--only-table", help="Show finished runs and start none.")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check all settings and list the runs without starting any."
+            "--dry-run", help="Check all settings and list the runs, without starting them."
         ),
     ] = False,
 ) -> None:
-    """Make a grid of runs (methods, partitions, seeds, any setting) and print mean ± standard
-    deviation over seeds.
+    """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
 
-    A sweep that was stopped resumes: finished runs are kept, others resumed. The file has the
-    sections of a run's config.toml, which all runs share, and `[grid]`, in which each list is an
-    axis: docs/sweeps.md.
+    The grid may vary methods, partitions, seeds and any other setting. To resume a sweep that was
+    stopped, repeat the command: finished runs are kept, and others are resumed. The file has the
+    sections of a run's config.toml, which apply to all runs, and a section `[grid]` with a list of
+    values for each setting that varies (docs/sweeps.md).
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
@@ -181,7 +183,7 @@ def sweep(
 
 
 def train_command(config: Path, output: Path, interrupted: Path | None) -> list[str]:
-    """Returns the command line of one run: `fedsynth train`, of this installation."""
+    """Returns the command line that executes or resumes one run with this installation of fedsynth."""
     if interrupted is not None:
         return [*COMMAND, "train", "--resume", str(interrupted)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(output)]

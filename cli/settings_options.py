@@ -1,5 +1,7 @@
-"""Conversion of options to sections of settings: --set KEY=VALUE, the config file, files of user
-code (FILE.py:NAME), and the options that --resume allows.
+"""Converts options to sections of settings.
+
+This includes --set KEY=VALUE, the config file, files with user code (FILE.py:NAME), and the check
+of the options that --resume allows.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "repor
 
 
 def set_options(texts: list[str]) -> Sections:
-    """Returns the settings of --set: KEY=VALUE of the method, SECTION.KEY=VALUE of another section
-    of a config file.
+    """Returns the settings that --set gives, by section.
+
+    KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
     """
     values: Sections = {"method": {}}
     for text in texts:
@@ -31,32 +34,32 @@ def set_options(texts: list[str]) -> Sections:
         if not equals or not name or section not in SET_SECTIONS:
             sections = ", ".join(SET_SECTIONS)
             raise OptionError(
-                "--set must be KEY=VALUE for the method, or SECTION.KEY=VALUE for "
-                f"{sections}; got {text!r}"
+                "--set must be KEY=VALUE for a setting of the method, or SECTION.KEY=VALUE for "
+                f"one of the sections {sections}, got {text!r}"
             )
         values.setdefault(section, {})[name] = value.strip()
     return values
 
 
 def method_settings(texts: list[str]) -> dict[str, Any]:
-    """Returns the settings of --set for a command that has only a method's settings."""
+    """Returns the settings that --set gives, for a command that allows only settings of a method."""
     sections = set_options(texts)
     if len(sections) > 1:
         raise OptionError(
-            f"here, --set must be a setting of the method, got one of {list(sections)[1]}"
+            f"--set must be a setting of the method here, got one of section {list(sections)[1]}"
         )
     return sections["method"]
 
 
 def with_set_options(sections: Sections, texts: list[str]) -> Sections:
-    """Returns the settings of options and --set together.
+    """Returns the settings that the other options give, together with those that --set gives.
 
     Args:
-        sections: the options' values.
+        sections: the values of the other options.
         texts: the values of --set.
 
     Raises:
-        OptionError: an option and --set give the same setting.
+        OptionError: a setting is given by an option and by --set.
     """
     merged = copy.deepcopy(sections)
     for section, values in set_options(texts).items():
@@ -71,7 +74,10 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
 
 
 def read_config(path: Path | None) -> Sections:
-    """Returns the sections of a TOML file, or of a run folder's config.toml; empty for None."""
+    """Reads the sections of a TOML file, or of the config.toml in a run folder.
+
+    Returns an empty dictionary for None.
+    """
     if path is None:
         return {}
     from fedsynth.toml_file import read_sections
@@ -82,8 +88,10 @@ def read_config(path: Path | None) -> Sections:
 def merged(
     config: Sections, chosen: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:
-    """Returns the config file's settings, overridden by options. If the options change the method,
-    the old method's settings are dropped, and `note` receives a message.
+    """Returns the settings of a config file, overridden by options.
+
+    If the options change the method, the settings of the old method are dropped, and `note`
+    receives a message.
     """
     from fedsynth.methods import DEFAULT_METHOD
 
@@ -92,8 +100,8 @@ def merged(
     new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
         note(
-            f"note: the config's method settings are for {old} and are ignored; {new} uses "
-            "its defaults and your options"
+            f"note: the method settings in the config are for {old} and are ignored. {new} uses "
+            "its default settings and your options"
         )
     if chosen.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
         # custom images replace a named data set, whose name they do not have
@@ -105,11 +113,13 @@ def merged(
 
 
 def _features_where_they_belong(options: Sections, method: str) -> Sections:
-    """Moves --features to the method if it has its own feature map, as FedStats has, otherwise to
-    the model.
+    """Moves the value of --features to the section of the setting that the method uses.
+
+    For a method with its own feature map, such as FedStats, this is a setting of the method.
+    Otherwise it is a setting of the model.
 
     Raises:
-        OptionError: it is given twice.
+        OptionError: the feature map is given by --features and by --set.
     """
     from fedsynth.methods import METHODS, method_class
 
@@ -129,17 +139,17 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
 def from_table(
     name: str, config: Path | None, chosen: Sections, note: Callable[[str], None]
 ) -> Sections:
-    """Returns the settings of a published table's cell, overridden by the given ones.
+    """Returns the settings for a cell of a published table, overridden by options.
 
     Args:
-        name: the table's preset.
-        config: of --config, which must not be combined with it.
-        chosen: the settings of options and --set.
-        note: receives the cell's name.
+        name: the name of the table's preset.
+        config: the value of --config, which must be None.
+        chosen: the settings that the options and --set give.
+        note: receives a line with the name of the cell.
 
     Raises:
-        OptionError: there is a config, too.
-        FedsynthError: no such preset or cell.
+        OptionError: --config is given, too.
+        FedsynthError: there is no such preset or cell.
     """
     if config is not None:
         raise OptionError("--preset and --config both define all settings: use only one of them")
@@ -153,7 +163,7 @@ def from_table(
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line on what a data set's preset decides in a run; empty if nothing."""
+    """Returns a line with the settings that a data set's preset determines, or an empty string."""
     from fedsynth.config.resolve import preset_of
     from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.methods import DEFAULT_METHOD, method_class
@@ -173,20 +183,22 @@ def from_preset(sections: Sections) -> str:
 
 
 OWN_CODE = ("method", "model", "features")
-"""Options that may name a file of user code."""
+"""The options whose value may be a file with user code."""
 OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
-"""The settings that may name one."""
+"""The settings whose value may be a file with user code, as (section, key)."""
 BESIDE_RESUME = "resume device memory_gb compile data_root download as_json sign_key log"
-"""Parameters of `train` that --resume allows."""
+"""The parameters of `train` that may be combined with --resume."""
 
 
 def with_own_code(chosen: Sections) -> Sections:
-    """Returns the options' settings, with files of user code (FILE.py:NAME) loaded and registered.
+    """Loads and registers the files with user code (FILE.py:NAME) that the options name.
 
-    Only options name such files: a name in a config file is never executed.
+    Returns the settings with the names under which the code is registered. Only options may name
+    such files: a file that is named in a config file is never executed.
 
     Raises:
-        SettingError: a file that cannot be executed, or has no such model, method or feature map.
+        SettingError: a file cannot be executed, or does not define the model, method or feature
+            map.
     """
     from fedsynth.own_code import load_own, names_a_file
 
@@ -215,10 +227,10 @@ def with_own_code(chosen: Sections) -> Sections:
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
-    """Refuses options that cannot be combined with --resume: a resumed run has its own settings.
+    """Checks that no option contradicts --resume, because a resumed run keeps its settings.
 
     Raises:
-        OptionError: names the first such option.
+        OptionError: an option is not allowed with --resume. The message names the option.
     """
     from fedsynth.own_code import names_a_file
 
@@ -230,6 +242,6 @@ def refuse_beside_resume(context: typer.Context) -> None:
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
             raise OptionError(
-                "--resume uses the settings of the run's config.toml: leave out "
+                "--resume uses the settings in the config.toml of the run: leave out "
                 f"{parameter.opts[0]}"
             )

@@ -1,5 +1,6 @@
-"""`fedsynth data describe | synthesize | export | student`: custom images, a synthetic set for
-release, and a network trained on it.
+"""The commands `fedsynth data describe`, `synthesize`, `export` and `student`.
+
+They describe custom images, make synthetic images for release, and train a network on them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ data_app = Application(help="Describe the public facts about your images.", no_a
 
 @data_app.callback()
 def _data() -> None:
-    """Makes `describe` a subcommand, so that more can be added."""
+    """Makes `describe` a subcommand of `data`, so that further subcommands can be added."""
 
 
 @data_app.command()
@@ -49,28 +50,29 @@ def describe(
     folder: Annotated[
         Path,
         path_argument(
-            "SITE/CLASS/files, CLASS/files, or a folder with a manifest.csv (path, label, "
-            "site, user).",
+            "A folder with the structure SITE/CLASS/files or CLASS/files, or with a manifest.csv "
+            "(path, label, site, user).",
             metavar="DIR",
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Option(help="The public name of the data set; default: the folder's name."),
+        typer.Option(help="The public name of the data set. Default: the folder's name."),
     ] = None,
     output: Annotated[
         Path | None,
         path_option(
-            "The file to write; default: fedsynth.toml in the folder, where `train "
-            "--data` looks for it."
+            "The file to write. Default: fedsynth.toml in the folder, where `train --data` "
+            "looks for it."
         ),
     ] = None,
 ) -> None:
-    """Propose the public declaration of a folder of images: a TOML file to be checked and signed.
+    """Propose a public description of a folder of images, for a person to check and sign.
 
-    A run with differential privacy uses only this information about the images: classes, sites,
-    size, a bound on their number and a nominal number. The proposal is read from the folder (sizes
-    are rounded), so a person has to check each line, and sign it, before any private run.
+    The description is a TOML file with the classes, sites, image size, a bound on the number of
+    images and a nominal number. Apart from noisy releases, a run with differential privacy uses no
+    other information about the images. The proposal is read from the folder, with rounded sizes.
+    Before any private run, a person must therefore check each line and sign the file.
     """
     from fedsynth.data.describe import describe_folder
     from fedsynth.data.folder_settings import FolderSettings
@@ -81,30 +83,28 @@ def describe(
     if path.exists():
         raise OptionError(f"{path} already exists: remove it, or set --output")
     write_text(path, description.toml)
-    print(f"{description.table}\n(the table is exact and private: it is not written to any file)\n")
+    print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"
-        "Check each line: all of it is public. Then fill in [signed_off], and use it with "
+        "Check each line, because the whole file is public. Then fill in [signed_off], and run "
         f"`fedsynth synthesize --data {folder} --dp-epsilon 8`."
     )
 
 
-Out = Annotated[
-    Path, path_option("The folder to create. It contains only what may be shared.", "--out")
-]
+Out = Annotated[Path, path_option("The folder to create. You may share all of its files.", "--out")]
 Unprotected = Annotated[
     bool,
     typer.Option(
         "--unprotected",
-        help="Also export without differential privacy: such images may reveal real ones.",
+        help="Also export images without a privacy guarantee. They may reveal real images.",
     ),
 ]
 WithModel = Annotated[
     bool,
     typer.Option(
         "--with-model",
-        help="Also export the run's model, which has the same guarantee. FedStats' model labels "
-        "augmented copies for `fedsynth student`.",
+        help="Also export the run's model, which has the same guarantee. A FedStats model can "
+        "label augmented images for `fedsynth student`.",
     ),
 ]
 
@@ -124,14 +124,14 @@ def synthesize(
     output: given.Output = Path("runs"),
     as_json: given.AsJson = False,
 ) -> None:
-    """Make one owner's private synthetic set of a folder of images.
+    """Make synthetic images from the private images of one owner.
 
-    The folder --out has only what may be released: the images by class as PNG and as a safetensors
-    file, a README for the recipients, the privacy report, and hashes. The run folder (in --output)
-    stays.
+    The folder --out contains only files that may be released: the synthetic images as PNG files and
+    as a safetensors file, a README for the recipients, the privacy report, and hashes. The run
+    folder stays below --output.
 
-    Example: `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then `fedsynth
-    synthesize --data scans --dp-epsilon 8 --out share`.
+    Example: run `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then run
+    `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
     """
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.simulation.synthesize import owner_settings
@@ -150,21 +150,22 @@ def synthesize(
             download=download,
         )
     show_result(result, as_json)
-    say(f"to share: {out} (share nothing from the run folder)")
+    say(f"you may share the folder {out}, but nothing from the run folder")
 
 
 @takes_settings(*OWN_CODE, set_option=False)
 def export(
     chosen: Sections,
-    run: Annotated[Path, path_argument("A finished run's folder.", metavar="RUN")],
+    run: Annotated[Path, path_argument("The folder of a finished run.", metavar="RUN")],
     out: Out,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
 ) -> None:
-    """Write what may be released of a run: synthetic images, their privacy report, hashes.
+    """Write the files of a run that may be released into a new folder.
 
-    The report is first rebuilt from settings and ledgers, and must agree. `load_synthetic` reads
-    the folder.
+    These are the synthetic images, their privacy report and hashes. Before the export, the report
+    is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
+    folder.
 
     Example: `fedsynth export runs/… --out share`.
     """
@@ -172,7 +173,7 @@ def export(
 
     with_own_code(chosen)
     folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
-    print(f"to share: {folder}")
+    print(f"you may share the folder {folder}")
 
 
 @takes_settings(
@@ -184,40 +185,40 @@ def student(
     chosen: Sections,
     share: Annotated[Path, path_argument("A folder that `fedsynth export` wrote.", metavar="SET")],
     labels: Annotated[
-        str, typer.Option(help="soft (stored with the images), hard (their classes), or auto.")
+        str, typer.Option(help="The labels: soft (stored with the images), hard (classes) or auto.")
     ] = "auto",
     teacher: Annotated[
         str,
         typer.Option(
             metavar="PATH",
             help="The model that labels augmented copies of the images: a run folder, an "
-            "exported set or a model file; auto: the set's model, if it was not trained on "
-            "them; none.",
+            "exported folder, a model file, none, or auto. With auto, this is the model in SET, "
+            "unless it was trained on these images.",
         ),
     ] = "auto",
     features: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE.py:NAME", help="The teacher's feature map, if it is a custom one."
+            metavar="FILE.py:NAME", help="The custom feature map of the teacher, if it has one."
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="The number of training steps.")] = None,
     copies: Annotated[
-        int | None, typer.Option(help="Number of augmented copies per image.")
+        int | None, typer.Option(help="The number of augmented copies of an image.")
     ] = None,
     flip: Annotated[
-        bool, typer.Option("--flip", help="Also mirror copies (not for digits or letters).")
+        bool, typer.Option("--flip", help="Also mirror the copies. Not for digits or letters.")
     ] = False,
-    dataset: Annotated[str | None, typer.Option(help="The data set with the test images.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
     download: given.Download = False,
     output: Annotated[Path, path_option("The file to write the network to.")] = Path(
         "student.safetensors"
     ),
 ) -> None:
-    """Train a network only on a synthetic set.
+    """Train a network only on synthetic images.
 
-    `fedsynth.load_model` reads the file. The set's guarantee holds for the network, if there is no
-    teacher or the teacher is the set's model.
+    `fedsynth.load_model` reads the file. The privacy guarantee of the images also holds for the
+    network if there is no teacher, or if the teacher is the model in SET.
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
@@ -263,7 +264,7 @@ def student(
         right = 100 * result.accuracy_on(test)
         print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
         if "test_folder" in data:
-            note("if these images are private, this accuracy is not covered by the guarantee")
+            note("the guarantee does not cover this accuracy if these test images are private")
     print(f"student: {output}")
 
 
@@ -271,17 +272,17 @@ def _guarantee(result: Student) -> str:
     from fedsynth.privacy.report.formatting import format_epsilon
 
     if result.synthetic.epsilon is None:
-        return "none: the synthetic set has none"
+        return "none, because the synthetic images have none"
     epsilon = f"ε = {format_epsilon(result.synthetic.epsilon)} at δ = {result.synthetic.delta:g}"
     if not result.guaranteed:
-        return f"unknown: the set has {epsilon}, but the training used more than the set"
+        return f"unknown: the images have {epsilon}, but the training also used other data"
     model = result.architecture.custom_parts.get("model")
     if model is None:
-        return f"{epsilon}, the set's"
-    return f"{epsilon}, the same as the set's, if nothing in {model} comes from private data"
+        return f"{epsilon}, as for the synthetic images"
+    return f"{epsilon}, as for the synthetic images, unless {model} uses private data"
 
 
 def _print_progress(step: int, total: int) -> None:
-    """Prints each tenth of the training to stderr."""
+    """Prints a line to stderr after each tenth of the training."""
     if 10 * step // total > 10 * (step - 1) // total:
         say(f"step {step} of {total}")

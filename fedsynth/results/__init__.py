@@ -1,1 +1,3 @@
-"""Results of runs: folders, checkpoints, verification, export, tables, curves and pages."""
+"""Reads and writes the results of runs: folders, checkpoints, verification, export, tables and
+plots.
+"""

@@ -1,19 +1,20 @@
 """Checkpoints of a simulation, from which a killed run resumes after its last complete round.
 
     simulation_only/checkpoint/
-        checkpoint.json              the round, the rows so far, and which files belong to it
+        checkpoint.json              the metrics of the finished rounds, and a list of the files
         state-ROUND.safetensors      the server's state
-        memory-CLIENT-ROUND.…        a client's memory, from the last round it took part in
-        upload-CLIENT-ROUND.…        the synthetic sets of the last round
-        steps-ROUND-NAME             the checkpoint of a long loop within a round (`loop_checkpoints.py`)
+        memory-CLIENT-ROUND.…        a client's memory after the last round in which it took part
+        upload-CLIENT-ROUND.…        the synthetic images that a client sent in the last round
+        steps-ROUND-NAME             a long loop within a round (see `loop_checkpoints.py`)
 
-`checkpoint.json` is replaced last, atomically, so that there is always one complete checkpoint,
-even if a run is killed or the disk is full. Files that it does not name are removed afterwards.
-Everything is safetensors and JSON, and nothing in it is executed.
+`checkpoint.json` is replaced last, and atomically. There is therefore always one complete
+checkpoint, even if the run is killed or the disk is full. Files that `checkpoint.json` does not
+name are removed afterwards. All files are safetensors or JSON, and reading them executes no code.
 
-A checkpoint has clients' memories and exact accuracies, so it is in `simulation_only`, and is
-deleted when the run ends. It has no keys of noise or masks, and no ledger: a ledger is never
-rewound, and a round that is repeated after its noise was drawn is charged again.
+A checkpoint contains the clients' memories and exact accuracies. It is therefore stored in
+`simulation_only`, and is deleted when the run ends. A checkpoint contains no keys for noise or
+masks, and no privacy ledger. A ledger is never rewound: if a round is repeated after its noise was
+drawn, the ledger is charged again.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _PRUNED = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
 
 @dataclass(frozen=True)
 class ClientMemory(Packed):
-    """A client's memory between rounds.
+    """The tensors that a client keeps between rounds.
 
     Args:
-        memory: its tensors by name.
+        memory: the tensors by name.
     """
 
     memory: Mapping[str, Tensor]
@@ -67,11 +68,13 @@ class Checkpoint:
     """The state from which a run resumes.
 
     Args:
-        rows: the metrics rows of the finished rounds, with what only a simulation may show.
-        state: the server's state after the last of these rounds.
-        memories: the clients' memories, by client; for a checkpoint that was read, only in the
-            files (`CheckpointFolder.memory`).
-        uploads: the synthetic sets of the last round, by client.
+        rows: the metrics of the finished rounds, one row per round. They include the values that
+            only a simulation may show.
+        state: the server's state after the last finished round.
+        memories: the clients' memories, by client index. In a checkpoint that was read from disk,
+            this mapping is empty: `CheckpointFolder.memory` reads each memory from its file.
+        uploads: the synthetic images that each client sent in the last finished round, by client
+            index.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -86,11 +89,12 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoint of one run.
+    """The folder with the checkpoint of one run.
 
     Args:
-        path: the folder; created with the first checkpoint.
-        identity: identifies the run's settings and data; other runs' checkpoints are refused.
+        path: the folder. It is created when the first checkpoint is written.
+        identity: a string that identifies the run's settings and data. A checkpoint with another
+            identity is refused.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -101,15 +105,16 @@ class CheckpointFolder:
     def write(
         self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
     ) -> None:
-        """Replaces the checkpoint.
+        """Replaces the checkpoint with a new one.
 
         Args:
             checkpoint: the state after a round.
-            changed: the clients whose memories differ from the previous checkpoint.
-            stored: the clients whose memories are unchanged in their files.
+            changed: the clients whose memories have changed since the previous checkpoint.
+            stored: the clients whose memories are not in RAM. Their files are kept unchanged.
 
         Raises:
-            OutputError: it cannot be written; the previous checkpoint is intact.
+            OutputError: the checkpoint cannot be written. The previous checkpoint is then still
+                intact.
         """
         number = checkpoint.round
         contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
@@ -145,7 +150,7 @@ class CheckpointFolder:
         """Returns the checkpoint, or None if the run was killed before its first round ended.
 
         Raises:
-            CheckpointError: it is damaged, or of another run.
+            CheckpointError: the checkpoint is damaged, or belongs to another run.
         """
         if not (self.path / POINTER).exists():
             return None
@@ -162,7 +167,7 @@ class CheckpointFolder:
         uploads: dict[int, Message] = {}
         for name, sha256 in pointer["files"].items():
             if not _NAME.fullmatch(name):
-                raise self._damaged(f"it names a file {name!r:.80}")
+                raise self._damaged(f"checkpoint.json lists the unknown file {name!r:.80}")
             content = self._content(name, sha256)
             if name.startswith("state-"):
                 state = method.state.from_bytes(content)
@@ -171,21 +176,21 @@ class CheckpointFolder:
             else:
                 uploads[_client(name)] = method.upload.from_bytes(content)
         if state is None:
-            raise self._damaged("it has no server state")
+            raise self._damaged("the server's state is missing")
         self._files = pointer["files"]
         return Checkpoint(tuple(pointer["rows"]), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
         pointer: dict[str, Any] = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
         if pointer["format"] != FORMAT:
-            raise self._damaged(f"it is not of format {FORMAT}")
+            raise self._damaged(f"{POINTER} does not have format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"the checkpoint in {self.path} has other settings or other data")
+            raise CheckpointError(f"the checkpoint in {self.path} has other settings or data")
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):
-            raise self._damaged("its rows are not of rounds 1, 2, …")
+            raise self._damaged("its metrics are not numbered as rounds 1, 2, …")
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
@@ -200,10 +205,10 @@ class CheckpointFolder:
         return sorted(self._memories())
 
     def memory(self, client: int) -> Memory:
-        """Returns a client's memory from the checkpoint.
+        """Reads the memory of one client from the checkpoint.
 
         Raises:
-            CheckpointError: its file is damaged or missing.
+            CheckpointError: the file with the memory is damaged or missing.
         """
         name = self._memories()[client]
         try:
@@ -212,18 +217,20 @@ class CheckpointFolder:
             raise self._damaged(str(error)) from None
 
     def _memories(self) -> dict[int, str]:
-        """Returns the memory file of each client."""
+        """Returns the name of the memory file of each client."""
         return {_client(name): name for name in self._files if name.startswith("memory-")}
 
     def _prune(self) -> None:
-        """Removes files that belong to no checkpoint; those that cannot be removed do no harm."""
+        """Removes files that belong to no checkpoint. Files that cannot be removed stay: they do no
+        harm.
+        """
         for path in self.path.iterdir():
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
 
     def discard(self) -> None:
-        """Removes the checkpoint, because the run has ended."""
+        """Removes the checkpoint because the run has ended."""
         self._files = {}
         with suppress(OSError):
             (self.path / POINTER).unlink(missing_ok=True)
@@ -236,8 +243,8 @@ class CheckpointFolder:
             yield
         except OSError as error:
             raise OutputError(
-                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; correct "
-                "this, then resume the run from its earlier checkpoint"
+                f"cannot write a checkpoint into {self.path}: {error.strerror or error}. Correct "
+                "this, then resume the run from its previous checkpoint"
             ) from None
 
     def _damaged(self, why: str) -> CheckpointError:
@@ -245,13 +252,13 @@ class CheckpointFolder:
 
 
 PLACE = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",)}
-"""Settings that determine where a run computes, but not its result."""
+"""Settings that determine on which hardware and from which data folder a run computes. They do not
+change the result.
+"""
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings by section, as in config.toml, except those that determine where a run
-    computes.
-    """
+    """Returns the settings by section, as in config.toml, without those listed in `PLACE`."""
     plain: dict[str, Any] = json.loads(json.dumps(settings))  # lists as in TOML, not tuples
     for section, keys in PLACE.items():
         for key in keys:
@@ -262,10 +269,10 @@ def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
 def run_identity(
     settings: RunSettings, train: ImageData, test: ImageData | None, parts: Sequence[Tensor]
 ) -> str:
-    """Returns a hash of a run's settings, data and parts: only the same run may resume a
-    checkpoint.
+    """Returns a hash of a run's settings, images and partition.
 
-    It is an exact function of private data, and is only in the checkpoint.
+    A checkpoint can be resumed only by a run with the same hash. The hash is an exact function of
+    private data, so it is stored only in the checkpoint.
     """
     digest = hashlib.blake2b(digest_size=16)
     text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
@@ -285,5 +292,5 @@ def _hash_of(pointer: Mapping[str, Any]) -> str:
 
 
 def _client(name: str) -> int:
-    """Returns the client index in a file's name."""
+    """Returns the client index that a file name contains."""
     return int(name.split("-")[1].split(".")[0])

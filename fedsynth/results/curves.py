@@ -1,4 +1,4 @@
-"""Learning curves of finished runs: a metric per round against rounds, bytes, seconds or ε."""
+"""Draws learning curves of finished runs: a metric against rounds, uploaded bytes, seconds or ε."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from fedsynth.results.finished import (
 
 
 class Axis(NamedTuple):
-    """An x axis: its label, the key in a round's metrics, a factor, and whether rounds add up."""
+    """A quantity on the x axis of a learning curve.
+
+    Attributes:
+        label: the axis label.
+        key: the key of the quantity in a round's metrics.
+        scale: the factor by which the values are multiplied.
+        cumulative: whether the values of the rounds are added up.
+    """
 
     label: str
     key: str
@@ -38,19 +45,22 @@ AXES: Mapping[str, Axis] = {
     "seconds": Axis("seconds so far", "seconds", cumulative=True),
     "eps": Axis("ε spent", "epsilon"),
 }
-NEEDS_MATPLOTLIB = "a PNG needs matplotlib: pip install 'fedsynth[plots]' (SVG and HTML do not)"
+NEEDS_MATPLOTLIB = (
+    "PNG plots need matplotlib: run pip install 'fedsynth[plots]', or write SVG or HTML"
+)
 
 
 def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
-    """Returns (x, y) of each round that has both.
+    """Returns the points (x, y) of a run's learning curve, one for each round that has both values.
 
     Args:
         run: a finished run.
-        metric: a number in the round's metrics, by its dotted path: "test_accuracy", "local.amp".
-        axis: one of `AXES`.
+        metric: the dotted path of a number in the round's metrics, such as "test_accuracy" or
+            "local.amp".
+        axis: the quantity on the x axis, one of `AXES`.
 
     Raises:
-        RunFolderError: no round has both.
+        RunFolderError: no round has both values.
     """
     _, key, scale, cumulative = AXES[axis]
     points = []
@@ -64,8 +74,8 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
             points.append((total, y))
     if not points:
         raise RunFolderError(
-            f"the run {run.name} has no {metric} by {axis} (a private run has no seconds, and a "
-            "run without a guarantee no ε)"
+            f"no round of the run {run.name} has both {metric} and {axis} (private runs record no "
+            "seconds, and runs without a privacy guarantee record no ε)"
         )
     return points
 
@@ -78,10 +88,11 @@ def curves(
     mean: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
-    """Returns a line for each run or, with `mean`, one for each group of runs that differ only in
-    seeds: their mean, with a band of one sample standard deviation on both sides.
+    """Returns a line for each run, or the mean line of each group of runs.
 
-    Runs without such points are left out and reported to `note`.
+    With `mean`, runs that differ only in their seeds form a group. A band shows one sample standard
+    deviation above and below the mean. Runs that lack the metric or the x values are left out, and
+    `note` receives a message about each of them.
 
     Raises:
         RunFolderError: no run has any points.
@@ -94,7 +105,7 @@ def curves(
         except RunFolderError as error:
             note(f"left out: {error}")
     if not drawn:
-        raise RunFolderError(f"no run has {metric} by {axis}")
+        raise RunFolderError(f"none of these runs has both {metric} and {axis}")
     if not mean:
         named = zip(labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]
@@ -110,7 +121,10 @@ def curves(
 
 
 def _mean_line(name: str, lines: Sequence[Points]) -> Line:
-    """Averages by position: the n-th points of all runs, until the shortest run ends."""
+    """Returns the mean of several lines.
+
+    The n-th points of all lines are averaged. The mean ends where the shortest line ends.
+    """
     if len(lines) == 1:
         return Line(name, lines[0])
     length = min(map(len, lines))
@@ -123,13 +137,13 @@ def _mean_line(name: str, lines: Sequence[Points]) -> Line:
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """Returns the plot as SVG, for a page."""
+    """Returns a plot of the lines as SVG text, for an HTML page."""
     share = is_share(metric)
     return line_plot(lines, x=AXES[axis].label, y=words_of(metric), from_zero=False, percent=share)
 
 
 def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None:
-    """Writes the plot as a PNG file, with matplotlib.
+    """Writes a plot of the lines as a PNG file, with matplotlib.
 
     Raises:
         OutputError: matplotlib is not installed, or the file cannot be written.

@@ -1,7 +1,9 @@
-"""Filters the metrics rows and the summary of a private run: only declared keys may be shown.
+"""Checks which metrics of a private run may be shown.
 
-The engine declares its keys here, a method declares those of its facts (`Method.metric_privacy`). An
-undeclared key is refused; one that only a simulation may show goes only into `simulation_only`.
+Every key in a round's metrics and in the summary must be declared with a privacy label. This module
+declares the keys that fedsynth itself writes. A method declares the keys of its own metrics in
+`Method.metric_privacy`. An undeclared key is refused. Values that only a simulation may show are
+written only to the folder `simulation_only`.
 """
 
 from __future__ import annotations
@@ -25,24 +27,27 @@ from fedsynth.privacy.disclosure import (
 from fedsynth.privacy.errors import UnaccountedReleaseError
 
 LOCAL = "local"
-"""Key of a row: metrics on the clients' local test splits."""
+"""Key in a round's metrics: the accuracies on the clients' own test splits."""
 PRIVATE_TEST = "private_test"
-"""Key of a row: metrics on a private test set."""
+"""Key in a round's metrics: the accuracies on a private test set."""
 COMMON = "common_model_accuracy"
-"""Key of a row: the test accuracy of the common model, if clients end with personal models."""
+"""Key in a round's metrics: the test accuracy of the common model. It is used for methods in which
+each client ends with a personal model.
+"""
 ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
 """Keys of metrics that are measured on the test set."""
 SOURCES = "sources"
-"""Key of a summary: the custom code files of model and method."""
+"""Key in a summary: the files with the user's code for the method, the model and the feature map.
+"""
 MODELS = "models"
-"""Key of a row: a row for each of the method's variants, by name."""
+"""Key in a round's metrics: the metrics of each variant of the method's model, by variant name."""
 LOST = "lost"
-"""Key of a row: the clients that did not answer, with the reasons."""
+"""Key in a round's metrics: the clients that did not answer, with the reasons."""
 REJECTED = "rejected"
-"""Key of a row: the clients whose uploads could not be used, with the reasons."""
+"""Key in a round's metrics: the clients whose uploads could not be used, with the reasons."""
 NOT_COUNTED = "not_counted"
-"""Key of a row of a round below the quorum: the exchange, the number of usable uploads, and the
-number needed.
+"""Key in the metrics of a round that had too few usable uploads. Its value states the exchange, the
+number of usable uploads, and the number required.
 """
 
 Declared = Mapping[str, Disclosure]
@@ -71,9 +76,9 @@ ROW: Declared = {
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
 }
-"""Keys of a round's row, in addition to those that the method declares."""
+"""Keys that a round's metrics may have in addition to those that the method declares."""
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
-"""Keys of the row of one of a method's variants."""
+"""Keys that the metrics of one model variant may have."""
 _PLANNED_KEYS = ("method", "settings", "dataset", "seed", "test_data", "rounds")
 _ROW_KEYS = (COMMON, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
 SUMMARY: Declared = {
@@ -84,50 +89,51 @@ SUMMARY: Declared = {
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),
 }
-"""Keys of summary.json, in addition to those that the method declares."""
+"""Keys that summary.json may have in addition to those that the method declares."""
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """Returns the keys that a round's row of this method may have."""
+    """Returns the keys that the metrics of a round may have with this method."""
     return {**method.metric_privacy, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
-    """Returns the keys that this method's summary may have."""
+    """Returns the keys that the summary of a run with this method may have."""
     if GENERATOR in method.metric_privacy:
         return {GENERATOR: method.metric_privacy[GENERATOR], **SUMMARY}
     return SUMMARY
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
-    """Yields what is wrong with the keys and the shapes of a row that was shown."""
+    """Yields a problem for each key of published metrics that is not allowed or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
             yield f"has {key!r:.80}, which may not be shown"
         elif not declared[key].fits(value):
-            yield f"has {key} in a shape that was not declared"
+            yield f"has {key} with a type or shape other than the declared one"
 
 
 def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
-    """Returns a method's facts, after checking that their keys are declared and not the engine's.
+    """Checks the keys of a method's metrics, and returns the metrics unchanged.
 
     Args:
-        facts: by name.
-        declared: by the method (`Method.metric_privacy`); None without differential privacy.
+        facts: the metrics by name.
+        declared: the keys that the method declares in `Method.metric_privacy`, or None without
+            differential privacy.
 
     Raises:
-        UnaccountedReleaseError: a key is the engine's, or the method did not declare it.
+        UnaccountedReleaseError: a key is reserved for fedsynth, or the method did not declare it.
     """
     for key in facts:
         if key in ROW:
-            raise UnaccountedReleaseError(f"the metric {key!r} of a method is reserved")
+            raise UnaccountedReleaseError(f"the name {key!r} of a metric is reserved")
         if declared is not None and key not in declared:
-            raise UnaccountedReleaseError(f"the metric {key!r} is not in `Method.metric_privacy`")
+            raise UnaccountedReleaseError(f"the metric {key!r} must be in `Method.metric_privacy`")
     return facts
 
 
 def finite(value: Any) -> Any:
-    """Returns a JSON value with None in place of non-finite numbers, which JSON does not have."""
+    """Returns a JSON value in which None replaces infinities and NaN, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,12 +145,12 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Disclosed:
-    """A row of metrics, or a summary, as a run may write it.
+    """The metrics of a round, or a summary, split by who may see them.
 
     Attributes:
-        public: what may be shown.
-        simulation_only: what only a simulation may show; empty without privacy, when all may be
-            shown.
+        public: the values that may be shown to anyone.
+        simulation_only: the values that only a simulation may show. This mapping is empty without
+            differential privacy, because all values may then be shown.
     """
 
     public: Mapping[str, Any]
@@ -152,17 +158,18 @@ class Disclosed:
 
 
 def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-    """Splits a row into what may be shown and what only a simulation may show.
+    """Splits metrics into those that may be shown and those that only a simulation may show.
 
-    The rows of variants are split in the same way: `public` has the part of each row that may be
-    shown, `simulation_only` has the full rows.
+    The metrics of model variants are split in the same way. `public` then contains the part of each
+    variant's metrics that may be shown, and `simulation_only` contains all of them.
 
     Args:
-        values: the row.
-        declared: the disclosure of each key; None without differential privacy.
+        values: the metrics by key.
+        declared: the privacy label of each key, or None without differential privacy.
 
     Raises:
-        UnaccountedReleaseError: a key is undeclared, or a value has another shape than declared.
+        UnaccountedReleaseError: a key is not declared, or a value does not have the declared type
+            or shape.
     """
     if declared is None:
         return Disclosed(dict(values))
@@ -170,11 +177,11 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
-            raise UnaccountedReleaseError(f"the metric {key!r} is not in `Method.metric_privacy`")
+            raise UnaccountedReleaseError(f"the metric {key!r} must be in `Method.metric_privacy`")
         if not declared[key].may_be_shown:
             hidden[key] = value
         elif not declared[key].fits(value):
-            reason = "has another shape than `Method.metric_privacy` declares"
+            reason = "must have the type and shape that `Method.metric_privacy` declares"
             raise UnaccountedReleaseError(f"the metric {key!r} {reason}")
         else:
             public[key] = value
@@ -187,7 +194,9 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns what a row states about clients whose uploads were not used, in ascending order."""
+    """Returns the entries of a round's metrics about clients whose uploads were not used. The
+    clients are in ascending order.
+    """
     row: dict[str, Any] = {}
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
         if reasons:
@@ -199,8 +208,8 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Returns what `lost_clients` states, as text: "lost 0 (crashed)", "rejected 3 (weight is -1,
-    …)".
+    """Returns the entries made by `lost_clients` as text, such as "lost 0 (crashed)" or "rejected 3
+    (weight is -1, …)".
     """
     texts = []
     for key in (LOST, REJECTED):

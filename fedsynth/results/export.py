@@ -1,5 +1,7 @@
-"""Exports the synthetic images of a run with their report and a README into a separate folder, and
-nothing else (`fedsynth.data.shared_set` has the list).
+"""Exports the synthetic images of a run into a separate folder that may be shared.
+
+The folder contains the images, their privacy report and a README. It contains nothing else from the
+run folder. `fedsynth.data.shared_set` lists the files.
 """
 
 from __future__ import annotations
@@ -63,16 +65,16 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """A run's synthetic images, and what is exported with them.
+    """The synthetic images of a run, and everything that is exported with them.
 
     Attributes:
-        synthetic: the images, with their guarantee.
-        made_by: the package's version and the method.
-        report: the privacy report; None without differential privacy.
-        accuracy: the accuracy of the run's model on test images; None: not measured.
-        trained_on_images: whether that model was trained on these images.
-        model: the model and its architecture; None: the model is not exported.
-        public_test: whether the test images are public; False also if the run does not state it.
+        synthetic: the images, with their privacy guarantee.
+        made_by: the version of fedsynth and the name of the method.
+        report: the privacy report, or None without differential privacy.
+        accuracy: the accuracy of the run's model on test images, or None if it was not measured.
+        trained_on_images: whether the run's model was trained on these synthetic images.
+        model: the model and its architecture, or None if the model is not exported.
+        public_test: whether the test images are public. False if the run does not say so.
     """
 
     synthetic: SharedSet
@@ -92,28 +94,31 @@ def export_run(
     with_model: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes the part of a finished run that may be released: synthetic images, their report,
-    hashes.
+    """Writes the part of a finished run that may be released into a new folder.
 
-    The folder has no settings (except the model's and its method's, with the model), ledgers, paths
-    or names of the run, and no number about the private data that the report does not state.
+    The folder contains the synthetic images, their privacy report and hashes of the files. It
+    contains no ledgers, no paths or names from the run, and no number about the private data that
+    the report does not state. Settings are included only with the model: those of the model and of
+    its method.
 
     Args:
-        run: the run's folder.
+        run: the run folder.
         out: the folder to create.
-        unprotected: also export a run without a guarantee, whose images may show real ones.
-        with_model: also export the model, with its architecture's settings (`load_model(out)`). It
-            is computed from the clients' releases, like the images, and has the same guarantee.
-            FedStats' model can label augmented copies of the images for training on them.
-        method: the class of a method that fedsynth does not know by name.
+        unprotected: if True, also exports a run without a privacy guarantee. Its images may reveal
+            real images.
+        with_model: if True, also exports the model and its architecture, so that `load_model(out)`
+            can read it. Like the images, the model is computed from the clients' releases, and so
+            has the same guarantee. A FedStats model can label augmented copies of the images for
+            training.
+        method: the class of the run's method, if fedsynth does not know the method by name.
 
     Returns:
         `out`.
 
     Raises:
-        OutputError: the run made no synthetic images, did not finish, or guarantees nothing
-            (without `unprotected`); `out` exists, or cannot be written.
-        PrivacyError: the run's report does not follow from its ledgers.
+        OutputError: the run made no synthetic images or did not finish, the run has no privacy
+            guarantee and `unprotected` is False, or `out` exists or cannot be written.
+        PrivacyError: the run's privacy report does not follow from its ledgers.
 
     >>> export_run("/no/such/run", "share")
     Traceback (most recent call last):
@@ -139,13 +144,13 @@ def export_run(
 
 
 def require_new(target: Path) -> None:
-    """Raises an error if a folder is not empty.
+    """Checks that a folder does not exist or is empty.
 
     Raises:
-        OutputError: names the folder.
+        OutputError: the folder contains files, or the path is a file.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OutputError(f"{target} already exists: name a new or empty folder")
+        raise OutputError(f"{target} already exists and is not empty: name a new or empty folder")
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -162,12 +167,12 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     if not guarantee and not unprotected:
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee: its images may reveal real ones (to "
-            f"export them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
+            f"the run in {folder} has no privacy guarantee, so its images may reveal real ones. To "
+            f"export them nevertheless, use --{UNPROTECTED} or {UNPROTECTED}=True"
         )
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} has no synthetic images: {name} made none")
+        raise OutputError(f"the run in {folder} has no synthetic images, because {name} makes none")
     try:
         synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
@@ -189,12 +194,14 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 
 
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
-    """Returns the run's report; it must follow from its ledgers."""
+    """Returns the run's privacy report, after checking that it follows from the settings and
+    ledgers.
+    """
     problems = verify_run(folder, method=method).problems
     if problems:
         raise PrivacyError(
             f"the privacy report of {folder} does not follow from its settings and ledgers "
-            f"({one_line(problems[0])}): fedsynth privacy verify {folder} prints the details"
+            f"({one_line(problems[0])}); run fedsynth privacy verify {folder} for the details"
         )
     return sound_report(folder)
 
@@ -230,7 +237,7 @@ def _write(share: Share, out: Path) -> None:
 
 
 def readme(share: Share) -> str:
-    """Returns the README, which the recipient reads first."""
+    """Returns the text of the README for the recipients of the folder."""
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]
@@ -255,7 +262,7 @@ def readme(share: Share) -> str:
 
 
 def folder_names(class_names: Sequence[str]) -> list[str]:
-    """Returns a folder's name for each class, in the classes' order.
+    """Returns the name of the image folder of each class, in the order of the classes.
 
     >>> folder_names(["T-shirt/top", "Trouser"])
     ['00-T-shirt_top', '01-Trouser']
@@ -269,7 +276,9 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 
 
 def _draw(synthetic: SharedSet, folder: Path) -> None:
-    """Writes each image as a PNG into its class's folder, if the images have 1 or 3 channels."""
+    """Writes each image as a PNG file into the folder of its class. Writes nothing unless the
+    images have 1 or 3 channels.
+    """
     if synthetic.spec.channels not in (1, 3):
         return
     images_NCHW = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8)

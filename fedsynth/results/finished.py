@@ -1,7 +1,7 @@
-"""Finished runs for comparison: their summaries, settings and rounds, the settings in which they
-differ, names that distinguish them, and their results as table rows.
+"""Reads finished runs and compares them.
 
-The content of a run folder is untrusted input, so its types are checked.
+This module finds the settings in which runs differ, gives each run a short name, and puts the
+results into table rows. A run folder is untrusted input, so the types of all values are checked.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ QUIET = (
     "report.purpose",
     "report.sites",
 )
-"""Settings that are shown elsewhere or do not affect a result."""
+"""Settings that are left out of comparisons. They do not affect a result, or are shown elsewhere.
+"""
 SEEDS = ("run.seed", "partition.seed")
 MAX_LABEL = 36
-"""Maximum length of a run's name in a legend or a heading, in characters, without its number."""
+"""Maximum length of a run's name in a legend or heading, in characters. A number after the name is
+not counted.
+"""
 NONE = "–"
 _SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
 
 
 class RunFolderError(FedsynthError):
-    """The folder is not that of a finished run, or its files are damaged."""
+    """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
 
 
 class _Part(BaseModel):
-    """A part of a summary. Unknown keys are ignored; a key may be missing."""
+    """Base class for the parts of a summary. Unknown keys are ignored, and a key may be missing."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Local(_Part):
-    """Metrics on the clients' own test splits."""
+    """The metrics on the clients' own test splits."""
 
     amp: float
     wlp: float
@@ -65,7 +68,7 @@ class Guarantee(_Part):
 
 
 class Summary(_Part):
-    """The fields of a run's summary.json that are shown, with types and ranges."""
+    """The fields of a run's summary.json that are shown, with their types and ranges."""
 
     method: str | None = None
     dataset: str | None = None
@@ -83,11 +86,12 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: its folder.
+        folder: the run folder.
         summary: the fields of summary.json that are shown.
-        settings: "section.key" → value, from config.toml.
-        rows: metrics of each round, from metrics.jsonl.
-        hidden: metrics of each round from simulation_only, for a private run.
+        settings: the settings in config.toml, with keys such as "run.rounds".
+        rows: the metrics of each round, from metrics.jsonl.
+        hidden: the metrics of each round from the folder simulation_only. Only a private run has
+            them.
     """
 
     folder: Path
@@ -98,7 +102,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Reads a run's folder.
+        """Reads the folder of a finished run.
 
         Raises:
             RunFolderError, ConfigFileError: a file is missing or damaged.
@@ -108,7 +112,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method's name, as the summary states it."""
+        """The name of the method in the run's summary."""
         return str(self.summary.get("method"))
 
     @property
@@ -122,20 +126,25 @@ class Run:
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; None without any, and for fewer than two."""
+    """The mean and the sample standard deviation over seeds.
+
+    Attributes:
+        mean: the mean, or None if there are no values.
+        std: the sample standard deviation, or None if there are fewer than two values.
+    """
 
     mean: float | None
     std: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Returns the spread of these values."""
+        """Computes the mean and the standard deviation of some values."""
         if len(values) > 1:
             return cls(statistics.fmean(values), statistics.stdev(values))
         return cls(values[0] if values else None, None)
 
     def format(self, scale: float, digits: int) -> str:
-        """Returns "mean ± std"."""
+        """Returns the text "mean ± std"."""
         if self.mean is None:
             return NONE
         text = f"{scale * self.mean:,.{digits}f}"
@@ -145,9 +154,12 @@ class Spread(NamedTuple):
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Returns the folder itself if it is a finished run's, otherwise the finished runs directly
-    below it, ordered by time: the time stamp in the name, and within a second the modification time
-    of summary.json."""
+    """Returns the finished runs in a folder, ordered by time.
+
+    If the folder is itself that of a finished run, the list contains only this folder. Otherwise
+    the list contains the finished runs directly below it. They are ordered by the time stamp in
+    their names, and runs of the same second by the modification time of summary.json.
+    """
     if (folder / "summary.json").is_file():
         return [folder]
     summaries = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
@@ -156,11 +168,12 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def finished_runs(folders: Sequence[Path]) -> list[Path]:
-    """Returns the finished runs in these folders. Each may be a run, a folder of runs, or a sweep,
-    whose runs are one level deeper.
+    """Returns the finished runs in several folders.
+
+    Each folder may be a run, a folder of runs, or a sweep, whose runs are one level deeper.
 
     Raises:
-        RunFolderError: there is none.
+        RunFolderError: a folder does not exist, or no finished run was found.
     """
     runs: list[Path] = []
     for folder in folders:
@@ -170,15 +183,15 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
         deeper = [run for inner in below for run in run_folders(inner)]
         runs += run_folders(folder) or deeper
     if not runs:
-        raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in folders)}")
+        raise RunFolderError(f"there is no finished run in {', '.join(map(str, folders))}")
     return runs
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Returns the content of a run's summary.json.
+    """Reads the summary.json of a run.
 
     Raises:
-        RunFolderError: the file cannot be read, or is no summary.
+        RunFolderError: the file cannot be read, or its content is not a run's summary.
     """
     path = folder / "summary.json"
     try:
@@ -196,7 +209,9 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Returns "section.key" → value of a run's config.toml; empty without one."""
+    """Reads the settings in a run's config.toml, with keys such as "run.rounds". Returns an empty
+    dictionary if there is no config.toml.
+    """
     path = folder / CONFIG
     sections = read_sections(path) if path.is_file() else {}
     return {
@@ -207,7 +222,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
-    """Returns the number at a dotted path such as "local.amp", or None if there is none."""
+    """Returns the number at a dotted path such as "local.amp", or None if the path leads to no
+    number.
+    """
     value: Any = values
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -223,7 +240,7 @@ def _rows(file: Path) -> Rows:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {_reason(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
-        raise RunFolderError(f"{file} is damaged: a line is not a round's metrics")
+        raise RunFolderError(f"{file} is damaged: a line does not contain a round's metrics")
     return rows
 
 
@@ -231,8 +248,11 @@ def _rows(file: Path) -> Rows:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns each run's settings that differ: the method's settings between runs of the same
-    method, all others between all runs. Their names are as short as on the command line."""
+    """Returns, for each run, the settings that differ between the runs.
+
+    The settings of a method are compared only between runs of the same method. All other settings
+    are compared between all runs. The keys are as short as on the command line.
+    """
     differences = []
     for run in runs:
         differ = {}
@@ -253,8 +273,10 @@ def _comparable(key: str, run: Run, other: Run) -> bool:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Returns a short name for each run, for legends and headings: the method, "private" if other
-    runs are not, and the settings that differ, up to `MAX_LABEL` characters. Names that coincide
+    """Returns a short name for each run, for legends and headings.
+
+    A name consists of the method, the word "private" if only some of the runs are private, and the
+    settings that differ. It is cut to `MAX_LABEL` characters. Runs that would have the same name
     are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
@@ -274,8 +296,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Returns the runs in groups that differ only in seeds, in the order of each group's first
-    run."""
+    """Groups runs that differ only in their seeds. The groups are in the order of their first runs."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}
@@ -287,17 +308,19 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def is_share(metric: str) -> bool:
-    """Returns whether a metric is a share, shown in percent."""
+    """Returns True if a metric is a fraction, which is shown in percent."""
     return metric.endswith(_SHARES)
 
 
 def words_of(metric: str) -> str:
-    """Returns a metric's name for an axis or a heading: "local.amp" becomes "local amp"."""
+    """Returns the name of a metric as it appears on an axis or in a heading. For example,
+    "local.amp" becomes "local amp".
+    """
     return metric.replace("_", " ").replace(".", " ")
 
 
 def percent(value: float | None) -> str:
-    """Returns a share in percent; a dash for None."""
+    """Formats a fraction in percent. Returns a dash for None."""
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
@@ -312,12 +335,17 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "MB up": ("upload_bytes", lambda count: f"{count / 1e6:.2f}"),
     "s": ("seconds", "{:.1f}".format),
 }
-"""The path of each value in a summary, and its format, by heading."""
+"""The columns of the table of runs. Each heading has the path of the value in the summary, and a
+function that formats the value.
+"""
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns the headings, then a row for each run: its method, and the columns in which a run has
-    a value."""
+    """Returns a table of runs: a row with the headings, then a row for each run.
+
+    The first column is the method. The other columns are those of `_COLUMNS` in which at least one
+    run has a value.
+    """
     rows = [["method"], *([run.method] for run in runs)]
     for heading, (path, show) in _COLUMNS.items():
         values = [value_at(run.summary, path) for run in runs]
@@ -329,8 +357,9 @@ def overview(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as lines of aligned columns, each as wide as its longest cell; nothing is
-    cut."""
+    """Formats rows as lines of text with aligned columns. Each column is as wide as its longest
+    cell, and no text is cut.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

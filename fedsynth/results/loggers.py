@@ -1,8 +1,9 @@
-"""Observers that log a run's rounds for other tools: CSV, TensorBoard, Weights & Biases, MLflow.
+"""Logs the rounds of a run for other tools: as CSV, or to TensorBoard, Weights & Biases or MLflow.
 
-They receive the same values as metrics.jsonl: of a private run nothing that only a simulation may
-show. The last three add a time stamp to each entry, and time may reveal something about private
-data. Their files are therefore outside the run folder, and a private run prints a warning.
+The loggers receive the same values as metrics.jsonl. For a private run, these exclude the values
+that only a simulation may show. All loggers except CSV add a time stamp to each entry, and the
+duration of a round may reveal something about private data. The logs are therefore written outside
+the run folder, and a private run prints a warning.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from fedsynth.privacy.files import read_text, write_whole
 from fedsynth.validation import check_choice
 
 TIMES = (
-    "warning: {names} add the time to each entry, and the duration of a round may reveal "
-    "information about private data: the guarantee does not cover these logs"
+    "warning: logging to {names} records the time of each round. Times may reveal information "
+    "about private data, so the privacy guarantee does not cover these logs"
 )
 Numbers = Mapping[str, float]
 
 
 def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns the numbers in a round's row by their paths; other values are left out.
+    """Returns the numbers in a round's metrics by their paths. Values that are not numbers are left
+    out.
 
     >>> numbers_of({"round": 1, "local": {"amp": 0.5}, "participants": [0, 1], "note": "x"})
     {'round': 1.0, 'local/amp': 0.5}
@@ -47,11 +49,14 @@ def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Several(Observer):
-    """Passes events to several observers. A logger that fails after the run has begun (a full disk,
-    a service that does not answer) is removed, with a note to the others; the run continues.
+    """Passes each event of a run to several observers.
+
+    A logger may fail after the run has begun, for example because of a full disk or a service that
+    does not answer. The logger is then removed, the other observers receive a note, and the run
+    continues.
 
     Args:
-        observers: in the order in which they receive events.
+        observers: the observers, in the order in which they receive events.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -89,14 +94,15 @@ class Logger(Observer):
     """Base class of the loggers.
 
     Args:
-        base: the folder below which each logger writes into its own folder.
+        base: the parent folder of the logs. Each logger writes into its own folder below it.
 
     Attributes:
-        name: the logger's name for `--log`.
-        module: the module that it needs; empty: none.
+        name: the logger's name for the option `--log`.
+        module: the Python module that the logger needs, or an empty string.
+        stamps_times: whether the logger adds the time to each entry.
 
     Raises:
-        OutputError: the library is not installed, or cannot be imported.
+        OutputError: the logger's library is not installed, or cannot be imported.
     """
 
     name = ""
@@ -110,10 +116,11 @@ class Logger(Observer):
             self._library: Any = import_module(self.module) if self.module else None
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        """Begins to log.
+        """Opens the log.
 
         Raises:
-            OutputError: the library refuses: no rights, no key, no server.
+            OutputError: the log cannot be opened, for example because a file cannot be written, an
+                API key is missing or a server does not answer.
         """
         parameters = {
             f"{section}.{key}": value
@@ -130,7 +137,7 @@ class Logger(Observer):
             yield
         except ImportError:
             raise OutputError(
-                f"logging to {self.name} needs its library: pip install 'fedsynth[{self.name}]'"
+                f"logging to {self.name} needs a library: run pip install 'fedsynth[{self.name}]'"
             ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
@@ -144,7 +151,7 @@ class Logger(Observer):
             self._close(numbers_of(summary or {}), finished=summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Returns the open log, which `_write` and `_close` use as `_log`."""
+        """Opens the log and returns it. `_write` and `_close` find it in `_log`."""
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:
@@ -155,8 +162,10 @@ class Logger(Observer):
 
 
 class CsvLogger(Logger):
-    """BASE/csv/RUN.csv: a line for each round, a column for each number that any round has, and no
-    time stamps."""
+    """Writes the CSV file BASE/csv/RUN.csv, without time stamps.
+
+    The file has a line for each round, and a column for each number that occurs in any round.
+    """
 
     name = "csv"
     stamps_times = False
@@ -185,7 +194,10 @@ class CsvLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """BASE/tensorboard/RUN: `tensorboard --logdir BASE/tensorboard` shows all runs."""
+    """Logs to the folder BASE/tensorboard/RUN.
+
+    The command `tensorboard --logdir BASE/tensorboard` shows all runs.
+    """
 
     name = "tensorboard"
     module = "torch.utils.tensorboard"
@@ -206,8 +218,10 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run of project fedsynth, with files below BASE/wandb. WANDB_MODE, WANDB_PROJECT and the
-    other environment variables of Weights & Biases apply."""
+    """Logs to Weights & Biases, in the project fedsynth, with files below BASE/wandb.
+
+    The library's environment variables, such as WANDB_MODE and WANDB_PROJECT, apply.
+    """
 
     name = "wandb"
     module = "wandb"
@@ -233,8 +247,11 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    """A run of experiment fedsynth: at MLFLOW_TRACKING_URI if it is set, otherwise in
-    BASE/mlflow.db (`mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db`)."""
+    """Logs to MLflow, in the experiment fedsynth.
+
+    The log is at MLFLOW_TRACKING_URI if this variable is set. Otherwise it is in BASE/mlflow.db,
+    and `mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db` shows it.
+    """
 
     name = "mlflow"
     module = "mlflow.tracking"
@@ -269,17 +286,17 @@ LOGGERS: Mapping[str, type[Logger]] = {
 def make_loggers(
     names: Sequence[str], base: Path, *, private: bool, note: Callable[[str], None]
 ) -> list[Logger]:
-    """Returns loggers by name.
+    """Makes loggers by their names.
 
     Args:
-        names: of `LOGGERS`.
-        base: the folder below which they write.
+        names: names in `LOGGERS`. A repeated name has no effect.
+        base: the parent folder of the logs.
         private: whether the run has differential privacy.
-        note: receives a warning if a private run's log has time stamps.
+        note: receives a warning if the log of a private run has time stamps.
 
     Raises:
-        UnknownNameError: no such logger.
-        OutputError: a logger's library is not installed.
+        UnknownNameError: there is no logger with such a name.
+        OutputError: the library of a logger is not installed.
     """
     for name in names:
         check_choice(None, "log", name, tuple(LOGGERS))

@@ -1,8 +1,9 @@
-"""Checkpoints of the long loops within a round, next to the checkpoint of the previous round, and
-finished trainings that several runs share, in a common folder.
+"""Checkpoints of the long loops within a round, and a cache of finished trainings.
 
-A file is a `LoopState` preceded by its hash, which also covers the run's settings and data. A file
-that is damaged or of another run is ignored, and the loop starts from scratch.
+The checkpoints of loops are stored next to the checkpoint of the previous round. Finished trainings
+that several runs can reuse are stored in a common folder. Each file contains a `LoopState` after a
+hash that also covers the run's settings and data. A file that is damaged or belongs to another run
+is ignored, and the loop then starts from the beginning.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from fedsynth.results.checkpoint import CheckpointFolder
 from fedsynth.training.loop import LoopCheckpointer, Tensors
 
 FORMAT = 1
-"""Version of the files; files of another version are ignored."""
+"""The version of the file format. Files of other versions are ignored."""
 HASH_BYTES = 32
 SHARED_TIME_RATIO = 0.1
-"""A loop is shared if it took at least this share of the time between two writes."""
+"""A finished training is stored in the common folder if it took at least this fraction of the time
+between two writes.
+"""
 WRITE_COST_RATIO = 20
-"""The time between two writes is at least this many times the duration of the last write, …"""
+"""The time between two writes is at least this many times the duration of the last write."""
 MAX_PAUSE_RATIO = 10
-"""… but at most this many times the usual time between writes."""
+"""A slow write extends the time between two writes to at most this many times the usual time."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class LoopState(Packed):
     """The checkpoint of a loop.
 
     Args:
-        tensors: the loop's state, by name.
+        tensors: the tensors from which the loop can resume, by name.
         step: the number of finished steps.
-        seconds: the time that these steps have taken.
+        seconds: the time that these steps took, in seconds.
     """
 
     tensors: Mapping[str, Tensor]
@@ -50,18 +53,19 @@ class LoopState(Packed):
 
 
 class LoopCheckpoints:
-    """The loop checkpoints of one round.
+    """Reads and writes the checkpoints of the loops within one round.
 
     Args:
-        folder: the run's checkpoint folder.
+        folder: the folder with the run's checkpoint.
         number: the round number.
         seconds: the minimum time between two writes.
-        shared: the folder of trainings that several runs share; None: no sharing.
+        shared: the folder with trainings that several runs can reuse, or None if there is no such
+            folder.
 
     Attributes:
-        shared: a `TrainingCache`, or None.
-        resumed_seconds: seconds that other processes have spent on the loops that were resumed,
-            also for this run.
+        shared: the `TrainingCache` of the folder `shared`, or None.
+        resumed_seconds: the time in seconds that other processes have spent on the loops that were
+            resumed. It includes earlier processes of the same run.
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class LoopCheckpoints:
         self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns the saved step and tensors of a loop, or None, and starts its clock. A second
-        loop with the same name is a different one.
+        """Starts the clock of a loop, and returns its saved step and tensors, or None if nothing
+        was saved.
+
+        If the same name is loaded twice, the second call is for a different loop.
         """
         path = self._folder.path / f"steps-{self._number}-{name}"
         if name in self._paths:
@@ -95,20 +101,22 @@ class LoopCheckpoints:
         return self.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
-        """Writes the tensors, and those of finished loops, if the last write was long enough ago.
+        """Writes a checkpoint of a loop if enough time has passed since the last write.
+
+        The states of finished loops that still wait to be written are written at the same time.
 
         Raises:
-            OutputError: they cannot be written.
+            OutputError: the files cannot be written.
         """
         if self._is_due():
             state = LoopState(tensors(), step, self.seconds_of(name))
             self._write({**self._finished, self._paths[name]: state})
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Queues a finished loop's tensors for the next write.
+        """Saves the result of a finished loop with the next write.
 
         Raises:
-            OutputError: they cannot be written.
+            OutputError: the files cannot be written.
         """
         state = LoopState(tensors(), steps, self.seconds_of(name))
         self._finished[self._paths[name]] = state
@@ -116,11 +124,11 @@ class LoopCheckpoints:
             self._write(self._finished)
 
     def seconds_of(self, name: str) -> float:
-        """Returns the time in seconds that a loop has taken so far."""
+        """Returns the time that a loop has taken so far, in seconds."""
         return time.monotonic() - self._started[name]
 
     def resume_from(self, state: LoopState) -> tuple[int, Mapping[str, Tensor]]:
-        """Returns the step and tensors from which a loop resumes, and counts their seconds."""
+        """Returns the step and tensors of a saved loop, and adds its duration to `resumed_seconds`."""
         self.resumed_seconds += state.seconds
         return int(state.step), state.tensors
 
@@ -140,13 +148,14 @@ class LoopCheckpoints:
 
 
 class TrainingCache:
-    """Trainings whose names determine their results: finished ones are read from, and written to,
-    the shared folder.
+    """Reads and writes finished trainings in a folder that several runs share.
+
+    The name of a training must determine its result.
 
     Args:
-        checkpoints: saves unfinished loops, for this run only.
+        checkpoints: saves unfinished trainings. Only this run can read them.
         folder: the shared folder.
-        min_seconds: the minimum duration of a loop that is shared.
+        min_seconds: the minimum duration of a training that is stored in the shared folder.
     """
 
     shared: LoopCheckpointer | None = None
@@ -158,7 +167,9 @@ class TrainingCache:
         self._cached: set[str] = set()
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns the finished loop, or else this run's checkpoint of it."""
+        """Returns the finished training from the shared folder, or else the checkpoint from this
+        run.
+        """
         state = read_loop_state(self._folder / name, "")
         if state is None:
             return self._checkpoints.load(name)
@@ -166,12 +177,14 @@ class TrainingCache:
         return self._checkpoints.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
-        """Writes the checkpoint for this run only."""
+        """Writes a checkpoint of an unfinished training, which only this run can read."""
         self._checkpoints.offer(name, step, tensors)
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Shares the finished loop with all runs if it was long; if the folder cannot be written,
-        saves it for this run only.
+        """Stores a finished training in the shared folder if it took long enough.
+
+        A shorter training is saved only for this run. So is every training if the shared folder
+        cannot be written.
         """
         if name in self._cached:
             return
@@ -192,7 +205,9 @@ class TrainingCache:
 
 
 def read_loop_state(path: Path, identity: str) -> LoopState | None:
-    """Returns the content of a file, or None if it is missing, damaged, or of another run."""
+    """Reads the checkpoint of a loop. Returns None if the file is missing, damaged, or belongs to
+    another run.
+    """
     try:
         content = read_regular(path, MAX_TENSORS_BYTES)
         if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:

@@ -1,7 +1,7 @@
-"""Measures a federation's models on the test set and on the clients' local test splits.
+"""Measures the accuracy of a run's models on the test set and on the clients' own test splits.
 
-Accuracies on the clients' splits and on a private test set are exact functions of private data:
-with differential privacy they go only into `simulation_only`.
+Accuracies on the clients' splits and on a private test set are exact functions of private data.
+With differential privacy, they are written only to the folder `simulation_only`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FINAL = "model"
 
 
 class Figures(Protocol):
-    """Computes figures about a run (`RunRecord.figures`)."""
+    """A function that computes metrics about a run and handles errors, as `RunRecord.figures` does."""
 
     def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
 
@@ -34,11 +34,11 @@ class Measure:
     """Measures the models of one run.
 
     Args:
-        method: determines the models.
-        exchange: the exchange with the clients.
-        test: the test set, on the run's device; None: there is none.
+        method: the run's method, which determines the models to measure.
+        exchange: the connection to the clients, which test models on their own splits.
+        test: the test set, on the run's device, or None.
         hidden: whether differential privacy protects the test set.
-        local: whether clients have local test splits.
+        local: whether the clients have their own test splits.
     """
 
     method: Method
@@ -49,11 +49,13 @@ class Measure:
 
     @property
     def accuracy_name(self) -> str:
-        """The key of the accuracy on the test set in a row."""
+        """The key of the test accuracy in a round's metrics."""
         return COMMON if self.method.personal else "test_accuracy"
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
-        """Returns the metrics of a round's model, and of each variant under `models`."""
+        """Returns the metrics of a round's model. The entry `models` has the metrics of each model
+        variant.
+        """
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
         if not models:
@@ -72,7 +74,9 @@ class Measure:
         context: RoundContext,
         figures: Figures,
     ) -> float | None:
-        """Returns the last round's accuracy, measured now if it was not yet, or None if it cannot
+        """Returns the test accuracy after the last round.
+
+        The accuracy is measured now if the last round was not evaluated. Returns None if it cannot
         be measured.
         """
         if not metrics or self.test is None:
@@ -89,7 +93,7 @@ class Measure:
         context: RoundContext,
         figures: Figures,
     ) -> dict[str, dict[str, Any]]:
-        """Returns the metrics of each model on the test set and on the clients' splits."""
+        """Returns the metrics of each model on the test set and on the clients' own test splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
         if self.test is not None:
             for name, parameters in models.items():
@@ -105,7 +109,10 @@ class Measure:
     def _on_splits(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> dict[str, Any]:
-        """Returns the clients' accuracies of each model; empty if no client has a test record."""
+        """Returns the metrics of each model on the clients' own test splits.
+
+        The dictionary is empty if no client has a test record.
+        """
         clients = self.exchange.evaluate(models, context)
         tested = [client.tested for client in clients]
         sizes = [client.size for client in clients]
@@ -119,11 +126,11 @@ class Measure:
     def _on_test(
         self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
     ) -> dict[str, Any]:
-        """Returns the accuracy on the test set; if it has domains, also the accuracy of each and
-        their unweighted mean, as reported in papers on feature skew.
+        """Returns the accuracy of a model on the test set.
 
-        If clients have personal models, the common model is not the result, and its accuracy has
-        another key.
+        If the test set has domains, the accuracy on each domain and their unweighted mean are
+        included, as in papers on feature skew. If each client ends with a personal model, the
+        common model is not the result of the run, and its accuracy has another key.
         """
         right = correct(context.load(parameters), test)
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
@@ -135,5 +142,5 @@ class Measure:
 
 
 def _is(parameters: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Returns whether the two mappings have the same tensor objects."""
+    """Returns True if two mappings contain the same tensor objects."""
     return all(parameters[key] is value for key, value in other.items())

@@ -1,11 +1,12 @@
-"""One self-contained page about several runs: learning curves, class distributions per client,
-synthetic images, fairness, generators, privacy, settings. It has no script and loads nothing.
+"""Makes one self-contained HTML page about several runs.
 
-For private runs it shows only what may be shared. It includes `simulation_only` only on request,
-and then warns at its top that it must not be shared.
+The page shows learning curves, class distributions per client, synthetic images, fairness,
+generators, privacy and settings. It contains no script and loads no other file. Of a private run,
+it shows only what may be shared. The content of `simulation_only` is included only on request, and
+the page then begins with a warning that it must not be shared.
 
-A section is a list of parts, which `templates/runs.html.j2` distinguishes by their kind; the
-template escapes every text.
+Each section of the page is a list of parts. The template `templates/runs.html.j2` renders a part
+according to its kind, and escapes every text.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ from fedsynth.results.finished import (
 from fedsynth.results.run_folder import COUNTS, ROUNDS
 
 MAX_ROUNDS = 5
-"""Number of rounds of a run whose images are shown."""
+"""The number of rounds of a run whose images are shown."""
 MAX_CELLS = 2000
-"""Number of cells up to which a partition is shown as a table; a larger one is an image."""
+"""The maximum number of table cells for the class distribution. A larger one is shown as an image.
+"""
 MAX_IMAGE_BYTES = 2**24
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
 
 def _breakable(text: object) -> Markup:
-    """Returns a text in which lines may break after dots and underscores, but not within words."""
+    """Returns HTML in which lines may break after dots, underscores and equals signs, but not
+    within words.
+    """
     return Markup(re.sub(r"([._=])(?=\w)", r"\1<wbr>", str(escape(printable(str(text))))))
 
 
@@ -61,11 +65,12 @@ _TEMPLATES.finalize = lambda value: printable(value) if type(value) is str else 
 
 
 def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
-    """Returns the page.
+    """Returns the HTML page about several finished runs.
 
     Args:
-        runs: finished runs.
-        simulation_only: also show data of private runs that only a simulation may show.
+        runs: the finished runs.
+        simulation_only: whether to show, for private runs, the values that only a simulation may
+            show.
     """
     names = labels(runs)
     if simulation_only:
@@ -90,7 +95,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
 
 
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """Returns a page with one plot of curves."""
+    """Returns an HTML page with one plot of learning curves."""
     title = f"{words_of(metric)} by {AXES[axis].label}"
     return _page(title, {"": [_plot(curves_svg(lines, metric, axis), title)]})
 
@@ -125,7 +130,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Part]:
-    """Yields the plot of the runs that have the metric; nothing if none has it."""
+    """Yields a plot of a metric for the runs that have it. Yields nothing if no run has it."""
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         with suppress(RunFolderError):
@@ -133,15 +138,15 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
     if lines:
         caption = f"{words_of(metric)} by {AXES[axis].label}"
         if len(lines) < len(runs):
-            caption += f"; {len(runs) - len(lines)} of {len(runs)} runs lack this value"
+            caption += f" ({len(runs) - len(lines)} of {len(runs)} runs have no such value)"
         yield _plot(curves_svg(lines, metric, axis), caption)
 
 
 def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields a heat map for each partition that may be shown."""
+    """Yields the class distribution of each run, unless it must not be shown."""
     for run, name in zip(runs, names, strict=True):
         if run.private and not simulation_only:
-            text = "the partition is an exact function of private data: shown only on request"
+            text = "not shown, because the partition is an exact function of private data"
             yield {"kind": "text", "text": f"{name}: {text}"}
         elif picture := _partition(run.folder):
             yield {"kind": "heading", "text": name}
@@ -149,8 +154,11 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
 
 
 def _partition(folder: Path) -> Part | None:
-    """Returns the class distribution of one run's clients: a table, or the image that the run
-    stored."""
+    """Returns the class distribution per client of one run, as a table if possible.
+
+    A distribution that is too large for a table, or that cannot be read, is shown by the image that
+    the run stored. Returns None if there is no image either.
+    """
     try:
         stored = load_json(folder / "simulation_only" / COUNTS)
         counts = np.array(stored["counts"], dtype=np.int64)
@@ -171,7 +179,9 @@ def _partition(folder: Path) -> Part | None:
 
 
 def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields images of some rounds of each run: the first, the last and some between."""
+    """Yields synthetic images from several rounds of each run: the first round, the last, and some
+    between.
+    """
     for run, name in zip(runs, names, strict=True):
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
@@ -186,7 +196,9 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields AMP, WLP and FM on the clients' own test splits, and each client's final accuracy."""
+    """Yields plots of AMP, WLP and FM, and a table with the final accuracy of each client. All are
+    measured on the clients' own test splits.
+    """
     for key in ("amp", "wlp", "fm"):
         yield from _curve(runs, names, f"local.{key}", "rounds")
     rows = []
@@ -202,8 +214,11 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields how often the teachers' and the student's predictions on generated images match the
-    requested class."""
+    """Yields plots that describe the generated images.
+
+    They show how often the teachers and the student classify a generated image as the requested
+    class, and the entropy of the predicted classes.
+    """
     for key in ("agreement", "class_entropy_share", "student"):
         yield from _curve(runs, names, f"generator.{key}", "rounds")
 
@@ -226,14 +241,16 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
         plot = line_plot(lines, x="round", y="ε")
         yield _plot(plot, "ε of the worst client after each round")
     text = (
-        "privacy_report.html in each private run's folder is the report to share; fedsynth "
-        "privacy verify RUN computes it again."
+        "To share the guarantee of a private run, use the privacy_report.html in its folder. The "
+        "command fedsynth privacy verify RUN checks this report."
     )
     yield {"kind": "text", "text": text}
 
 
 def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
-    """Returns what a run's report guarantees, and ε by round."""
+    """Returns a table row with the privacy guarantee of a run, and the points (round, ε) of a
+    curve.
+    """
     if not run.private:
         return ["no differential privacy"], []
     try:
@@ -256,7 +273,9 @@ def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields all settings of all runs, those that differ first."""
+    """Yields a table with all settings of all runs. The settings in which the runs differ come
+    first.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [[key, *(str(run.settings.get(key, NONE)) for run in runs)] for key in keys]
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
@@ -267,7 +286,7 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
-    """Returns a table without empty columns; a row's first cell is its heading."""
+    """Returns a table without its empty columns. The first cell of each row is the row's heading."""
     columns = [0]
     columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
     return {
@@ -283,7 +302,7 @@ def _plot(svg: str, caption: str) -> Part:
 
 
 def _image(path: Path, alt: str, caption: str) -> Part | None:
-    """Returns a PNG file as a part of the page, or None if there is none."""
+    """Returns a PNG file as a part of the page, or None if the file is missing or not a PNG file."""
     with suppress(OSError):
         content = read_regular(path, MAX_IMAGE_BYTES)
         if content.startswith(b"\x89PNG"):

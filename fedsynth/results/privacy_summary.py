@@ -1,6 +1,7 @@
-"""The statements of a private run about its privacy, at its start and in its summary.
+"""The statements about privacy that a private run makes at its start and in its summary.
 
-They follow from the public plan and the contents of the clients' ledgers; nothing here sees data.
+The statements follow from the public plan and from the contents of the clients' ledgers. This
+module never reads data.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ NEIGHBOURS = {
     "replace-one": "replaced by any other",
 }
 WEAK = 10.0
-"""The headline warns if ε is above this value."""
+"""The value of ε above which the headline contains a warning."""
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
-    """Returns the headline that describes the planned run, ε first.
+    """Returns lines that describe the privacy of the planned run. The first line states ε.
 
     Args:
         plan: the run's plan.
-        simulated: all clients are in one process; otherwise each is where its data are.
+        simulated: True if all clients are in one process, False if each client runs where its data
+            are.
     """
     facts = plan.facts
     delta = plan.privacy.delta
@@ -42,14 +44,17 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     if reasons:
         reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
         noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
-        return [f"no differential privacy guarantee: {reason}", f"  {noise}; no ε can be stated"]
+        return [
+            f"no differential privacy guarantee: {reason}",
+            f"  {noise}, but no ε can be stated",
+        ]
     planned = plan.planned_epsilon()
     sampling = "all records at each step"
     if chief.sample_rate < 1:
         sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
     rounds = pluralize(plan.run.rounds, "round")
     if plan.run.participation < 1:
-        rounds += f" (of which it takes part in at most {plan.most_rounds()})"
+        rounds += f" (each client takes part in at most {plan.most_rounds()})"
     unit = "one example"
     if plan.privacy.unit == USER:
         unit = f"one {plan.run.report.person or 'person'} with all examples"
@@ -66,19 +71,19 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         if simulated:
             aggregation = "aggregation assumed, not executed"
         lines.append(
-            f"  {aggregation}: each client adds its share of the noise of {chief.shares} clients; "
-            "ε holds only against parties that see only the sums over clients"
+            f"  {aggregation}: each client adds only 1/{chief.shares} of the noise variance, so ε "
+            "holds only against parties that see nothing but the sums over clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
-        lines.append(f"  earlier runs in the ledgers have spent ε = {format_epsilon(spent)} of it")
+        lines.append(
+            f"  earlier runs in the ledgers have spent ε = {format_epsilon(spent)} of this"
+        )
     return lines + _noise_warnings(plan) + _cap_warnings(plan, planned)
 
 
 def _noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns the warning if the noise exceeds the signal of the releases, even in the best case
-    for them.
-    """
+    """Returns a warning if even the best possible signal of a release is smaller than its noise."""
     drowned = []
     for release in plan.plans:
         ratio = plan.signal_to_noise(release)
@@ -89,28 +94,28 @@ def _noise_warnings(plan: PrivacyPlan) -> list[str]:
     ratio, quantity = min(drowned)
     return [
         f"  warning: the noise exceeds the signal of the releases (S/N {ratio:.2g}: {quantity}); "
-        "`fedsynth privacy plan` shows the effect of more records, clients or ε"
+        "run `fedsynth privacy plan` to see the effect of more records, clients or a larger ε"
     ]
 
 
 def schedule(plan: PrivacyPlan) -> str:
-    """Returns the number of noisy releases, in words."""
+    """Returns the number of noisy releases in words, such as "2 releases a round"."""
     if plan.run.method.same_releases_every_round:
         return f"{pluralize(plan.releases, 'release')} a round"
     return f"{pluralize(plan.all_releases, 'release')} in all"
 
 
 def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
-    """Returns a warning if the run will end early, or if no cap bounds a weak guarantee."""
+    """Returns a warning if the run will end early, or if ε is large and has no limit."""
     cap = plan.privacy.epsilon
     if cap is None and planned > WEAK:
         return [
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may "
-            f"change the odds of any outcome by a factor of e^{planned:.0f}; to limit ε, set "
+            f"change the odds of any outcome by a factor of e^{planned:.0f}. To limit ε, set "
             "privacy.epsilon instead of privacy.noise_multiplier"
         ]
     if cap is not None and planned > cap * (1 + 1e-9):
-        return [f"  the run ends before the round that would exceed the cap ε = {cap:g}"]
+        return [f"  the run will end before the round that would exceed the limit ε = {cap:g}"]
     return []
 
 
@@ -123,16 +128,18 @@ def start(
     *,
     simulated: bool,
 ) -> Start:
-    """Returns what is public and fixed when the run begins. It is written at the start, so that a
-    killed run can still be reported.
+    """Returns the public facts that are fixed when the run begins.
+
+    They are written to a file at the start, so that a report can be made even if the run is killed.
 
     Args:
         plan: the run's plan.
-        histories: of the ledgers that the run charges, when it begins.
+        histories: the contents of the ledgers that the run will charge, as they are when it begins.
         test: the kind of test images: "public", "private" or "none".
-        began: the run's identity and start date.
+        began: the run's identifier and start date.
         warnings: the warnings to include in the report.
-        simulated: all clients are in one process; otherwise each is where its data are.
+        simulated: True if all clients are in one process, False if each client runs where its data
+            are.
     """
     return Start(
         schema_version=4,
@@ -154,8 +161,9 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
 
     Args:
         plan: the run's plan.
-        histories: the current contents of the ledgers.
-        simulated: all clients were in one process; otherwise each was where its data are.
+        histories: the current contents of the clients' ledgers.
+        simulated: True if all clients were in one process, False if each client ran where its data
+            are.
     """
     promise = Promise(
         guarantee=plan.guaranteed(histories),
@@ -173,11 +181,11 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
 
 
 def as_json(spec: DatasetSpec) -> dict[str, Any]:
-    """Returns a data set's specification as in JSON: with lists in place of tuples."""
+    """Returns the specification of a data set as JSON types, with lists in place of tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
     return plain
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Returns the number with its noun: "1 round", "3 rounds"."""
+    """Returns a number with its noun, such as "1 round" or "3 rounds"."""
     return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -1,8 +1,9 @@
-"""A private run's folder, and its charges recomputed from it: the plan, and the rows of the clients'
-ledgers that belong to the plan, do not, or are missing. The folder is untrusted input.
+"""Reads the folder of a private run, and recomputes what the run had to charge.
 
-The plan is made as the run made it (`PrivacyPlan`), from the contents of the ledgers when the run
-began. A resumed run takes its plan from here, too.
+The result is the run's plan, and a comparison with the clients' ledgers. It states which ledger
+rows belong to the plan, which do not, and which are missing. The plan is made in the same way as
+the run made it (`PrivacyPlan`): from the contents of the ledgers when the run began. A resumed run
+also takes its plan from here. The folder is untrusted input.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from fedsynth.results.run_folder import (
 from fedsynth.toml_file import read_sections
 
 SIGMA_TOLERANCE = 2e-3
-"""Relative tolerance of σ. Calibration finds it to 0.1 %, and another version of the libraries may
-return another value within that.
+"""The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of
+the libraries may return slightly different values.
 """
 Rows = Mapping[str, Sequence[Release]]
-CUSTOM_METHOD = "pass a custom method again: its file, or verify_run(folder, method=TheClass)"
+CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, method=TheClass)"
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -66,16 +67,18 @@ CUSTOM_METHOD = "pass a custom method again: its file, or verify_run(folder, met
 class PrivateRun:
     """The content of a private run's folder.
 
+    The attributes after `start` are empty in the folder of a data owner's report.
+
     Attributes:
-        settings: read from config.toml.
-        privacy: its section on privacy.
-        spec: the data set's.
-        start: read from privacy_start.json.
-        rows: read from metrics.jsonl, with the keys and shapes that the method declares; empty in
-            an owner's folder, like what follows.
-        summary: None if there is none.
-        resumed: the rounds after which the run was resumed.
-        abandoned: the run was killed.
+        settings: the settings in config.toml.
+        privacy: the privacy settings in config.toml.
+        spec: the specification of the data set.
+        start: the content of privacy_start.json.
+        rows: the metrics of each round in metrics.jsonl. Their keys and types are those that the
+            method declares.
+        summary: the content of summary.json, or None if there is no such file.
+        resumed: the numbers of the rounds after which the run was resumed.
+        abandoned: whether the run was killed.
     """
 
     settings: RunSettings
@@ -94,20 +97,20 @@ class PrivateRun:
 
     @property
     def networked(self) -> bool:
-        """True if the run was over nodes."""
+        """True if the clients were on other machines, and not simulated in one process."""
         return not self.start.simulated
 
     @property
     def resumptions(self) -> list[Event]:
-        """The events of the report for `resumed`."""
+        """The entries that the report must contain about resumptions of the run."""
         return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
 def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
-    """Reads a private run's folder.
+    """Reads the folder of a private run.
 
     Raises:
-        PrivacyError: a file is missing, damaged, or does not fit another.
+        PrivacyError: a file is missing or damaged, or two files contradict each other.
     """
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
@@ -117,7 +120,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
-        raise PrivacyError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")
+        raise PrivacyError(f"{RESUMED} names round {resumed[-1]}, but it must be at most {limit}")
     summary = None
     if (folder / SUMMARY).exists():
         summary = read_json(folder / SUMMARY, "run's summary")
@@ -129,7 +132,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     """Reads the settings and the initial state of a private run.
 
     Raises:
-        PrivacyError: a file is missing, damaged, or does not fit another.
+        PrivacyError: a file is missing or damaged, or two files contradict each other.
     """
     start = run_folder.private_start(folder)
     sections = read_sections(folder / CONFIG)
@@ -150,8 +153,8 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the data set's specification, and whether it is the operator's, not one that fedsynth
-    publishes.
+    """Returns the specification of the data set, and whether it is a custom data set of the
+    operator.
     """
     try:
         spec = spec_from_json(stated)
@@ -168,7 +171,9 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 
 
 def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
-    """Returns the rows; skips a last line that was cut off when the run was killed."""
+    """Reads the metrics of each round. A last line that was cut off when the run was killed is
+    skipped.
+    """
     try:
         text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
@@ -177,7 +182,7 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         row = parse_json(line, f"{file.name} is damaged")
         if row.get("round") != number:
-            raise PrivacyError(f"{file.name}: line {number} is not of round {number}")
+            raise PrivacyError(f"{file.name}: line {number} does not describe round {number}")
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}")
         rows.append(row)
@@ -185,9 +190,10 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
 
 
 def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Path | None, bool]:
-    """Returns the folder of the ledger files (None: not accessible), and whether they hold only
-    this run's rows: files in the run folder belong only to this run, a kept ledger may have grown
-    since.
+    """Returns the folder of the ledger files, and whether the ledgers belong only to this run.
+
+    The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
+    this run. A ledger that is kept for several runs may have grown since this run ended.
     """
     if run.networked:  # its clients keep their ledgers
         return ledger, False
@@ -207,11 +213,13 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
 
 
 def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
-    """Returns the plan with which the run began, from the rows of its clients' ledgers, of which
-    only those from before the run count.
+    """Returns the plan with which the run began.
+
+    The plan is computed from the clients' ledgers. Only the rows that were in the ledgers before
+    the run are used.
 
     Raises:
-        PrivacyError: σ is not what the plan gives.
+        PrivacyError: the σ that the run states differs from the σ in the plan.
     """
     run.settings.method.check_model(run.context.architecture)
     histories = []
@@ -222,7 +230,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
     sigma = plan.privacy.noise_multiplier
     tolerance = 0.0 if run.privacy.noise_multiplier else SIGMA_TOLERANCE
     if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
-        computed = f"config.toml and the ledgers result in {sigma}"
+        computed = f"config.toml and the ledgers give {sigma}"
         raise PrivacyError(f"{PRIVATE_START} states σ = {stated}, but {computed}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
@@ -234,53 +242,58 @@ def plan_when_it_began(
     method: type[Method],
     rows: Sequence[dict[str, Any]],
 ) -> PrivacyPlan:
-    """Returns the plan with which a run that is to be resumed began.
+    """Returns the plan with which a run began that is now to be resumed.
 
     Args:
         folder: the run folder.
         histories: the current contents of the clients' ledgers, in client order.
         method: the run's method.
-        rows: the rows of the finished rounds, from the checkpoint.
+        rows: the metrics of the finished rounds, from the checkpoint.
 
     Raises:
-        PrivacyError: a file is damaged, a ledger is not the one that the run began with, or it
-            lacks what the run has charged: the run would forget it, and exceed its cap.
+        PrivacyError: a file is damaged, a ledger is not the one with which the run began, or a
+            ledger lacks a row that the run has charged. Without this row, the resumed run could
+            exceed its limit on ε.
     """
     run = replace(read_run(folder, method), rows=rows)
     files, _ = ledger_files(folder, run, None)
     if files is None:
-        raise PrivacyError("the run's ledgers are not in the folder that its config.toml names")
+        raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
-        raise PrivacyError(f"the run's clients differ from those of {PRIVATE_START}")
+        raise PrivacyError(f"the run's clients differ from those in {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"{client}: its ledger is not the one that the run began with")
+            raise PrivacyError(f"{client}: the ledger is not the one with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"{client}: its ledger has lost {_text(row)}, which the run has charged")
+        raise PrivacyError(f"{client}: the ledger lacks {_text(row)}, which the run has charged")
     return charges.plan
 
 
 class Charges:
-    """A run's plan, and the rows added to its clients' ledgers since it began.
+    """Compares a run's plan with the rows that were added to the clients' ledgers since the run
+    began.
 
     Args:
-        run: the run's files.
+        run: the content of the run folder.
         ledger_rows: the ledger rows that the report covers.
 
     Attributes:
-        absent: indices of the clients that are missing from the report; only over nodes.
+        absent: the indices of clients that are missing from the report. Only a run over a network
+            may have such clients.
         rounds_done: the number of finished rounds.
         plan: the plan with which the run began.
-        histories: the current contents of its clients' ledgers.
-        charged: by client, the rows that this run has charged, in round order.
-        foreign: (client, row) for each other row since the run began.
-        missing: (client, row) for each row that the plan charges but the ledger lacks.
+        histories: the current contents of the clients' ledgers.
+        charged: for each client, the ledger rows that this run has added, in round order.
+        foreign: pairs (client, row) for all other ledger rows that were added since the run began.
+        missing: pairs (client, row) for rows that the plan requires and the ledger does not
+            contain.
 
     Raises:
-        PrivacyError: the report's clients are not the run's, or σ is not what the plan gives.
+        PrivacyError: the clients in the report differ from those of the run, or the σ that the run
+            states differs from the σ in the plan.
     """
 
     def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
@@ -297,7 +310,7 @@ class Charges:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            raise PrivacyError(f"the report has other clients than {PRIVATE_START}")
+            raise PrivacyError(f"the clients in the report differ from those in {PRIVATE_START}")
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
         for number, history in enumerate(self.plan.histories):
@@ -305,8 +318,11 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Sorts a client's rows since the start into those that the plan charges and others. The
-        plan also charges a round under way, and charges a round again if the run was resumed in it.
+        """Sorts the rows that a client's ledger gained since the start into planned rows and
+        others.
+
+        The plan also covers a round that was under way when the run stopped. If the run was resumed
+        in a round, the plan covers this round twice.
         """
         planned: list[tuple[Release, bool]] = []
         last = min(self.rounds_done + 1, self.plan.run.rounds)
@@ -334,18 +350,18 @@ class Charges:
         return replace(self.run.context, round=number, participants=active)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Returns the metrics row of a round; empty if the round has not finished."""
+        """Returns the metrics of a round. The mapping is empty if the round has not finished."""
         if not 1 <= number <= self.rounds_done:
             return {}
         return self.run.rows[number - 1]
 
     def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
-        """Returns the rows that a round may add to a client's ledger, each with whether it must be
-        there.
+        """Returns the rows that a round may add to a client's ledger, and whether each row is
+        required.
 
-        A client whose first upload was rejected gets no second request, and no client does if the
-        first exchange missed the quorum. Over nodes it is unknown whether a lost client was
-        charged.
+        A client whose first upload was rejected receives no second request. If the first exchange
+        had too few uploads, no client receives a second request. In a run over a network, it is
+        unknown whether a client that did not answer was charged.
         """
         context = self.round_context(number)
         row = self.row(number)
@@ -369,38 +385,42 @@ class Charges:
         return planned
 
     def _has_two_exchanges(self, number: int) -> bool:
-        """Returns whether the round has two exchanges with releases."""
+        """Returns True if clients make releases in two exchanges of the round."""
         return any(release.phase == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
-        """Returns the rows that a ledger lacks, and, for a ledger of only this run, the rows beyond
-        the plan.
+        """Returns the differences between the ledgers and the plan, as sentences.
+
+        Rows that a ledger lacks are always reported. Rows that the plan does not contain are
+        reported only if the ledger belongs only to this run.
         """
         problems = []
         for client, row in self.missing:
-            charged = f"according to config.toml, {_text(row)} is charged"
+            charged = f"according to config.toml, the run charges {_text(row)}"
             problems.append(f"{client}: {charged}, but the ledger has no such row")
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
                 rows = f"the ledger's first {start.rows} rows"
-                problems.append(f"{client}: {rows} differ from those of {PRIVATE_START}")
+                problems.append(f"{client}: {rows} differ from those in {PRIVATE_START}")
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
             noted = Counter(number for rows, number in ledger.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
-                problems.append(f"{client}: {RESUMED} has a resumption that the ledger lacks")
+                problems.append(f"{client}: {RESUMED} has a resumption that is not in the ledger")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
                 problems.append(f"{client}: the ledger belongs to another data set or partition")
         if only_this_run:
             for client, row in self.foreign:
-                reason = "which is not charged according to config.toml"
+                reason = "which the run does not charge according to config.toml"
                 problems.append(f"{client}: the ledger has {_text(row)}, {reason}")
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that the cap allows no further round, or None if it allows one."""
+        """Returns the event that ends the run if the limit on ε allows no further round. Returns
+        None if it allows another round.
+        """
         try:
             self.plan.check_round(self.rounds_done + 1, self.histories)
         except BudgetExceededError as error:
@@ -408,8 +428,10 @@ class Charges:
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """Returns the worst client's ε after each round from this run's own rows; round 0 is the ε
-        from before the run.
+        """Returns the ε of the worst client after each round.
+
+        Rows that other runs have charged since this run began are not counted. The entry for round
+        0 is the ε that was spent before this run.
         """
         privacy = self.plan.privacy
         by_client = {}
@@ -420,11 +442,11 @@ class Charges:
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns the fields that a round's row must have about clients whose uploads were not
+        """Returns the entries that a round's metrics must have about clients whose uploads were not
         used.
 
-        In a simulation they follow from the run's seed. Over nodes, and for a rejected upload, the
-        row's own reasons are used.
+        In a simulation, these entries follow from the run's seed. In a run over a network, and for
+        rejected uploads, the reasons are copied from the round's metrics.
         """
         row = self.row(number)
         active = self.plan.participation.in_round(number)

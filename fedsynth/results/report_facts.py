@@ -1,6 +1,7 @@
-"""The facts in a private run's report besides the ledgers: public items, accesses, versions.
+"""The facts that a private run's report states in addition to the ledgers.
 
-They follow from the public plan; nothing here sees data.
+They include the public items, the accesses to private data, and the versions of the software. They
+follow from the public plan. This module never reads data.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> ReportFacts:
-    """Returns the facts that the report states besides the ledgers.
+    """Returns the facts that the report states in addition to the ledgers.
 
     Args:
         plan: the run's plan.
         rounds_done: the number of finished rounds.
-        events: deviations from the plan.
+        events: the deviations from the plan.
         start: the facts that were fixed when the run began.
-        secret: whether all clients' noise came from the operating system's keys.
-        abandoned: the run did not finish.
-        files: the files that the report covers, with their SHA-256.
-        first: the index of the plan's first client.
+        secret: whether the keys for all clients' noise came from the operating system.
+        abandoned: whether the run was killed before it finished.
+        files: the files that the report covers, with their SHA-256 hashes.
+        first: the index of the first client in the plan.
     """
     run, privacy, facts = plan.run, plan.privacy, plan.facts
     report = run.report
@@ -109,8 +110,9 @@ def report_facts(
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
-    """Returns the smallest number of clients in a sum that the server sees, or 0 if it sees each
-    upload.
+    """Returns the smallest number of clients in a sum that the server sees.
+
+    Returns 0 if the server sees the upload of each client.
     """
     run = plan.run
     if simulated or not run.method.requires_secure_sum:
@@ -128,15 +130,16 @@ def owner_facts(
     *,
     secret: bool,
 ) -> ReportFacts:
-    """Returns the facts that a data owner's report states besides its ledger.
+    """Returns the facts that a data owner's report states in addition to the owner's ledger.
 
     Args:
         plan: the run's plan.
-        number: the client index.
-        history: the contents of the owner's ledger when the client joined.
-        rounds: the number of finished rounds, stated by the server; charges are the ledger's.
+        number: the index of the owner's client.
+        history: the contents of the owner's ledger when the client joined the run.
+        rounds: the number of finished rounds, as the server states it. The charges are read from
+            the ledger, not from this number.
         start: the facts that were fixed when the run began.
-        secret: whether the noise came from the operating system's keys.
+        secret: whether the keys for the noise came from the operating system.
     """
     rounds = min(rounds, plan.run.rounds)
     owner_plan = replace(plan, histories=(history,))
@@ -144,7 +147,7 @@ def owner_facts(
 
 
 def exported_files(folder: Path) -> dict[str, str]:
-    """Returns the files of a run folder that its report covers, with their SHA-256.
+    """Returns the files in a run folder that the report covers, with their SHA-256 hashes.
 
     Raises:
         OSError: a file cannot be read.
@@ -153,7 +156,9 @@ def exported_files(folder: Path) -> dict[str, str]:
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
-    """Returns what was fixed before any data were read, with the reason why it is public."""
+    """Returns the items that were fixed before any data were read, each with its value and the
+    reason why it is public.
+    """
     spec = plan.spec
     run = plan.run
     items = {
@@ -212,13 +217,15 @@ def _architecture(run: RunSettings) -> str:
 
 
 def _settings_text(run: RunSettings, section: str) -> str:
-    """Returns the settings of a section as "width = 32, depth = 2", without empty ones."""
+    """Returns the settings in a section as text, such as "width = 32, depth = 2". Empty settings
+    are left out.
+    """
     settings = run.to_mapping()[section]
     return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Returns the name of the data set, and which part of it is public."""
+    """Returns the name of the data set, and states which part of it is public."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
@@ -238,16 +245,17 @@ TIMING = (
     "visible to anyone who transports the messages; outside the guarantee",
 )
 IN_SIMULATION = "folder simulation_only, and some error messages; outside the guarantee"
-"""The note on accesses that only a simulation has."""
+"""The note in the report about data that only a simulation accesses."""
 
 
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
-    """Returns all accesses to private data.
+    """Returns all accesses to private data that the report states.
 
     Args:
         plan: the run's plan.
         test: the kind of test images: "public", "private" or "none".
-        simulated: all clients were in one process, which sees more.
+        simulated: True if all clients were in one process, which reads more data than a server
+            does.
     """
     facts = plan.facts
     averaged = ""
@@ -288,7 +296,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
 
 
 def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
-    """Returns the number of releases of a quantity by a client, in words."""
+    """Returns in words how often a client releases a quantity, such as "2 releases a round"."""
     if plan.run.method.same_releases_every_round:
         return f"{pluralize(release.steps, 'release')} a round"
     rounds = sum(release in plan.round_plans(number + 1) for number in range(plan.run.rounds))
@@ -299,8 +307,9 @@ DATA_PATHS = ("folder", "test_folder", "declaration", "data_root")
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Returns the versions of packages, and a hash of the resolved settings; for custom images
-    without the paths, whose names could be guessed from a hash.
+    """Returns the versions of the packages, and a hash of all settings.
+
+    For custom images, the hash does not cover paths, because a path could be guessed from a hash.
     """
     sections = run.to_mapping()
     if run.folder is not None:

@@ -1,4 +1,4 @@
-"""The result of a run, and the content of its summary.json."""
+"""Defines the result of a run and the content of summary.json."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ class RunResult:
     """The result of a run.
 
     Args:
-        settings: the run's, with the actual data set name and kind of partition.
-        accuracy: of the global model on the test set, in [0, 1]; None without a test set or
-            without any round. For a method with personal models (FedBN, SOLO) it is not the
-            result: use AMP, in the last row's `local`. On a private test set it is an exact
-            function of private data: available here to whoever runs the simulation, but in no
-            file outside `simulation_only`.
-        metrics: a row for each round.
+        settings: the run's settings. They contain the actual name of the data set and the actual
+            kind of partition.
+        accuracy: the accuracy of the global model on the test set, in [0, 1]. None if there is no
+            test set or no round. For a method with personal models (FedBN, SOLO), this accuracy is
+            not the result: use AMP, in `local` in the last round's metrics. On a private test set,
+            the accuracy is an exact function of private data. It is available here to whoever runs
+            the simulation, but is in no file outside `simulation_only`.
+        metrics: the metrics of each round.
         model: the final model, on the run's device.
-        uploads: the last round's uploads, by client.
-        privacy: the privacy report; None without differential privacy.
-        folder: the run folder; None if nothing was written.
+        uploads: the uploads of the last round, by client.
+        privacy: the privacy report, or None without differential privacy.
+        folder: the run folder, or None if no files were written.
         summary: the content of summary.json.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's
             stratification.
-        deviations: the deviations from the plan, such as the reason of an early end.
+        deviations: sentences that describe how the run deviated from its plan, for example why it
+            ended early.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> settings = RunSettings(FedAvg(local_steps=1), rounds=2, model=ModelSettings("linear"))
@@ -63,7 +65,9 @@ class RunResult:
 
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
-    """Returns the custom code files from which a run's method, model and features were loaded."""
+    """Returns the files with user code from which the run's method, model and feature maps were
+    loaded.
+    """
     sources = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
     for name in settings.feature_names:
         sources["features"] = features_source(name) or sources.get("features")
@@ -79,15 +83,17 @@ def summarise(
     test: str,
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns the content of summary.json, except the folder; for a private run including what only
-    a simulation may show (`fedsynth.results.disclosed`).
+    """Returns the content of summary.json, except the path of the run folder.
+
+    For a private run, the result includes values that only a simulation may show.
+    `fedsynth.results.disclosed` separates them.
 
     Args:
-        metrics: the rounds' rows.
-        accuracy: the accuracy of the last model.
-        device: torch's name of the device.
+        metrics: the metrics of each round.
+        accuracy: the accuracy of the final model.
+        device: torch's name for the device.
         test: the kind of test images: "public", "private" or "none".
-        privacy: the privacy section; None without differential privacy.
+        privacy: the privacy section, or None without differential privacy.
     """
     method = settings.method
     personal = method.personal

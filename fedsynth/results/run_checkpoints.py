@@ -1,5 +1,7 @@
-"""The checkpoints of a simulation: when they are written, how a run resumes from them, and which
-clients' memories are in files, namely those of clients that do not take part in the next round.
+"""Decides when a simulation writes checkpoints, and resumes a simulation from a checkpoint.
+
+The memories of clients that do not take part in the next round are kept in the checkpoint's files
+instead of in RAM.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from fedsynth.results.run_folder import RunFolder
 from fedsynth.toml_file import read_sections
 
 STEP_SECONDS = 60.0
-"""Seconds between two writes of the checkpoints of long loops within a round."""
+"""The time between two writes of the checkpoints of long loops within a round, in seconds."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run; a run without a folder has none.
+    """Reads and writes the checkpoints of one run. A run without a run folder has no checkpoints.
 
     Args:
         settings: the run's settings.
-        identity: returns the hash of its settings and data (`run_identity`), which is slow.
-        shared: the folder in which a one-shot run shares its clients' training results; None:
-            no sharing.
+        identity: a function that returns the hash of the run's settings and data (`run_identity`).
+            It is slow, so it is called only when needed.
+        shared: the folder in which a one-shot run stores the training results of its clients for
+            other runs, or None.
     """
 
     def __init__(
@@ -43,28 +46,31 @@ class RunCheckpoints:
         self._folder: CheckpointFolder | None = None
 
     def begin(self, run: RunFolder) -> None:
-        """Opens the checkpoint folder of a new run."""
+        """Prepares the checkpoint folder of a new run."""
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
 
     def read(self, run: RunFolder) -> Checkpoint | None:
-        """Returns the checkpoint from which a run resumes, or None if it starts from the beginning.
+        """Returns the checkpoint from which a run resumes, or None if the run starts from the
+        beginning.
 
         Raises:
-            CheckpointError: it is damaged, or of other settings or data.
+            CheckpointError: the checkpoint is damaged or missing, or was made with other settings
+                or data.
         """
         config = read_sections(run.path / "config.toml")
         if without_place(config) != without_place(self._settings.to_mapping()):
-            raise CheckpointError(f"the run in {run.path} has other settings in its config.toml")
+            raise CheckpointError(f"the config.toml in {run.path} has other settings than this run")
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
         checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "resuming it would charge its rounds again"
-            raise CheckpointError(f"in {run.path}, the run's checkpoint is missing: {reason}")
+            reason = "if the run started again, its ledgers would be charged twice"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing: {reason}")
         return checkpoint
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Registers with the clients their memories in the checkpoint, which stay in its files
-        until needed.
+        """Lets the clients read their memories from the checkpoint.
+
+        A memory stays in its file until the client needs it.
         """
         if self._folder is not None:
             for number in self._folder.clients:
@@ -80,10 +86,11 @@ class RunCheckpoints:
         """Writes a checkpoint after a round.
 
         Args:
-            checkpoint: the checkpoint of the round, without clients' memories.
-            clients: all clients, by index.
+            checkpoint: the checkpoint of the round, without the clients' memories.
+            clients: all clients, in the order of their indices.
             context: the context of the round.
-            following: the clients that take part in the next round; empty after the last.
+            following: the indices of the clients that take part in the next round. Empty after the
+                last round.
         """
         if self._folder is None:
             return
@@ -101,21 +108,19 @@ class RunCheckpoints:
                 self._store(self._folder, clients[number], context.device)
 
     def steps_of(self, number: int) -> LoopCheckpoints | None:
-        """Returns the keeper of checkpoints of the loops within a round, or None
-        without a folder.
-        """
+        """Returns the object that saves the loops within a round, or None without a run folder."""
         if self._folder is None:
             return None
         return LoopCheckpoints(self._folder, number, STEP_SECONDS, self._shared)
 
     @staticmethod
     def discard(run: RunFolder) -> None:
-        """Removes the checkpoint of a run that has ended and whose folder has its final name."""
+        """Removes the checkpoint of a finished run, after the run folder has been renamed."""
         CheckpointFolder(run.checkpoints, "").discard()
 
     @staticmethod
     def _store(folder: CheckpointFolder, client: ClientRuntime, device: torch.device) -> None:
-        """Removes a client's memory from RAM; it stays in its file."""
+        """Removes a client's memory from RAM. The memory stays in its file."""
 
         def load() -> Memory:
             memory = folder.memory(client.number)

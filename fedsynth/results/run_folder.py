@@ -1,25 +1,27 @@
-"""The run folder: all files that a run writes.
+"""Writes the run folder, which contains all files of a run.
 
-While the run lasts, the folder's name ends in `.incomplete`; the last step renames it, once all
-files are on the disk. A folder without that suffix is complete, even after a power cut.
+While the run lasts, the name of the folder ends in `.incomplete`. When all files are on the disk,
+the folder is renamed as the last step. A folder without this suffix is therefore complete, even
+after a power cut.
 
-    config.toml          the resolved settings; reuse them with --config
-    metrics.jsonl        a line for each round
-    summary.json         what `--json` prints
+    config.toml          all settings of the run; --config reads them
+    metrics.jsonl        the metrics of each round, one round per line
+    summary.json         the summary that `--json` prints
     model.safetensors    the global model
-    synthetic.safetensors, synthetic.png    the last round's uploads, if the method has images,
-                         or the images that the server made (client −1)
-    synthetic_by_round/  a picture of each round's images
-    artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
-                         stratification)
-    privacy_report.json, .md, .html, ledger/    with differential privacy
-    privacy_start.json   with differential privacy, too: the public facts fixed at the start, from
+    synthetic.safetensors, synthetic.png    the synthetic images that clients sent in the last
+                         round, or that the server made (client −1)
+    synthetic_by_round/  a picture of the synthetic images of each round
+    artefacts.json, NAME.png    matrices that the server measured (FedHydra's stratification)
+    privacy_report.json, .md, .html, ledger/    only with differential privacy
+    privacy_start.json   only with differential privacy: the public facts fixed at the start, from
                          which the report of a killed run is built
-    sources/             the custom code files of the method and the model
-    run.json             of a run over nodes: its name, which it keeps when it is resumed
-    resumed.json         the rounds after which the run was resumed, if it was
-    simulation_only/     what only a simulation may show: exact functions of private data, outside
-                         the guarantee; until the run ends also its checkpoint
+    sources/             the files with user code for the method and the model
+    run.json             only in a run over a network: the run's name, which stays the same when
+                         the run is resumed
+    resumed.json         only in a resumed run: the rounds after which it was resumed
+    simulation_only/     values that only a simulation may show, because they are exact functions
+                         of private data without a privacy guarantee; also the checkpoint, until
+                         the run ends
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ no privacy guarantee covers it. In a deployment it would not exist.
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
-"""The file with the name and the agreed terms of a run over nodes."""
+"""The name of the file with a run's name and the settings that were agreed with the clients. Only a
+run over a network has this file.
+"""
 ARTEFACTS = "artefacts.json"
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
@@ -74,7 +78,7 @@ INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1
-"""Client index of images that the server made."""
+"""The client index that is stored with images that the server made."""
 GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
 GRID_COLUMNS = 20
 COUNTS = "partition.json"
@@ -84,20 +88,21 @@ HIDDEN = "simulation_only/rounds.jsonl"
 
 
 class RunFolder:
-    """A folder being written; `finish` renames it to its final name.
+    """A run folder that is being written. `finish` renames it when the run has ended.
 
     Args:
         base: the parent folder.
-        name: of method and data set; characters that file names cannot have are replaced by `_`.
+        name: a name made of the method and the data set. Characters that are not allowed in file
+            names are replaced by `_`.
 
     Attributes:
-        path: its current path.
-        final: its path once the run has ended.
+        path: the current path of the folder.
+        final: the path of the folder after the run has ended.
 
-    `fedsynth.results.disclosed` decides which part of a row may be outside `simulation_only`.
+    `fedsynth.results.disclosed` decides which metrics may be written outside `simulation_only`.
 
     Raises:
-        OutputError: the folder cannot be made or written.
+        OutputError: the folder cannot be created or written.
     """
 
     def __init__(self, base: Path, name: str) -> None:
@@ -109,17 +114,17 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """Opens the folder of an unfinished run, to resume it.
+        """Opens the folder of an unfinished run in order to resume the run.
 
         Raises:
-            OutputError: there is no such folder, the run has finished, or a process is still
-                writing it.
+            OutputError: the folder does not exist, the run has finished, or a process is still
+                writing into the folder.
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
             raise OutputError(f"{path} is not a run folder: it has no {CONFIG}")
         if path.suffix != INCOMPLETE:
-            raise OutputError(f"the run in {path} has finished: there is nothing to resume")
+            raise OutputError(f"the run in {path} cannot be resumed, because it has finished")
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
         except OSError as error:
@@ -131,8 +136,9 @@ class RunFolder:
         return folder
 
     def _claim(self) -> None:
-        """Locks the folder until this process ends or calls `finish`, so that two processes never
-        write one run.
+        """Locks the folder until this process ends or calls `finish` or `release`.
+
+        The lock prevents two processes from writing the same run.
         """
         with _writing(self.path):
             self._lock = open_regular(self.path / LOCK, writing=True, create=True)
@@ -140,15 +146,15 @@ class RunFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._lock.close()
-                raise OutputError(f"another process is still writing {self.path}") from None
+                raise OutputError(f"another process is still writing into {self.path}") from None
 
     def release(self) -> None:
-        """Unlocks the folder; nothing more is written."""
+        """Unlocks the folder. Nothing may be written into it afterwards."""
         self._lock.close()
 
     @property
     def checkpoints(self) -> Path:
-        """The path of the run's checkpoint, while the run lasts."""
+        """The path of the run's checkpoint, which exists until the run ends."""
         return self.path / "simulation_only" / "checkpoint"
 
     def _replace(self, name: str, text: str) -> None:
@@ -157,37 +163,39 @@ class RunFolder:
             write_whole(self.path / name, text.encode())
 
     def note_resumption(self, round_number: int) -> None:
-        """Records that the run is resumed after this round.
+        """Records in resumed.json that the run is resumed after a round.
 
         Raises:
             OutputError: the file cannot be written.
-            PrivacyError: it is damaged.
+            PrivacyError: the file is damaged.
         """
         rounds = [*resumed_rounds(self.path), round_number]
         self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
 
     def require_ledgers(self, names: Sequence[str]) -> None:
-        """Refuses a run whose ledgers are missing: fresh ones would lose the record of the spent
-        budget.
+        """Checks that the run's ledgers exist.
+
+        If a ledger is missing, the run must not be resumed: a new ledger would not contain the
+        privacy budget that is already spent.
 
         Raises:
-            OutputError: names the first missing ledger.
+            OutputError: a ledger is missing. The message names its file.
         """
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
-                raise OutputError(f"{file} is missing, and with it the record of the run's costs")
+                raise OutputError(f"{file} is missing: it records the privacy cost of the run")
 
     @property
     def has_rounds(self) -> bool:
-        """Returns whether a round has ended, according to files that are written after its
+        """True if at least one round has ended, according to files that are written after its
         checkpoint.
         """
         file = self.path / METRICS
         return (file.exists() and file.stat().st_size > 0) or any(resumed_rounds(self.path))
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Replaces all rows with these; rows of an unfinished round are dropped."""
+        """Replaces the metrics of all rounds. Metrics of an unfinished round are removed."""
         texts = {METRICS: "", HIDDEN: ""}
         for row in rows:
             for name, line in _lines(row).items():
@@ -200,7 +208,7 @@ class RunFolder:
         self._replace(CONFIG, toml)
 
     def write_sources(self, files: Iterable[OwnCode]) -> None:
-        """Writes the texts of custom code files, by name, as they were executed."""
+        """Writes the text of each file with user code, exactly as it was executed."""
         for file in files:
             with _writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
@@ -212,11 +220,11 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """Returns whether the folder records the initial state of a private run."""
+        """True if the folder contains the initial state of a private run."""
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
-        """Appends a round's row."""
+        """Appends the metrics of a round."""
         for name, line in _lines(row).items():
             with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
@@ -224,8 +232,9 @@ class RunFolder:
     def write_partition(
         self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
     ) -> None:
-        """Writes the class distribution of each client, once: true counts, so into
-        `simulation_only`.
+        """Writes the class distribution of each client, unless it was written before.
+
+        The distribution consists of true counts, so it is written into `simulation_only`.
         """
         folder = self.path / "simulation_only"
         if (folder / "partition.png").exists():
@@ -249,9 +258,15 @@ class RunFolder:
         spec: DatasetSpec,
         soft: Sequence[Tensor | None] = (),
     ) -> None:
-        """Writes (client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last
-        round: exactly what was sent, or what the server (`SERVER`) made; and soft labels [N,
-        classes] if all have them.
+        """Writes the synthetic images of the last round and their labels.
+
+        Args:
+            sets: triples (client, images [N, C, H, W], labels [N]). The images are normalised, or
+                uint8 pixels. They are exactly those that the client sent, or those that the server
+                made (client `SERVER`).
+            spec: the specification of the data set.
+            soft: the soft labels [N, classes] of each set. They are written only if all sets have
+                them.
         """
         images, labels = _joined(sets)
         pixels = NORMALISED
@@ -279,8 +294,9 @@ class RunFolder:
         spec: DatasetSpec,
         name: str = "synthetic.png",
     ) -> None:
-        """Draws what `write_synthetic` wrote, a row for each class, if the images are in colour or
-        grey.
+        """Draws the images that `write_synthetic` wrote, with a row for each class.
+
+        Draws nothing unless the images have 1 or 3 channels.
         """
         images, labels = _joined(sets)
         if not len(images) or spec.channels not in (1, 3):
@@ -297,11 +313,11 @@ class RunFolder:
     def draw_round(
         self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
     ) -> None:
-        """Draws the images of one round, like `draw_synthetic`."""
+        """Draws the synthetic images of one round, in the same way as `draw_synthetic`."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
-        """Writes the matrices [classes, clients] that a server computed, as artefacts.json."""
+        """Writes matrices [classes, clients] that the server computed into artefacts.json."""
         if not matrices:
             return
         values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
@@ -310,7 +326,7 @@ class RunFolder:
     def draw_artefacts(
         self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
     ) -> None:
-        """Draws each of these matrices."""
+        """Draws a picture of each matrix that `write_artefacts` wrote."""
         with _writing(self.path):
             for name, matrix in matrices.items():
                 values = matrix.cpu().double().numpy()
@@ -318,7 +334,9 @@ class RunFolder:
                 shares_png(values, self.path / f"{name}.png", title, class_names)
 
     def finish(self, summary: Disclosed) -> Path:
-        """Writes the summary, gives the folder its final name and returns it."""
+        """Writes the summary, renames the folder because the run has ended, and returns its new
+        path.
+        """
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
         with _writing(self.path):
@@ -331,12 +349,12 @@ class RunFolder:
 
 
 def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns all images and all labels, on the CPU."""
+    """Returns all images and all labels of several sets, on the CPU."""
     return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
 
 
 def _lines(row: Disclosed) -> dict[str, str]:
-    """Returns the line of a row for each file that gets one."""
+    """Returns the text lines to write for a round, by file name."""
     rows = {METRICS: row.public}
     if row.simulation_only:
         rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}
@@ -344,7 +362,7 @@ def _lines(row: Disclosed) -> dict[str, str]:
 
 
 def private_start(folder: Path) -> Start:
-    """Returns the facts that a private run wrote when it began.
+    """Reads the facts that a private run wrote when it began.
 
     Raises:
         PrivacyError: privacy_start.json is missing or damaged.
@@ -356,19 +374,21 @@ def resumed_rounds(folder: Path) -> list[int]:
     """Returns the rounds after which a run was resumed, in ascending order.
 
     Raises:
-        PrivacyError: the file is damaged or cannot be read.
+        PrivacyError: resumed.json is damaged or cannot be read.
     """
     if not (folder / RESUMED).exists():
         return []
     rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
-        raise PrivacyError(f"{RESUMED}: its rounds must not decrease")
+        raise PrivacyError(f"{RESUMED}: the round numbers must not decrease")
     return rounds
 
 
 def _fresh(base: Path, name: str) -> tuple[Path, Path]:
-    """Creates the `.incomplete` folder, and returns the unused final path and the `.incomplete`
-    one; runs of the same second are numbered.
+    """Creates a new folder with the suffix `.incomplete`.
+
+    Runs that begin in the same second are numbered. Returns the path that the folder will have
+    after the run, and its current path.
     """
     number = 1
     while True:
@@ -385,7 +405,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Flushes everything in a folder to the disk: first the files, then the folder entries."""
+    """Flushes all files in a folder to the disk, and then the folder entries."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             with open_regular(Path(parent) / name) as file:
@@ -395,11 +415,9 @@ def _sync_all(folder: Path) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raises an error of the operating system (no rights, no space, no folder) as an
-    OutputError.
-    """
+    """Converts errors of the operating system, such as a full disk, to OutputError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write the run folder {path}: {reason}") from None
+        raise OutputError(f"cannot write into the run folder {path}: {reason}") from None

@@ -1,6 +1,4 @@
-"""The record of a run, from its private start to its results; used by simulations and by runs over
-nodes.
-"""
+"""Records a run, from its start to its results. Both simulations and runs over a network use it."""
 
 from __future__ import annotations
 
@@ -50,10 +48,10 @@ class RunOutcome:
     """The outcome of a run.
 
     Attributes:
-        accuracy: the final model's accuracy; None: it was not tested.
-        report: the privacy report; None without privacy.
-        summary: the summary that may be shown.
-        folder: the run folder; None: nothing was written.
+        accuracy: the accuracy of the final model, or None if it was not tested.
+        report: the privacy report, or None without differential privacy.
+        summary: the part of the summary that may be shown.
+        folder: the run folder, or None if no files were written.
     """
 
     accuracy: float | None
@@ -64,21 +62,22 @@ class RunOutcome:
 
 @dataclass
 class RunRecord:
-    """The record of one run.
+    """Collects the metrics of a run, and writes them with the results into the run folder.
 
     Args:
         settings: the run's settings.
-        plan: the plan of a private run; None without differential privacy.
-        folder: the run folder; None: nothing is written.
-        observer: receives notes and rows.
+        plan: the plan of a private run, or None without differential privacy.
+        folder: the run folder, or None if no files are written.
+        observer: receives notes and the metrics of each round.
         measure: measures the run's models.
         test: the kind of test images: "public", "private" or "none".
-        simulated: all clients are in one process; otherwise each is where its data are, and what
-            only a simulation may show is not recorded.
+        simulated: True if all clients are in one process, False if each client runs where its data
+            are. In the second case, values that only a simulation may show are not recorded.
 
     Attributes:
-        warnings: the warnings to include in the report; complete before `begin`.
-        rows: the rows of the rounds so far.
+        warnings: the warnings to include in the report. The list must be complete when `begin` is
+            called.
+        rows: the metrics of each round so far.
         events: the deviations from the plan.
     """
 
@@ -95,8 +94,10 @@ class RunRecord:
     _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Sequence[History]) -> None:
-        """Writes the initial state of a private run, with the current contents of its clients'
-        ledgers, unless it exists. A resumed run adds its warnings.
+        """Writes the initial state of a private run into the run folder.
+
+        The initial state includes the current contents of the clients' ledgers. If the run is
+        resumed, the initial state is already in the folder, and only new warnings are added.
         """
         if self.plan is None or self.folder is None:
             return
@@ -115,7 +116,12 @@ class RunRecord:
         )
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
-        """Resumes after these rounds, in the folder that has them."""
+        """Resumes a run after its finished rounds.
+
+        Args:
+            folder: the run folder.
+            rows: the metrics of the finished rounds.
+        """
         self.rows = list(rows)
         completed = len(rows)
         rounds = self.settings.rounds
@@ -129,17 +135,17 @@ class RunRecord:
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
     ) -> Disclosed:
-        """Records the row of a finished round, and returns it split into what may be shown and what
-        may not.
+        """Records the metrics of a finished round, split into those that may be shown and those
+        that may not.
 
         Args:
             state: the server's state after the round.
-            context: the round's context.
+            context: the context of the round.
             played: the result of the round.
-            started: the start of the round, by `time.perf_counter`.
+            started: the time at which the round started, from `time.perf_counter`.
 
         Raises:
-            UnaccountedReleaseError: a fact of the method may not be in a row.
+            UnaccountedReleaseError: the method returned a metric that it did not declare.
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
@@ -152,8 +158,8 @@ class RunRecord:
             return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
 
         row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
-        row |= self.figures("facts of the server", lambda: checked(method.facts(state, context)))
-        row |= self.figures("facts of the clients", client_facts)
+        row |= self.figures("metrics of the server", lambda: checked(method.facts(state, context)))
+        row |= self.figures("metrics of the clients", client_facts)
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:
@@ -174,20 +180,20 @@ class RunRecord:
         return public
 
     def tell(self, row: Disclosed) -> None:
-        """Writes a round's row, and passes it to the observer."""
+        """Writes the metrics of a round into the run folder, and passes them to the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
         self.observer.round_ended(row.public)
 
     def ended_early(self, refusal: Refusal) -> str:
-        """Records that a client's refusal has ended the run, and returns that in words."""
+        """Records that a client's refusal has ended the run, and returns a sentence that says so."""
         completed = len(self.rows)
         self.events.append(Event.ended(completed, refusal.spent, refusal.reason))
         return self.deviations[-1]
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """The deviations from the plan, in words."""
+        """Sentences that describe how the run deviated from its plan."""
         cap = None
         if self.settings.privacy is not None:
             cap = self.settings.privacy.epsilon
@@ -196,20 +202,18 @@ class RunRecord:
         return tuple(sentences)
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Computes figures about the run, with None in place of non-finite numbers.
+        """Computes metrics about the run, with None in place of infinities and NaN.
 
-        A failure here never ends a run, because its rounds may be charged, and a resumed run is
-        charged again for the unfinished round. Figures that cannot be computed are noted once.
+        If the computation fails, the failure is noted once, and an empty mapping is returned. A
+        failure here must not end the run: the rounds may already be charged to the ledgers, and a
+        resumed run would be charged again for the unfinished round.
 
         Args:
-            name: the name of the figures, for the note.
-            make: computes them.
-
-        Returns:
-            The figures; empty if they cannot be computed.
+            name: the name of the metrics, for the note.
+            make: the function that computes the metrics.
 
         Raises:
-            PrivacyError: the figures may not be shown, or a ledger cannot be written.
+            PrivacyError: the metrics may not be shown, or a ledger cannot be written.
         """
         try:
             return dict(finite(make()))
@@ -220,15 +224,17 @@ class RunRecord:
             return {}
 
     def missing(self, name: str, error: Exception) -> None:
-        """Notes once that something about the run is missing; once, because a full disk
-        stays full.
+        """Notes that a part of the results is missing.
+
+        The note is made only once per name, because a cause such as a full disk would repeat it
+        each round.
         """
         if name not in self._missing:
             self._missing.add(name)
             text = one_line(error)
             if not isinstance(error, FedsynthError):
                 text = f"{type(error).__name__}: {text}"
-            self.observer.note(f"warning: no {name}: {text}")
+            self.observer.note(f"warning: cannot record the {name}: {text}")
 
     def end(
         self,
@@ -239,14 +245,14 @@ class RunRecord:
         *,
         secret: bool = True,
     ) -> RunOutcome:
-        """Writes report, results and summary, and gives the folder its final name.
+        """Writes the privacy report, the results and the summary, and renames the run folder.
 
         Args:
             server: the server after its last step.
-            context: the context of a round of the run.
-            uploads: the uploads of the last round that counted.
+            context: the context of any round of the run.
+            uploads: the uploads of the last round whose result was used.
             histories: the contents of the clients' ledgers.
-            secret: whether all clients' noise came from the operating system's keys.
+            secret: whether the keys for all clients' noise came from the operating system.
         """
         accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
         report = privacy = declared = None
@@ -279,10 +285,10 @@ class RunRecord:
         uploads: Mapping[int, Message],
         report: dict[str, Any] | None,
     ) -> dict[str, Any] | None:
-        """Writes the report first and the pictures last, so that a failed picture never costs a
-        result.
+        """Writes the results, and returns the report with the hashes of the files written by then.
 
-        Returns the report with the hashes of the files that exist by then.
+        The report is written first and the pictures last, so that a failed picture never costs a
+        result.
         """
         method = self.settings.method
         if report is not None:
@@ -326,8 +332,10 @@ class RunRecord:
         return self._allowed(row, declared_row(type(self.settings.method)))
 
     def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-        """Splits a row or a summary; over nodes, drops what depends on the records, which is not
-        kept there.
+        """Splits metrics or a summary into values that may be shown and values that may not.
+
+        In a run over a network, the values that may not be shown are dropped, because they are not
+        stored there.
         """
         metrics = disclosed(values, declared)
         if self.simulated:

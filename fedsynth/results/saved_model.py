@@ -1,7 +1,8 @@
-"""Models in safetensors files: of a run, of an exported synthetic set, or of a student.
+"""Reads and writes models in safetensors files.
 
-A standalone file states the architecture in its metadata. Such files are untrusted input: nothing
-in them is executed, and the reader has to register custom models and feature maps.
+A model comes from a run, from an exported synthetic set, or from a student's training. A file
+outside a run folder states the architecture in its metadata. Such files are untrusted input:
+reading them executes no code, and custom models and feature maps must be registered by the reader.
 """
 
 from __future__ import annotations
@@ -47,24 +48,25 @@ from fedsynth.toml_file import read_sections
 FORMAT = "fedsynth model 1"
 PROBES = 4
 TOLERANCE = 0.02
-"""Relative to the largest log-probability: larger than the rounding differences between devices and
-versions of torch, smaller than the effect of other weights.
+"""The tolerance for comparing log-probabilities, relative to the largest of them. It is larger than
+the rounding differences between devices and versions of torch, and smaller than the effect of
+different weights.
 """
 MAX_REASON = 400
 TRUE = json.dumps(True)
 UNUSABLE = (FedsynthError, PrivacyError, RuntimeError, *HOSTILE)
-"""Errors that the metadata of a damaged file may raise."""
+"""The errors that reading the metadata of a damaged file may raise."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A network without its weights.
+    """The architecture of a network, without its weights.
 
     Args:
-        spec: the specification of its input images.
+        spec: the specification of the network's input images.
         model: the model settings.
-        run: the settings of a run whose method makes the network, for example on a feature map;
-            None: `model` determines the network.
+        run: the settings of a run whose method builds the network, for example on a feature map.
+            None if `model` determines the network.
     """
 
     spec: DatasetSpec
@@ -73,20 +75,21 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """Returns whether the model learned from more than synthetic images, and so can label
-        others.
+        """True if the model can label images for the training of a student.
+
+        A model that learned only from the synthetic images cannot do so.
         """
         return self.run is not None and not self.run.method.learns_from_images
 
     def network(self, seed: int = 0) -> nn.Module:
-        """Returns the untrained network, on the CPU."""
+        """Builds the untrained network, on the CPU."""
         if self.run is None:
             return build_network(self.model, self.spec, seed)
         return self.run.method.network(self.model, self.spec, seed)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of its feature maps."""
+        """The names of the feature maps that the network uses."""
         if self.run is not None:
             return self.run.feature_names
         return (self.model.features,) if self.model.features else ()
@@ -98,7 +101,9 @@ class Architecture:
 
     @property
     def custom_parts(self) -> dict[str, str]:
-        """The names of custom parts, by "model", "features" and "method"."""
+        """The names of the user's own parts of the network, with the keys "model", "features" and
+        "method".
+        """
         names = {name: "features" for name in self.features if is_own_features(name)}
         if self.takes_model and is_own_model(self.model):
             names[self.model.name] = "model"
@@ -107,21 +112,24 @@ class Architecture:
         return {part: name for name, part in names.items()}
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings that determine the network: no paths, no privacy, no partition."""
+        """Returns the settings that determine the network. They include no paths, privacy settings
+        or partition settings.
+        """
         if self.run is None:
             return {"model": asdict(self.model)}
         return _network_sections(self.run.to_mapping())
 
     def count(self) -> int | None:
-        """Returns the number of parameters without building the network, or None if it has to be
-        built for that.
+        """Returns the number of parameters, computed from the settings.
+
+        Returns None if the network would have to be built to count them.
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
         return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns the architecture as a file's metadata; `from_metadata` is the inverse."""
+        """Returns the architecture as metadata for a file, which `from_metadata` can read."""
         return {
             "settings": json.dumps(self.sections(), sort_keys=True),
             "spec": json.dumps(asdict(replace(self.spec, source="")), sort_keys=True),
@@ -131,21 +139,21 @@ class Architecture:
     def from_metadata(
         cls, metadata: Mapping[str, str], method: type[Method] | None, parameters: int
     ) -> Architecture:
-        """Returns the architecture that a file states.
+        """Reads the architecture from the metadata of a file.
 
         Args:
             metadata: the file's metadata.
             method: the class of a custom method.
-            parameters: the count of numbers in the file; a larger network is refused.
+            parameters: the number of values in the file. A network with more parameters is refused.
 
         Raises:
-            OutputError: the network is larger than the file.
-            UNUSABLE: the settings are invalid, or name something unknown.
+            OutputError: the network has more parameters than the file.
+            UNUSABLE: the settings are invalid or contain an unknown name.
         """
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
-            raise OutputError("it has too many images or classes")
+            raise OutputError("the images or the number of classes are too large")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
@@ -155,13 +163,13 @@ class Architecture:
         count = architecture.count() or 0
         if count > parameters:
             raise OutputError(
-                f"its network has {count:,} parameters, but the file has {parameters:,}"
+                f"the network has {count:,} parameters, but the file contains {parameters:,}"
             )
         return architecture
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the settings of a run that determine its network."""
+    """Returns those settings of a run that determine its network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -176,12 +184,15 @@ def write_model(
     architecture: Architecture,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes weights, architecture, and logits on public images that identify the network.
+    """Writes a network's weights and architecture to a file.
+
+    The file also contains the network's outputs for public images, so that `read_model` can check
+    that it rebuilt the same network.
 
     Args:
         file: the file to write.
         network: the network with its weights.
-        architecture: the network's.
+        architecture: the architecture of the network.
         facts: additional metadata.
 
     Raises:
@@ -202,7 +213,8 @@ def write_model(
 
 
 def teaches(file: Path) -> bool:
-    """Returns whether a file states that its model can teach (`Architecture.teaches`).
+    """Returns True if the metadata of a file states that its model can teach
+    (`Architecture.teaches`).
 
     Raises:
         OutputError: the file is damaged.
@@ -211,19 +223,20 @@ def teaches(file: Path) -> bool:
 
 
 def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
-    """Returns the model of a file that `write_model` wrote, in evaluation mode, on the CPU.
+    """Reads a model from a file that `write_model` wrote. The model is in evaluation mode, on the
+    CPU.
 
     Args:
         file: the file.
         method: the class of a custom method.
 
     Raises:
-        OutputError: the file is damaged, states no architecture, one that is not known here, or one
-            that is different here: an encoder with other weights.
+        OutputError: the file is damaged or states no architecture, the architecture is not known
+            here, or a part of it, such as an encoder, has other weights on this machine.
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} does not name the architecture of its weights")
+        raise OutputError(f"{file} does not state the architecture of its model")
     try:
         parameters = sum(tensor.numel() for tensor in weights.values())
         architecture = Architecture.from_metadata(metadata, method, parameters)
@@ -238,9 +251,8 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: with these weights the network returns other outputs "
-            f"for public images than when the file was written: {parts} must have other built-in "
-            "weights on this machine"
+            f"{file} cannot be used: the network has other outputs for public images than when the "
+            f"file was written. Probably {parts} has other built-in weights on this machine"
         )
     return network.eval()
 
@@ -253,7 +265,9 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns rounded log-probabilities of public images, which identify a network."""
+    """Returns the rounded log-probabilities of a network for public images. They identify the
+    network.
+    """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training
     network.eval()
@@ -277,25 +291,28 @@ def load_model(
     model: str = "",
     features: str = "",
 ) -> nn.Module:
-    """Loads a saved or exported model, in evaluation mode, on the CPU: from normalised images to
-    logits. FedStats' model includes its feature map, and can teach (`train_student(…, teacher=…)`).
+    """Loads a saved or exported model, which maps normalised images to logits.
+
+    The model is in evaluation mode, on the CPU. The model of a FedStats run includes its feature
+    map, and can teach a student (`train_student(…, teacher=…)`).
 
     Args:
-        source: the folder of a finished run; a folder exported with the run's model
-            (`export_run(…, with_model=True)`), whose hashes are checked; or a file that
-            `fedsynth student` wrote.
-        spec: of the data set; needed for a run on custom images without differential privacy,
-            whose folder does not state it (`ImageData.spec`).
-        method: the class of a method that fedsynth does not know by name.
-        model, features: `FILE.py:NAME` of a custom architecture or feature map
-            with which the model was made; the files are executed.
+        source: the folder of a finished run, a folder exported with the run's model (`export_run(…,
+            with_model=True)`), or a file that `fedsynth student` wrote. The hashes in an exported
+            folder are checked.
+        spec: the specification of the data set (`ImageData.spec`). It is needed only for a run on
+            custom images without differential privacy, because the folder of such a run does not
+            contain it.
+        method: the class of the run's method, if fedsynth does not know the method by name.
+        model, features: the `FILE.py:NAME` of a custom architecture or feature map with which the
+            model was made. These files are executed.
 
     Raises:
-        OutputError: there is no model, it is damaged or of another architecture, or `spec` is
-            missing.
-        DataFilesCorruptError: a file of the set has changed since it was written.
-        FedsynthError, PrivacyError: its settings name something that this process does not know,
-            and neither `model` nor `features` gives it.
+        OutputError: there is no model, the model is damaged or has another architecture, or `spec`
+            is missing.
+        DataFilesCorruptError: a file in the exported folder has changed since it was written.
+        FedsynthError, PrivacyError: the settings contain a name that is not known here, and that
+            neither `model` nor `features` defines.
 
     >>> import tempfile
     >>> from fedsynth import FedStats, RunSettings, simulate
@@ -312,8 +329,8 @@ def load_model(
         return read_model(path, method)
     if not (path / MODEL).is_file():
         raise OutputError(
-            f"{path} is neither a model file, nor the folder of a finished run, nor a set that was "
-            "exported with its run's model (--with-model)"
+            f"{path} must be a model file, the folder of a finished run, or a folder that was "
+            "exported with the run's model (--with-model)"
         )
     if (path / SUMS).is_file():
         check_hashes(path)
@@ -322,14 +339,16 @@ def load_model(
 
 
 def images_of_model(source: Path) -> DatasetSpec | None:
-    """Returns the specification of a model's images, or None for a run on custom images without
-    differential privacy, which does not state it.
+    """Returns the specification of the images that a model takes.
+
+    Returns None for a run on custom images without differential privacy, because its folder does
+    not contain the specification.
 
     Args:
-        source: as for `load_model`.
+        source: a folder or file, as for `load_model`.
 
     Raises:
-        OutputError: the file that states it is damaged.
+        OutputError: the file that contains the specification is damaged.
     """
     if (source / SUMS).is_file():
         source = source / MODEL
@@ -347,7 +366,7 @@ def images_of_model(source: Path) -> DatasetSpec | None:
 def model_of_run(
     folder: Path, spec: DatasetSpec | None, method: type[Method] | None
 ) -> tuple[nn.Module, Architecture]:
-    """Returns the model of a run's folder and its architecture; see `load_model`."""
+    """Returns the model in a run folder, and the model's architecture. See `load_model`."""
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} is not the folder of a finished run: it has no {MODEL}")
     architecture = _architecture(folder, spec, method)
@@ -370,7 +389,7 @@ def _architecture(
     settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.folder is not None:
         raise OutputError(
-            f"the run in {folder} used your images, whose specification it does not contain: "
-            "pass spec= of the same images (`load_folder(…).train.spec`)"
+            f"the run in {folder} used custom images, but does not contain their specification: "
+            "pass spec= for the same images (`load_folder(…).train.spec`)"
         )
     return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

@@ -1,8 +1,8 @@
-"""Executes a sweep's runs, several at once within a memory limit, each in its own process; resumes
-an interrupted sweep.
+"""Executes the runs of a sweep, each in its own process.
 
-A run's folder is below OUTPUT/KEY, where KEY is derived from its settings. A finished run is not
-repeated, an interrupted one is resumed, and one with changed settings is a different run.
+Several runs may be active at once, within a memory limit. Each run's folder is below OUTPUT/KEY,
+where KEY depends on the run's settings. If a sweep is repeated, finished runs are kept and
+interrupted runs are resumed. A run with changed settings is a new run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from fedsynth.results.sweep_file import Cell, Sweep, SweepError
 from fedsynth.toml_file import to_toml
 
 OVERHEAD_GB = 1.0
-"""Memory of a process in addition to its steps: the interpreter, torch and the data set."""
+"""Memory that a process needs for the interpreter, torch and the data set, in addition to training.
+"""
 DEFAULT_GB = 4.0
-"""Limit for a run's steps if run.memory_gb is not set."""
+"""Memory that is assumed for training if run.memory_gb is not set."""
 POLL_SECONDS = 0.1
-"""Seconds between checks whether a run has ended."""
+"""Time between two checks whether a run has ended, in seconds."""
 STOP_SECONDS = 60.0
-"""Seconds that a run has to stop after SIGTERM."""
+"""Time that a run has to stop after SIGTERM, in seconds."""
 REPORT_SECONDS = 30.0
-"""Seconds between reports of the active runs' progress."""
+"""Time between two reports about the progress of the active runs, in seconds."""
 LOG = "log.txt"
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
-"""Returns a run's command line: (config, parent of the run's folder, folder of the interrupted run
-to resume, or None) → arguments."""
+"""A function that returns the command line of a run.
+
+Its arguments are the config file, the parent of the run folder, and the folder of the interrupted
+run that is to be resumed, or None.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class SweepResult:
     """The outcome of a sweep.
 
     Attributes:
-        completed: runs that finished in this call.
-        existing: runs that an earlier call finished.
-        failed: runs that failed, with the last line that each printed.
+        completed: the runs that finished in this call.
+        existing: the runs that had finished before this call.
+        failed: the runs that failed, each with the last line that it printed.
     """
 
     completed: list[Cell] = field(default_factory=list)
@@ -54,35 +58,36 @@ class SweepResult:
 
 
 def finished(sweep: Sweep, cell: Cell) -> Path | None:
-    """Returns the folder of a cell's finished run, or None."""
+    """Returns the folder of a finished run in a sweep, or None if the run has not finished."""
     folders = run_folders(sweep.output / cell.key)
     return folders[-1] if folders else None
 
 
 def memory_of(cell: Cell) -> float:
-    """Returns the memory that is reserved for a run, in 2^30 bytes."""
+    """Returns the memory that is reserved for a run, in units of 2^30 bytes."""
     return (cell.settings.memory_gb or DEFAULT_GB) + OVERHEAD_GB
 
 
 def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> SweepResult:
-    """Executes all runs that have not finished.
+    """Executes all runs of a sweep that have not finished.
 
     Args:
-        sweep: the runs.
-        command: returns the command line of a run.
-        report: receives a line when a run begins or ends, and the progress every half minute.
+        sweep: the sweep.
+        command: a function that returns the command line of a run.
+        report: receives a line when a run begins or ends, and the progress of active runs every 30
+            seconds.
 
     Raises:
         SweepError: a run needs more memory than the sweep may use.
-        KeyboardInterrupt: re-raised after the active runs were stopped cleanly; a sweep of the same
-            file resumes them.
+        KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
+            sweep is repeated, it resumes these runs.
     """
     _check_memory(sweep)
     result = SweepResult()
     waiting: list[Cell] = []
     for cell in sweep.cells:
         (result.existing if finished(sweep, cell) else waiting).append(cell)
-    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(result.existing)} already finished")
+    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(result.existing)} are finished")
     running: dict[Cell, subprocess.Popen[bytes]] = {}
     last_report = time.monotonic()
     try:
@@ -110,15 +115,17 @@ def _check_memory(sweep: Sweep) -> None:
     for cell in sweep.cells:
         if limit and memory_of(cell) > limit:
             raise SweepError(
-                f"the run of {cell.label} needs {memory_of(cell):g} GB ({OVERHEAD_GB:g} GB plus "
-                f"run.memory_gb, by default {DEFAULT_GB:g}), but the sweep may use {limit:g} "
-                "GB: raise sweep.memory_gb or lower run.memory_gb"
+                f"the run {cell.label} needs {memory_of(cell):g} GB ({OVERHEAD_GB:g} GB plus "
+                f"run.memory_gb, by default {DEFAULT_GB:g} GB), but the sweep may use only "
+                f"{limit:g} GB: increase sweep.memory_gb or reduce run.memory_gb"
             )
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns the runs that may begin now, in the file's order: a job and memory are free for them,
-    and no active run charges the same ledgers."""
+    """Returns the runs that may begin now, in the order of the sweep's file.
+
+    A run may begin if a job and enough memory are free, and no active run charges the same ledgers.
+    """
     limit = sweep.settings.memory_gb or math.inf
     active = list(running)
     for cell in waiting:
@@ -132,13 +139,13 @@ def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, obj
 
 
 def _ledger(cell: Cell) -> Path | None:
-    """Returns the folder of ledgers that a run charges."""
+    """Returns the folder of the ledgers that a run charges."""
     privacy = cell.settings.privacy
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
 def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes]:
-    """Starts a run, or resumes an interrupted one."""
+    """Starts a run, or resumes it if it was interrupted."""
     folder = sweep.output / cell.key
     config = folder / "config.toml"
     try:
@@ -147,7 +154,7 @@ def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
         config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
         log = open_regular(folder / LOG, writing=True, create=True)
     except OSError as error:
-        raise OutputError(f"cannot write the sweep's {folder}: {error.strerror}") from None
+        raise OutputError(f"cannot write into {folder}: {error.strerror}") from None
     with log:
         return subprocess.Popen(
             command(config, folder, interrupted),
@@ -160,8 +167,10 @@ def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
 
 
 def _environment(jobs: int) -> dict[str, str]:
-    """Returns the runs' environment: they share the cores, unless the user has set the threads of
-    each."""
+    """Returns the environment variables of the runs.
+
+    The runs share the CPU cores, unless the user has set the number of threads.
+    """
     if jobs == 1:
         return dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -183,8 +192,7 @@ def _record_end(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Sends SIGTERM to runs, which then stop cleanly, and kills those that have not stopped after
-    `STOP_SECONDS`."""
+    """Stops runs cleanly with SIGTERM. Kills those that have not stopped after `STOP_SECONDS`."""
     for process in processes:
         process.terminate()  # does nothing if it has ended
     for process in processes:

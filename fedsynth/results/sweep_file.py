@@ -1,24 +1,24 @@
-"""A sweep's file: settings that all its runs share, and the axes of its grid.
+"""Reads the TOML file of a sweep, which contains common settings of all runs and a grid of values.
 
 [sweep]                      # optional, as is each key
-output = "sweeps/skew"       # default: sweeps/NAME of the file
-jobs = 2                     # runs at once; default 1
-memory_gb = 10               # of all concurrent runs together
-metrics = ["test_accuracy"]  # of summary.json
+output = "sweeps/skew"       # default: sweeps/NAME, where NAME is that of the file
+jobs = 2                     # maximum number of active runs; default: 1
+memory_gb = 10               # memory limit for all active runs together
+metrics = ["test_accuracy"]  # values in summary.json to show in the table
 
 [run]                        # and [partition], [model], …: as in a run's config.toml
 rounds = 5
 
-[grid]                       # each list is an axis
+[grid]                       # the runs are all combinations of these values
 method = ["fedavg", "feddm"]
-alpha = [0.1, 1.0]           # without a section: the first that has such a setting
+alpha = [0.1, 1.0]           # without a section: the first section that has this setting
 seed = [0, 1, 2]
 "model.width" = [32, 64]
 
-[grid.feddm]                 # axes of one method's own settings
+[grid.feddm]                 # values of settings that only one method has
 ipc = [1, 10]
 
-[methods.fedavg]             # settings of one method
+[methods.fedavg]             # settings for only one method
 lr = 0.1
 """
 
@@ -46,7 +46,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 class SweepError(FedsynthError):
-    """A sweep's file is invalid."""
+    """Raised for a sweep file that is invalid."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class SweepSettings:
     """The settings of a sweep.
 
     Args:
-        output: the folder of its runs; "" takes sweeps/NAME, with the file's name.
-        jobs: runs at once.
-        memory_gb: memory limit of all concurrent runs together, in 2^30 bytes; 0: limited only by
-            `jobs`.
+        output: the folder for the runs. An empty string stands for sweeps/NAME, where NAME is that
+            of the sweep file.
+        jobs: the maximum number of active runs.
+        memory_gb: the memory limit for all active runs together, in units of 2^30 bytes. With 0,
+            only `jobs` limits the number of active runs.
     """
 
     section: ClassVar[str] = "sweep"
@@ -72,12 +73,12 @@ class SweepSettings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a sweep; compared by identity.
+    """One run of a sweep. Two `Cell` objects with the same content are not equal.
 
     Attributes:
-        values: axis → its value in this run.
-        settings: the run's.
-        key: the name of its folder.
+        values: the values in the grid for this run, by axis.
+        settings: the settings of the run.
+        key: the name of the run's folder.
     """
 
     values: Values
@@ -86,19 +87,19 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The axes' values; the key of a run without any."""
+        """The values in the grid for this run as text, or the key if the grid is empty."""
         return _joined(self.values, " ") or self.key
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's runs.
+    """All runs of a sweep.
 
     Attributes:
-        settings: of the sweep.
-        output: the folder of its runs.
-        metrics: paths in summary.json, the columns of the table.
-        cells: its runs.
+        settings: the settings of the sweep.
+        output: the folder for the runs.
+        metrics: dotted paths in summary.json, which are the columns of the table.
+        cells: the runs.
     """
 
     settings: SweepSettings
@@ -108,17 +109,18 @@ class Sweep:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes except the seed, in the file's order."""
+        """The names of all axes of the grid except the seed, in the order of the file."""
         names = dict.fromkeys(name for cell in self.cells for name in cell.values)
         names.pop(SEED, None)
         return tuple(names)
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Reads a sweep's file and checks the settings of every run.
+    """Reads the file of a sweep, and checks the settings of every run.
 
     Raises:
-        SweepError: the grid or a run's settings are invalid; the message names the run's axes.
+        SweepError: the grid or the settings of a run are invalid. The message names the values of
+            the run.
         SettingError, UnknownNameError: a setting of the sweep is invalid.
     """
     sections: dict[str, dict[str, Any]] = read_sections(file)
@@ -145,7 +147,7 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
             raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
         if name not in names:
             raise SweepError(
-                f"no run of the sweep has method {name!r}; its methods are {', '.join(names)}"
+                f"no run of the sweep has the method {name!r}: the methods are {', '.join(names)}"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
@@ -160,7 +162,9 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
 def _points(
     axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
 ) -> Iterator[tuple[str, Values, Values]]:
-    """Yields each run's method, the values of the common axes, and those of the method's axes."""
+    """Yields the method of each run, the values of the common axes, and the values of the method's
+    axes.
+    """
     for values in _product(axes):
         method = str(values.get("method", default_method))
         for method_values in _product(method_axes.get(method, {})):
@@ -168,8 +172,10 @@ def _points(
 
 
 def _common_axes(grid: Values) -> dict[str, list[Any]]:
-    """Returns the axes of all methods; "run.seed" becomes "seed", the name that tables and methods'
-    sections use."""
+    """Returns the axes of the grid that apply to all methods.
+
+    "run.seed" is renamed to "seed", the name that the results table uses.
+    """
     axes: dict[str, list[Any]] = {}
     names: dict[tuple[str, str], str] = {}  # by the setting that an axis varies
     for name, values in grid.items():
@@ -177,13 +183,15 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(f"{first!r} and {name!r} of the grid are the same setting")
+            raise SweepError(f"{first!r} and {name!r} in the grid are the same setting: remove one")
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 
 
 def _cell(shared: Sections, of_method: Values, values: Values, method_values: Values) -> Cell:
-    """Returns one run: shared settings, overridden by its method's, then by the grid's."""
+    """Returns one run. Its method's settings override the common settings, and the grid overrides
+    both.
+    """
     sections = {name: dict(section) for name, section in shared.items()}
     sections.setdefault("method", {}).update(of_method)
     for name, value in values.items():
@@ -194,26 +202,28 @@ def _cell(shared: Sections, of_method: Values, values: Values, method_values: Va
     try:
         settings = resolve(sections)
     except (FedsynthError, PrivacyError) as error:
-        run = _joined(all_values, ", ") or "the sweep"
-        raise SweepError(f"the run of {run}: {error}") from None
+        run = _joined(all_values, ", ") or "without a grid"
+        raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
     return Cell(all_values, settings, _key(all_values, settings))
 
 
 def setting_of(name: str) -> tuple[str, str]:
-    """Returns the section and key of an axis. A name without a section belongs to the first section
-    that has this key, otherwise to the method.
+    """Returns the section and key of the setting that an axis of the grid varies.
+
+    A name without a section belongs to the first section that has this key. If no section has it,
+    the name belongs to the method.
 
     >>> setting_of("alpha"), setting_of("model.width"), setting_of("seed")
     (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
 
     Raises:
-        SweepError: there is no such section.
+        SweepError: the name begins with a section that does not exist.
     """
     section, dot, key = name.partition(".")
     if not dot:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
-        raise SweepError(f"grid: {name!r} must begin with a section: {', '.join(SECTIONS)}")
+        raise SweepError(f"grid: {name!r} must begin with a section, one of {', '.join(SECTIONS)}")
     return section, key
 
 
@@ -223,7 +233,7 @@ def _choices(name: str, values: Any) -> list[Any]:
             f"{name} must be a list of values, such as [0, 1], got {short_repr(values)}"
         )
     if any(isinstance(value, list | dict) for value in values):
-        raise SweepError(f"{name} must be a list of numbers, texts or booleans")
+        raise SweepError(f"{name} must be a list of numbers, strings or booleans")
     return values
 
 
@@ -237,7 +247,7 @@ def _joined(values: Values, separator: str) -> str:
 
 
 def _key(values: Values, settings: RunSettings) -> str:
-    """Returns a readable folder name that is different for different settings."""
+    """Returns a readable folder name, which differs for different settings."""
     parts = []
     for name, value in values.items():
         prefix = "" if name == "method" else name.rpartition(".")[2]

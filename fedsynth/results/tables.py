@@ -1,5 +1,7 @@
-"""A sweep's results as a table: mean ± standard deviation over seeds, as plain text, CSV, LaTeX and
-Markdown."""
+"""Makes a table of a sweep's results, with the mean ± standard deviation over seeds.
+
+The formats are plain text, CSV, LaTeX and Markdown.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ Rows = Sequence[Sequence[str]]
 
 
 class Column(NamedTuple):
-    """A column of results: its path in summary.json, the heading, a factor and the decimals."""
+    """A column with results.
+
+    Attributes:
+        path: the dotted path of the value in summary.json.
+        heading: the heading of the column.
+        scale: the factor by which the values are multiplied.
+        digits: the number of decimals.
+    """
 
     path: str
     heading: str
@@ -39,12 +48,18 @@ COLUMNS = {
     "upload_bytes": Column("upload_bytes", "MB up", 1e-6, 2),
     "seconds": Column("seconds", "s", 1.0, 1),
 }
-"""The columns of every sweep, after its metrics."""
+"""The columns that every sweep's table has after the sweep's metrics."""
 
 
 class SweepRow(NamedTuple):
-    """A table row: the axes' values, how many of the planned seeds have finished, and the
-    results."""
+    """A row of the table, for all seeds of one combination of values.
+
+    Attributes:
+        values: the values of the axes.
+        finished: the number of seeds whose runs have finished.
+        planned: the number of seeds in the grid.
+        results: the mean and standard deviation of each column.
+    """
 
     values: Mapping[str, Any]
     finished: int
@@ -53,7 +68,7 @@ class SweepRow(NamedTuple):
 
 
 def sweep_rows(sweep: Sweep) -> list[SweepRow]:
-    """Returns a row for each point of the grid, over all its seeds."""
+    """Returns a row for each combination of values in the grid, over all seeds."""
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
@@ -79,7 +94,7 @@ def _columns(sweep: Sweep) -> dict[str, Column]:
 
 
 def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
-    """Returns the rows in one of `FORMATS`."""
+    """Returns the table as text, in one of `FORMATS`."""
     if form == "csv":
         return _csv(sweep, rows)
     renderers: Mapping[str, Callable[[Rows], str]] = {
@@ -91,7 +106,7 @@ def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
 
 
 def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
-    """Returns head and rows as texts, without columns in which no row has a value."""
+    """Returns the heading and the rows as strings. Columns without any value are left out."""
     table = [[*sweep.axes, "runs"]]
     for row in rows:
         count = str(row.finished)
@@ -119,7 +134,7 @@ _TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def _latex(rows: Rows) -> str:
-    """Returns a LaTeX table with booktabs' rules."""
+    """Returns a LaTeX table that uses the package booktabs."""
     escapes = str.maketrans(_TEX)
     head, *body = [" & ".join(cell.translate(escapes) for cell in row) + r" \\" for row in rows]
     begin = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
@@ -128,7 +143,9 @@ def _latex(rows: Rows) -> str:
 
 
 def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
-    """Returns CSV with mean and standard deviation in separate columns, unrounded and unscaled."""
+    """Returns the table as CSV. The mean and the standard deviation are separate columns, and
+    values are not rounded or scaled.
+    """
     names = list(_columns(sweep))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,9 +1,9 @@
-"""Verifies the report of a private run's folder: recomputes its figures from config.toml,
-privacy_start.json and the ledgers, and compares every other file with the run's plan, its charges
-and its method's declarations.
+"""Verifies the privacy report in the folder of a private run.
 
-`private_run` reads the folder, computes the plan and finds the run's rows in the ledgers. The same
-code builds the report of a run that was killed.
+The figures in the report are computed again from config.toml, privacy_start.json and the ledgers.
+All other files are compared with the run's plan, with the ledgers, and with the
+metrics that the method declares. The module `private_run` reads the folder, makes the plan and
+finds the run's rows in the ledgers. This module also builds the report of a run that was killed.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWNER = "owner.json"
-"""A file in the folder of an owner's report."""
+"""The name of a file that only the folder of a data owner's report contains."""
 REQUIRED = (CONFIG, PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
-    "not verified, taken as stated: the identity of the run, the versions of the software, the "
-    "run's warnings, and the counts of an audit"
+    "these parts of the report cannot be verified: the run's name and date, the versions of the "
+    "software, the run's warnings, and the counts of an audit"
 )
 _REASON = re.compile(r".{1,1000}")
 
@@ -79,16 +79,16 @@ _REASON = re.compile(r".{1,1000}")
 def verify_run(
     run: Path | str, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> Verification:
-    """Checks a run folder's report against everything that it follows from.
+    """Checks the privacy report in a run folder against everything from which it follows.
 
     Args:
-        run: the folder, or the privacy_report.json in it.
-        ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where
-            config.toml states that ledgers are kept.
-        method: the class of a method that fedsynth does not know by name.
+        run: the run folder, or the privacy_report.json in it.
+        ledger: the folder of the ledger files. With None, this is `ledger/` in the run folder, or
+            the folder that config.toml states.
+        method: the class of the run's method, if fedsynth does not know the method by name.
 
     Raises:
-        PrivacyError: there is no report of this schema to check.
+        PrivacyError: there is no report, or it cannot be read.
     """
     path = Path(run)
     folder = path
@@ -96,7 +96,7 @@ def verify_run(
         folder = path.parent
     elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
         advice = f"build it with fedsynth privacy report {path}"
-        raise PrivacyError(f"the run did not finish and has no report yet: {advice}")
+        raise PrivacyError(f"the run did not finish, so it has no report yet: {advice}")
     report = read_report(path)
     problems = schema_problems(report)
     if problems:
@@ -111,7 +111,7 @@ def _verified(
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if PRIVATE_START in missing and (folder / SUMS).is_file():
         advice = f"check its files with `sha256sum -c {SUMS}`, and the report in the run folder"
-        raise PrivacyError(f"{folder} was exported without settings and ledgers: {advice}")
+        raise PrivacyError(f"{folder} is an export without settings and ledgers: {advice}")
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
     if CONFIG not in missing and PRIVATE_START not in missing:
@@ -126,7 +126,7 @@ def _verified(
             problems.append(str(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        problems.append(f"(made by fedsynth {version}, so the results of {__version__} may differ)")
+        problems.append(f"(the run used fedsynth {version}, and {__version__} may differ)")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 
 
@@ -136,8 +136,8 @@ def _verified(
 def _run_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns all differences between a run's files and its report, and a note on what was
-    compared.
+    """Returns all differences between a run's files and its report, and a note about the ledgers
+    that were compared.
     """
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
@@ -159,7 +159,7 @@ def _run_problems(
     problems = [*ledger_rows.problems, *charges.problems()]
     if _ended_early(charges) and not run.networked and charges.refusal() is None:
         rounds = f"{charges.rounds_done} of {run.settings.rounds} rounds"
-        problems.append(f"{METRICS} has {rounds}, and no cap explains this early end")
+        problems.append(f"{METRICS} has only {rounds}, which the limit on ε does not explain")
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
@@ -168,10 +168,10 @@ def _run_problems(
 
 
 def _ledger_note(run: PrivateRun) -> str:
-    """Returns why no ledger file was compared."""
+    """Returns a note that says why no ledger file was compared."""
     if run.networked:
-        return "no ledger file was compared: each data owner has its own, and can verify its report"
-    return "no ledger file was compared, as they are in another folder (name it with --ledger DIR)"
+        return "no ledger was compared, because each data owner keeps one and can verify a report with it"
+    return "no ledger was compared, because the ledgers are elsewhere: name their folder with --ledger DIR"
 
 
 def _ended_early(charges: Charges) -> bool:
@@ -179,11 +179,12 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the events that the report must state.
+    """Returns the deviations from the plan that the report must state.
 
-    Over nodes the reasons are texts of other parties, and are taken as stated. In a simulation the
-    cap explains an early end. If another run has charged the ledgers since, or releases of a round
-    under way are charged, the figures of that moment are unknown, and are taken as stated.
+    In a run over a network, the reasons are texts from other machines, and are taken from the
+    report. In a simulation, the limit on ε explains an early end. The figures at that moment are
+    unknown if another run has charged the ledgers since, or if an unfinished round has been
+    charged. These figures are then taken from the report, too.
     """
     run = charges.run
     stated = [Event.model_validate(event) for event in report["events"]]
@@ -209,8 +210,10 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns whether a client may have made no statement in the rounds that an event names,
-    because it was lost in them or they were cut off.
+    """Returns True if a client may have failed to send its ledger entries in the rounds of an
+    event.
+
+    This can happen only in rounds in which the client did not answer, or which were cut off.
     """
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
@@ -224,7 +227,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Returns an event with the reason of the matching stated event, if there is one."""
+    """Adds the reason that the report gives for an event, if there is one."""
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -236,8 +239,8 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _row_problems(charges: Charges) -> list[str]:
-    """Returns the deviations of metrics.jsonl from what the data set, the plan and the charges
-    give.
+    """Returns the differences between metrics.jsonl and what follows from the data set, the plan
+    and the charges.
     """
     problems = []
     for row in charges.run.rows:
@@ -247,28 +250,30 @@ def _row_problems(charges: Charges) -> list[str]:
 
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
-    """Yields the measurements of a round that the run cannot have made."""
+    """Yields a problem for each measurement in a round's metrics that the run cannot have made."""
     run = charges.run
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in run.settings.method.variant_names:
-            yield f"has a model {name!r:.40}, which the method does not produce"
+            yield f"has metrics of a model {name!r:.40}, which the method does not make"
         for problem in disclosed.undeclared(variant, disclosed.MEASURED):
-            yield f"{problem} (of model {name!r:.40})"
+            yield f"{problem} (in the metrics of the model {name!r:.40})"
     test = run.start.test_images
     for values in (row, *models.values()):
         if test != run_data.PUBLIC and values.keys() & set(disclosed.ON_TEST):
-            yield f"has an accuracy, but the test images are {test}"
+            yield f"has an accuracy on test images, but the kind of test images is {test!r}"
         if not set(values.get("domain_accuracy", ())) <= set(run.spec.domains):
-            yield "has the accuracy of a domain that the data set does not have"
+            yield "has an accuracy for a domain that the data set does not have"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):
-        yield "has inconsistent upload sizes"
+        yield "has upload sizes that contradict each other"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns the differences between a row and what the plan and the run's seed give."""
+    """Returns the differences between a round's metrics and what follows from the plan and the
+    run's seed.
+    """
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
@@ -287,13 +292,13 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
 
 
 def _epsilon_problems(charges: Charges) -> list[str]:
-    """Returns the rounds whose ε does not follow from the ledger rows charged up to the end of the
+    """Returns the rounds whose ε does not follow from the ledger rows charged by the end of the
     round.
     """
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         if any("epsilon" in row for row in rows):
-            return [f"{METRICS} gives an epsilon, but no value would be valid"]
+            return [f"{METRICS} states an epsilon, but the run has no guarantee"]
         return []
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.networked and any(LOST in row or REJECTED in row for row in rows)
@@ -319,7 +324,10 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 
 
 def _summary_problems(charges: Charges) -> list[str]:
-    """Returns the differences between summary.json, if present, and the summary of the rows."""
+    """Returns the differences between summary.json and the metrics of the rounds.
+
+    Returns no differences if there is no summary.json.
+    """
     run = charges.run
     if run.summary is None:
         return []
@@ -349,8 +357,10 @@ def _summary_problems(charges: Charges) -> list[str]:
 
 
 def _file_problems(charges: Charges, folder: Path) -> list[str]:
-    """Returns the files that the run must leave but that are missing, the files that it cannot
-    leave, and the tensors whose shapes do not fit the run.
+    """Returns the problems with the files that the run wrote.
+
+    A problem is a missing file, a file that the run cannot have written, or a tensor whose shape
+    does not fit the run.
     """
     run = charges.run
     method = run.settings.method
@@ -366,7 +376,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
         checks[TENSORS] = _images_problems
     problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
     if TENSORS not in checks and (folder / TENSORS).exists():
-        problems.append(f"{TENSORS} exists, but the run does not produce it")
+        problems.append(f"{TENSORS} exists, but this run does not write such a file")
     if (folder / ARTEFACTS).exists():
         makes_matrices = bool(counted) and type(method).artefacts is not Method.artefacts
         problems += _matrices_problems(charges, folder, makes_matrices)
@@ -384,15 +394,15 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
 def _model_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns the differences between a model's tensors and the run's architecture."""
+    """Returns the differences between the tensors of a model and the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(MODEL, expected, _shapes(tensors))
 
 
 def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> list[str]:
-    """Returns the server's matrices [classes, clients] that do not fit the run."""
+    """Returns the problems with the matrices [classes, clients] that the server computed."""
     if not makes_matrices:
-        return [f"{ARTEFACTS} exists, but the run does not produce it"]
+        return [f"{ARTEFACTS} exists, but this run does not write such a file"]
     try:
         matrices = read_json(folder / ARTEFACTS, "file of matrices")
         shapes = {name: np.array(values, dtype=float).shape for name, values in matrices.items()}
@@ -400,7 +410,7 @@ def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> 
         return [f"{ARTEFACTS} cannot be read: {one_line(error)}"]
     classes, clients = charges.run.context.spec.classes, charges.run.settings.partition.clients
     return [
-        f"{ARTEFACTS}: {short_repr(name)} has the shape {shape}, not {classes} classes by clients"
+        f"{ARTEFACTS}: {short_repr(name)} has shape {shape}, but must be [{classes}, clients]"
         for name, shape in shapes.items()
         if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients
     ]
@@ -413,8 +423,10 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def _images_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns the differences between the synthetic images and images of the data set, made by the
-    run's clients or its server.
+    """Returns the problems with the synthetic images.
+
+    The images must have the format of the data set's images, and must come from the run's clients
+    or its server.
     """
     spec = charges.run.spec
     clients, labels = set(tensors["client"].tolist()), set(tensors["labels"].tolist())
@@ -430,7 +442,7 @@ def _images_problems(
     last = [row["round"] for row in charges.run.rows if NOT_COUNTED not in row][-1]
     active = charges.plan.participation.in_round(last)
     if not (clients <= {*active, SERVER} and labels <= set(range(spec.classes))):
-        problems.append(f"{TENSORS} names clients or classes that do not exist")
+        problems.append(f"{TENSORS} contains clients or classes that do not exist")
     return problems
 
 
@@ -440,30 +452,31 @@ def _images_problems(
 def _owner_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns all differences between an owner's folder and its report, and a note on what was
-    compared.
+    """Returns all differences between a data owner's folder and the report in it, and a note about
+    the ledger that was compared.
 
-    An owner knows only its own ledger: σ and the number of rounds are as the server stated them.
+    An owner can read only one ledger. The value of σ and the number of rounds are therefore taken
+    from the server's statements.
 
     Raises:
-        PrivacyError: a file does not fit the others.
+        PrivacyError: two files contradict each other.
     """
     run = private_run.read_start(folder, method)
     owner = read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER}: the run has no client {number} or no {rounds} rounds")
+        raise PrivacyError(f"{OWNER}: the run has no client {number} or not {rounds} rounds")
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("an owner's report must belong to a deployment, and have one client")
+        raise PrivacyError("the report must belong to a run over a network, and have one client")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
-        raise PrivacyError("the report has another client than the one that the run began with")
+        raise PrivacyError("the client in the report differs from the client in the run's files")
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
     ledger_rows = read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
-        problems.append(f"{client}: the ledger is not the one that the run began with")
+        problems.append(f"{client}: the ledger is not the one with which the run began")
     rows = ledger_rows.rows[client]
     initial_rows, new_rows = rows[: start.rows], rows[start.rows :]
     plan = _owner_plan(run)
@@ -471,7 +484,7 @@ def _owner_problems(
     for round_number in plan.participation.rounds_of(number, plan.run.rounds):
         planned.update(plan.client_rows(number, replace(run.context, round=round_number)))
     if new_rows and planned.isdisjoint(new_rows):
-        problems.append("the ledger has new rows, but none that this run's settings charge")
+        problems.append("the ledger has new rows, but this run's settings charge none of them")
     history = History(client, initial_rows)
     secret = not report["test_only_randomness"]
     facts = owner_facts(plan, number, history, rounds, run.start, secret=secret)
@@ -480,13 +493,13 @@ def _owner_problems(
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the plan by which the client was charged; σ is the run's, or as the server stated
-    it.
+    """Returns the plan by which the client was charged. σ is the value that the server stated, if
+    the run's settings do not contain it.
     """
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
-        raise PrivacyError(f"the run began with σ = {stated}, but its settings have {configured}")
+        raise PrivacyError(f"the run began with σ = {stated}, but its settings state {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
@@ -494,8 +507,8 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Returns whether a folder is of a run that was killed or is still running, so that its report
-    has to be built from its files.
+    """Returns True if the run in a folder was killed or is still running, so that its report must
+    be built from its files.
     """
     if not (path / CONFIG).is_file() or (path / SUMMARY).exists():
         return False
@@ -505,20 +518,22 @@ def is_unfinished(path: Path) -> bool:
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
-    """Returns the report of a run that did not finish, from the current contents of its ledgers;
-    `write_report` puts it into the folder.
+    """Builds the report of a run that did not finish, from the current contents of its ledgers.
+
+    `write_report` writes the report into the folder.
 
     Args:
         folder: the run folder.
-        ledger, method: as in `verify_run`.
+        ledger: the folder of the ledger files, as in `verify_run`.
+        method: the class of the run's method, as in `verify_run`.
 
     Raises:
-        PrivacyError: the run had no differential privacy, released nothing yet, or its files are
-            missing or damaged.
+        PrivacyError: the run had no differential privacy or has not released anything yet, or a
+            file is missing or damaged.
     """
     if not (folder / PRIVATE_START).exists():
         reason = "the run had no differential privacy, or ended before its first release"
-        raise PrivacyError(f"{folder} has no {PRIVATE_START} to build a report from: {reason}")
+        raise PrivacyError(f"cannot build a report, as {folder} has no {PRIVATE_START}: {reason}")
     with damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)

@@ -77,7 +77,7 @@ def test_only_the_runs_own_settings_go_into_its_report(fedsynth: Run, tmp_path: 
         assert told.code == 2
         assert "has other settings" in told.stderr
     told = fedsynth(f"{audit} --config other.toml")
-    assert "leave out --config" in told.stderr
+    assert "use only one of them" in told.stderr
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("iterations = 4", "iterations = 2"))
     told = fedsynth(f"{audit} --canaries 20")

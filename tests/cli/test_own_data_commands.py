@@ -46,7 +46,7 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     done = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
     assert done.code == 0, done.stderr
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
-    assert f"to share: {share}" in done.stderr
+    assert f"you may share the folder {share}" in done.stderr
     found = load_synthetic(share)
     assert found.epsilon is not None
     assert found.epsilon <= 8

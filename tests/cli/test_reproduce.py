@@ -47,15 +47,15 @@ def test_a_cell_runs_and_is_compared_with_the_published_value(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "name a table, such as feddm:table2; --list prints all tables"),
+        ((), "name a table, such as feddm:table2. Use --list to show all tables"),
         (("feddm:table9",), "unknown preset 'feddm:table9'; did you mean"),
         (("feddm:table2", "--alpha", "0.5"), "no cell with alpha 0.5; it has 0.1, 0.01"),
         (
             (*CELL, "--time-budget", "soon"),
-            "--time-budget must be a duration such as 170m, 2h, 90s",
+            "--time-budget must be a duration such as 170m, 2h or 90s",
         ),
         ((*CELL, "--scale", "2"), "scale must be above 0 and below 1, got 2.0"),
-        (("fedkf:table4",), "none of these cells is runnable"),
+        (("fedkf:table4",), "none of these cells can be run"),
         (("feddm:table2", "--dataset", "mnist"), "set its folder with data.data_root"),
         ((*CELL, "--set", "method.nu=1"), "unknown setting of fedprox 'nu'"),
     ],

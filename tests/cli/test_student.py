@@ -43,7 +43,7 @@ def test_it_prints_training_data_guarantee_and_accuracy(
     assert "trained on: 60 images, soft labels\n" in run.stdout
     assert "augmented copies: 1 of each image, with a model's labels" in run.stdout
     epsilon = format_epsilon(load_synthetic(share).epsilon or 0.0)
-    assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in run.stdout
+    assert f"guarantee: ε = {epsilon} at δ = 1e-05, as for the synthetic images" in run.stdout
     assert " % of 359 real test images" in run.stdout
     assert "step 20 of 20" in run.stderr
     assert run.stderr.count("step ") == 10
@@ -59,7 +59,7 @@ def test_it_prints_training_data_guarantee_and_accuracy(
         ("--steps 0", "steps must be at least 1"),
         ("--copies -1", "views must be at least 0"),
         ("--width 0", "model.width must be at least 1"),
-        ("--teacher nowhere", "nowhere is neither a model file"),
+        ("--teacher nowhere", "nowhere must be a model file"),
         ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) must have the same"),
         (
             "--dataset digits --test-data x",

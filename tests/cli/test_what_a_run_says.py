@@ -38,7 +38,7 @@ def test_another_methods_config_is_not_dropped_in_silence(tmp_path: Path, train:
     run = train(f"fedavg --config {config}")
     assert "stragglers = 0.9" not in (run.folder / "config.toml").read_text()
     said = run.stderr
-    assert "config's method settings are for fedprox and are ignored; fedavg uses its" in said
+    assert "method settings in the config are for fedprox and are ignored. fedavg uses its" in said
     notes: list[str] = []
     fedprox = {"run": {"method": "fedprox"}}
     merged({**fedprox, "method": {"mu": 1.0}}, fedprox, notes.append)

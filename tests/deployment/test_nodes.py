@@ -359,7 +359,7 @@ def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> 
     place.serve(given)
     shown = [one for one in place.said if "asks client 0" in one]
     assert "privacy: ε = 1.95" in shown[0]
-    assert "earlier runs in the ledgers have spent ε = 1.95 of it" in shown[1]
+    assert "earlier runs in the ledgers have spent ε = 1.95 of this" in shown[1]
 
 
 # ------------------------------------------------------------------------------ what is not sound

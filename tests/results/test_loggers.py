@@ -253,4 +253,4 @@ def test_that_times_are_stamped_is_said_of_a_private_run(
     make_loggers(["stamping"], tmp_path, private=False, note=notes.append)
     assert notes == []
     make_loggers(["csv", "stamping"], tmp_path, private=True, note=notes.append)
-    assert "stamping add the time" in notes[0]
+    assert "logging to stamping records the time" in notes[0]

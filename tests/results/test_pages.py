@@ -97,9 +97,9 @@ def test_a_curve_is_of_the_rows(runs: list[Run]) -> None:
     assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(took))
     spent = [row["epsilon"] for row in runs[3].rows]
     assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
-    with pytest.raises(RunFolderError, match="has no test_accuracy by seconds"):
+    with pytest.raises(RunFolderError, match="has both test_accuracy and seconds"):
         curve(runs[3], "test_accuracy", "seconds")
-    with pytest.raises(RunFolderError, match="has no test_accuracy by eps"):
+    with pytest.raises(RunFolderError, match="has both test_accuracy and eps"):
         curve(runs[0], "test_accuracy", "eps")
     with pytest.raises(RunFolderError, match=r"has no local\.amp"):
         curve(runs[2], "local.amp", "rounds")
@@ -195,7 +195,7 @@ def test_a_private_runs_partition_is_shown_only_on_request(runs: list[Run]) -> N
     row = "".join(f">{n}</td>" for n in counts["counts"][0])
     shown = re.sub(r'<td style="[^"]*"', "", runs_page([private]))
     assert row not in shown
-    assert "shown only on request" in shown
+    assert "not shown, because the partition" in shown
     assert "Do not share this page" not in shown
     asked = re.sub(r'<td style="[^"]*"', "", runs_page([private], simulation_only=True))
     assert row in asked

@@ -126,7 +126,7 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
         lambda: folder.finish(Disclosed({})),
     )
     for write in writes:
-        with pytest.raises(OutputError, match="cannot write the run folder"):
+        with pytest.raises(OutputError, match="cannot write into the run folder"):
             write()
     assert names(tmp_path) == set()
 

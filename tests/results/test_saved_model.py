@@ -51,7 +51,7 @@ def test_of_images_of_one_s_own_the_folder_does_not_say_their_form(tmp_path: Pat
 
 
 def test_a_folder_without_a_model_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is neither a model file"):
+    with pytest.raises(OutputError, match="must be a model file"):
         load_model(tmp_path)
     run = simulate(RUNS["open"], output=tmp_path, quiet=True)
     assert run.folder is not None

@@ -121,8 +121,8 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
     ("text", "words"),
     [
         ("[grid]\nalpha = 0.1\n", "alpha must be a list of values"),
-        ("[grid]\nalpha = [[1]]\n", "numbers, texts or booleans"),
-        ("[grid]\nalpah = [1]\n", "the run of alpah=1: .*alpah"),
+        ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
+        ("[grid]\nalpah = [1]\n", "the run alpah=1 are invalid: .*alpah"),
         ('[grid]\n"modle.width" = [1]\n', "must begin with a section"),
         ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has method"),
         ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has method"),

@@ -381,7 +381,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(without_client), "client-002, which the report does not mention"),
     (
         both(edit(without_client), delete("ledger/client-002.jsonl")),
-        "other clients than privacy_start.json",
+        "clients in the report differ from those in privacy_start.json",
     ),
     (edit(renamed_client), "has no ledger of client-009"),
     (put("test_only_randomness", True), "verdict.formal is True"),
@@ -413,8 +413,8 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (config("privacy", delta=6e-4), "guarantee.delta is 1e-05"),
     (config("privacy", clip=0.1), "according to config.toml, synthetic"),
     (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
-    (config("run", rounds=3), "no cap explains this early end"),
-    (config("run", participation=0.34), "which is not charged according to config.toml"),
+    (config("run", rounds=3), "which the limit on ε does not explain"),
+    (config("run", participation=0.34), "which the run does not charge according to config.toml"),
     (config("partition", clients=2), "has 2 clients, but privacy_start.json has 3"),
     (config("partition", alpha=0.1), "another data set or partition"),
     (text("config.toml", '"feddm"', '"mine"'), "a custom method"),
@@ -424,45 +424,45 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before is 0"),
     (
         changed(START, "ledgers/client-000/chain", "0"),
-        "first 0 rows differ from those of privacy_start.json",
+        "first 0 rows differ from those in privacy_start.json",
     ),
     (changed(START, "data_set/train_size", 10), "published data set's.train_size is 10"),
     (changed(START, "data_set/mean", "x"), "specification"),
     (
         changed(START, "test_images", "private"),
-        "round 1 has an accuracy, but the test images are private",
+        "round 1 has an accuracy on test images",
     ),
     (changed(START, "schema_version", 2), "schema_version is wrong"),
     (changed(START, "run/date", "2020-01-01"), "run.date is"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
     (changed(START, "x", 1), "x is not a key"),
     (row(1, "epsilon", 0.1), "epsilon of round 1 is 0.1"),
-    (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "is not of round 1"),
+    (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "does not describe round 1"),
     (row(1, "seconds", 1.5), "round 1 has 'seconds', which may not be"),
-    (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy in a shape"),
+    (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy with a type or shape"),
     (
         row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
-        "a model 'n_k', which the method does not produce",
+        "a model 'n_k', which the method does not make",
     ),
     (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "has 'local', which may not be shown"),
     (row(2, "participants", [0, 2]), "participants is [0, 2]"),
-    (row(1, "domain_accuracy", {"n_k=312": 0.5}), "of a domain that the"),
+    (row(1, "domain_accuracy", {"n_k=312": 0.5}), "for a domain that the"),
     (row(2, "lost", {"1": "n_k=312"}), "lost is"),
     (
         both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
-        "inconsistent upload sizes",
+        "upload sizes that contradict each other",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
-    (no_rounds, "no cap explains this early end"),
-    (fewer_rounds, "no cap explains this early end"),
-    (invented_resumption, "a resumption that the ledger lacks"),
+    (no_rounds, "which the limit on ε does not explain"),
+    (fewer_rounds, "which the limit on ε does not explain"),
+    (invented_resumption, "a resumption that is not in the ledger"),
     (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
     (fifo("resumed.json"), "resumed.json"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "run's summary"),
     (
         fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
-        "artefacts.json exists, but the run does not produce it",
+        "artefacts.json exists, but this run does not write such a file",
     ),
     (source, "sources.n_k.py is"),
     (
@@ -479,7 +479,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (
         tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
-        "names clients or classes that do not exist",
+        "contains clients or classes that do not exist",
     ),
     (
         lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
@@ -520,7 +520,7 @@ def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path)
     assert found(averaged) == []
     name = "synthetic.safetensors"
     fitting(lambda to: shutil.copy(folder / name, to / name))(averaged)
-    assert found(averaged) == [f"{name} exists, but the run does not produce it"]
+    assert found(averaged) == [f"{name} exists, but this run does not write such a file"]
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -555,7 +555,7 @@ def test_a_report_of_another_version_is_said_to_be_one(folder: Path) -> None:
     put("provenance/fedsynth", "0.0.9")(folder)
     assert found(folder) == []
     put("randomness", "as it was in 0.0.9")(folder)
-    assert "made by fedsynth 0.0.9" in found(folder)[-1]
+    assert "the run used fedsynth 0.0.9" in found(folder)[-1]
 
 
 def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path) -> None:
@@ -584,7 +584,7 @@ def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kept").rename(tmp_path / "moved")
     result = verify_run(folder)
     assert result.problems == []
-    assert "no ledger file was compared" in result.notes[0]
+    assert "no ledger was compared" in result.notes[0]
     assert "moved" in verify_run(folder, ledger=tmp_path / "moved").notes[0]
     assert found(folder, ledger=tmp_path / "nowhere") == [
         f"the ledger folder {tmp_path / 'nowhere'} does not exist"
@@ -626,4 +626,4 @@ def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
     row(1, "stragglers", {"0": 1, "1": 312})(folder)
     assert any("round 1 stragglers" in problem for problem in found(folder))
     rewritten_ledger(folder)
-    assert sum("is charged, but the ledger has no such row" in text for text in found(folder)) == 6
+    assert sum("but the ledger has no such row" in text for text in found(folder)) == 6

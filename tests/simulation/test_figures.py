@@ -43,8 +43,8 @@ def settings_of(method: str, **sections: Any) -> RunSettings:
         (f"{OUTPUTS}.measure.correct", "test accuracy"),
         (f"{OUTPUTS}.measure.local_metrics", "accuracy on the clients' splits"),
         (f"{OUTPUTS}.run_folder.image_grid_png", "picture"),
-        ("fedsynth.methods.feddm.FedDM.facts", "facts of the server"),
-        ("fedsynth.methods.feddm.FedDM.aggregate_metrics", "facts of the clients"),
+        ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
+        ("fedsynth.methods.feddm.FedDM.aggregate_metrics", "metrics of the clients"),
     ],
 )
 def test_a_figure_that_fails_costs_only_itself(
@@ -60,8 +60,10 @@ def test_a_figure_that_fails_costs_only_itself(
     charged = (result.folder / "ledger" / "client-000.jsonl").read_text().splitlines()
     assert len(charged) == 3  # the header, and a row for each round
     assert verify_run(result.folder).problems == []
-    warned = [line for line in notes.lines if line.startswith("warning: no ")]
-    assert warned == [f"warning: no {what}: ZeroDivisionError: division by zero"]  # said once
+    warned = [line for line in notes.lines if line.startswith("warning: cannot record the ")]
+    assert warned == [
+        f"warning: cannot record the {what}: ZeroDivisionError: division by zero"
+    ]  # said once
 
 
 def test_figures_that_are_no_numbers_are_null(

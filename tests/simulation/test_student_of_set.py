@@ -107,7 +107,7 @@ def test_an_exported_model_gives_the_logits_of_the_run(
     assert stated["run"] == {"method": "fedstats"}
     assert not (bare / "model.safetensors").exists()
     assert "load_model" not in (bare / "README.md").read_text()
-    with pytest.raises(OutputError, match="is neither a model file"):
+    with pytest.raises(OutputError, match="must be a model file"):
         load_model(bare)
     with pytest.raises(OutputError, match="does not name the architecture"):
         load_model(f"{run.folder}/model.safetensors")
@@ -264,7 +264,7 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
         (UnknownNameError, "labels", student, {"labels": "sof"}),
         (
             OutputError,
-            "is neither a model file, nor the folder of a finished run",
+            "must be a model file, the folder of a finished run",
             student,
             {"teacher": tmp_path},
         ),
