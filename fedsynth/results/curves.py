@@ -74,8 +74,8 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
             points.append((total, y))
     if not points:
         raise RunFolderError(
-            f"no round of the run {run.name} has both {metric} and {axis} (private runs record no "
-            "seconds, and runs without a privacy guarantee record no ε)"
+            f"the run {run.name} has no round with both {metric} and {axis}. Private runs record "
+            "no seconds, and runs without a privacy guarantee record no ε"
         )
     return points
 

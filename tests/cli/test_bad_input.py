@@ -17,7 +17,7 @@ TRAIN = (
     ("feddm --dataset mnits", "unknown data set 'mnits'; did you mean mnist"),
     ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
     ("fedavg --set projection=8", "is not a setting of fedavg: use model.projection"),
-    ("feddm --set ipc", "privacy, report; got 'ipc'"),
+    ("feddm --set ipc", "privacy, report, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # the parser's own complaints
     ("feddm --dp-sigma big", "'--dp-sigma'"),
     ("feddm surplus", "surplus"),
@@ -30,7 +30,7 @@ TRAIN = (
     ("feddm --config {tmp}/absent.toml", "cannot read the config {tmp}/absent.toml"),
 )
 OTHERS = (
-    ("privacy plan", "needs --epsilon"),
+    ("privacy plan", "either --epsilon"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "set --dp-sigma, --dp-epsilon, or --run FOLDER"),

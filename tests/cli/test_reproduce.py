@@ -34,7 +34,7 @@ def test_a_cell_runs_and_is_compared_with_the_published_value(
     first = fedsynth("reproduce", *CELL, *TINY, *output)
     assert first.code == 0, first.stderr
     assert first.stderr.startswith("SCALED to 0.01: ")
-    assert "not a result of the published setting" in first.stdout
+    assert "does not reproduce the numbers" in first.stdout
     assert "scaled: no verdict" in first.stdout
     again = fedsynth("reproduce", *CELL, *TINY, *output)
     assert "existing" in again.stderr

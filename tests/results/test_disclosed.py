@@ -52,7 +52,7 @@ def test_a_row_is_split_by_what_is_declared() -> None:
 
 def test_an_undeclared_key_is_refused_also_within_a_models_row() -> None:
     for row in ({"round": 1, "loss": 0.5}, {"round": 1, "models": {"aca": {"loss": 0.5}}}):
-        with pytest.raises(UnaccountedReleaseError, match="'loss' is not in"):
+        with pytest.raises(UnaccountedReleaseError, match="'loss' must be in"):
             disclosed(row, ROW)
 
 

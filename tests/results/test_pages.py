@@ -97,11 +97,11 @@ def test_a_curve_is_of_the_rows(runs: list[Run]) -> None:
     assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(took))
     spent = [row["epsilon"] for row in runs[3].rows]
     assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
-    with pytest.raises(RunFolderError, match="has both test_accuracy and seconds"):
+    with pytest.raises(RunFolderError, match="has no round with both test_accuracy and seconds"):
         curve(runs[3], "test_accuracy", "seconds")
-    with pytest.raises(RunFolderError, match="has both test_accuracy and eps"):
+    with pytest.raises(RunFolderError, match="has no round with both test_accuracy and eps"):
         curve(runs[0], "test_accuracy", "eps")
-    with pytest.raises(RunFolderError, match=r"has no local\.amp"):
+    with pytest.raises(RunFolderError, match=r"has no round with both local\.amp"):
         curve(runs[2], "local.amp", "rounds")
 
 
@@ -123,7 +123,7 @@ def test_runs_without_the_points_are_left_out_with_a_note(runs: list[Run]) -> No
     assert [note.split(" has no ")[0] for note in notes] == [
         f"left out: the run {run.name}" for run in runs[2:]
     ]
-    with pytest.raises(RunFolderError, match=r"no run has local\.amp"):
+    with pytest.raises(RunFolderError, match=r"none of these runs has both local\.amp"):
         curves(runs[2:], "local.amp", "rounds")
 
 
@@ -230,7 +230,7 @@ def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
     for wrong, words in (
         (["--output", "c.pdf"], "must end in .svg, .png or .html"),
         (["--by", "hours"], "by cannot be 'hours'"),
-        (["--metric", "speed"], "no run has speed"),
+        (["--metric", "speed"], "none of these runs has both speed"),
     ):
         out = CliRunner().invoke(app, ["plot", *folders, *wrong])
         assert out.exit_code == 2

@@ -400,18 +400,18 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (swapped_files, "client-000.jsonl contains the ledger of 'client-001'"),
     (truncated, "the ledger file has 1 rows, but the report states 2"),
     (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
-    (rewritten_ledger, "according to config.toml, synthetic"),
+    (rewritten_ledger, "according to config.toml, the run charges synthetic"),
     (delete("ledger"), "the ledger folder"),
     (
         both(
             config("privacy", noise_multiplier=10.0),
             changed("privacy_start.json", "noise_multiplier", 10.0),
         ),
-        "according to config.toml, synthetic",
+        "according to config.toml, the run charges synthetic",
     ),
-    (config("privacy", noise_multiplier=None), "config.toml and the ledgers result in"),
+    (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
     (config("privacy", delta=6e-4), "guarantee.delta is 1e-05"),
-    (config("privacy", clip=0.1), "according to config.toml, synthetic"),
+    (config("privacy", clip=0.1), "according to config.toml, the run charges synthetic"),
     (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
     (config("run", rounds=3), "which the limit on ε does not explain"),
     (config("run", participation=0.34), "which the run does not charge according to config.toml"),
@@ -592,7 +592,10 @@ def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
     edit(hide_last_rows)(folder)
     assert any("has 1 rows, but its ledger_heads state 2" in problem for problem in found(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
-    assert any("according to config.toml, synthetic" in problem for problem in found(folder))
+    assert any(
+        "according to config.toml, the run charges synthetic" in problem
+        for problem in found(folder)
+    )
     assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
 
 

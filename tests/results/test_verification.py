@@ -181,7 +181,9 @@ def test_matrices_of_another_shape_are_reported(tmp_path: Path) -> None:
     file = folder / "artefacts.json"
     matrices = json.loads(file.read_text())
     file.write_text(json.dumps({name: rows[:-1] for name, rows in matrices.items()}))
-    assert any("has the shape (9, 2), not 10 classes" in problem for problem in found(folder))
+    assert any(
+        "has shape (9, 2), but must be [10, clients]" in problem for problem in found(folder)
+    )
     file.write_text('{"stratification": "?"}')
     assert any("artefacts.json cannot be read" in problem for problem in found(folder))
 

@@ -341,8 +341,7 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     assert any("is not charged" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
     assert any(
-        "has a resumption that is not in the ledger" in one
-        for one in verify_run(folder).problems
+        "has a resumption that is not in the ledger" in one for one in verify_run(folder).problems
     )
 
 

@@ -109,7 +109,7 @@ def test_an_exported_model_gives_the_logits_of_the_run(
     assert "load_model" not in (bare / "README.md").read_text()
     with pytest.raises(OutputError, match="must be a model file"):
         load_model(bare)
-    with pytest.raises(OutputError, match="does not name the architecture"):
+    with pytest.raises(OutputError, match="does not state the architecture"):
         load_model(f"{run.folder}/model.safetensors")
     spec = images_of_model(Path(str(run.folder)))
     assert spec is not None
@@ -131,7 +131,7 @@ def test_an_exported_model_gives_the_logits_of_the_run(
         ),
         ("settings", "{", "cannot be used"),
         ("spec", '{"name": [1]}', "cannot be used"),
-        ("spec", {"width": 100_000, "height": 100_000}, "too many"),  # of a file of a kilobyte
+        ("spec", {"width": 100_000, "height": 100_000}, "too large"),  # of a file of a kilobyte
         ("spec", {"width": 20_000}, "parameters"),
         ("logits", '"x"', "cannot be used"),
     ],
