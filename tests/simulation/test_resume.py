@@ -338,7 +338,7 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     assert verify_run(folder).problems == []
     stated = (folder / RESUMED).read_text()
     (folder / RESUMED).unlink()
-    assert any("is not charged" in problem for problem in verify_run(folder).problems)
+    assert any("does not charge" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
     assert any(
         "has a resumption that is not in the ledger" in one for one in verify_run(folder).problems
@@ -437,7 +437,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="earlier checkpoint") as error:
+        with pytest.raises(OutputError, match="previous checkpoint") as error:
             run(given, tmp_path / "cut")
     assert "\n" not in str(error.value)
     assert_same(whole, resumed(given, tmp_path / "cut"))
