@@ -46,7 +46,7 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
         "partition": {"missing_classes": "2"},
     }
     assert method_settings(["a=b=c"]) == {"a": "b=c"}
-    with pytest.raises(OptionError, match="one of model"):
+    with pytest.raises(OptionError, match="one of section model"):
         method_settings(["model.width=3"])
 
 
