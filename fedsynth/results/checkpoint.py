@@ -187,7 +187,7 @@ class CheckpointFolder:
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"the checkpoint in {self.path} has other settings or data")
+            raise CheckpointError(f"the settings or data differ from the checkpoint in {self.path}")
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):
             raise self._damaged("its metrics are not numbered as rounds 1, 2, …")

@@ -60,7 +60,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         unit = f"one {plan.run.report.person or 'person'} with all examples"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
     if not plan.run.method.same_releases_every_round:
-        noise = f"σ = {plan.sigma:.4g} if all were one release; each release has more"
+        noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each one"
     lines = [
         f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
         f"{unit} {NEIGHBOURS[plan.privacy.adjacency]}",

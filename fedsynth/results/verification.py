@@ -465,7 +465,7 @@ def _owner_problems(
     owner = read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER}: the run has no client {number} or not {rounds} rounds")
+        raise PrivacyError(f"{OWNER}: the run has no client {number} or no round {rounds}")
     if not run.networked or len(run.start.ledgers) != 1:
         raise PrivacyError("the report must belong to a run over a network, and have one client")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():

@@ -456,7 +456,7 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
-    with pytest.raises(CheckpointError, match="other settings or data"):
+    with pytest.raises(CheckpointError, match="settings or data differ"):
         simulate(settings, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="not a run folder"):
         simulate(settings, resume=tmp_path)
