@@ -237,9 +237,9 @@ def audit(
 
     The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
     bound is above the claim. The command has the options of `fedsynth train`, and makes that run on
-    random images of the data set's shape, with real ledgers, masks, clipping and noise. It reads no
-    records, and does not charge the ledgers that you keep. An audit can find a fault, but cannot
-    prove privacy.
+    random images of the data set's shape, with real ledgers, masks, clipping and noise. The audit
+    reads no records, and does not charge the ledgers that you keep. An audit can find a fault, but
+    cannot prove privacy.
 
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
     runs/… --canaries 1000`.

@@ -161,9 +161,9 @@ def export(
     unprotected: Unprotected = False,
     with_model: WithModel = False,
 ) -> None:
-    """Write the files of a run that may be released into a new folder.
+    """Export the synthetic images of a run to a new folder that you may share.
 
-    These are the synthetic images, their privacy report and hashes. Before the export, the report
+    The folder also contains the privacy report, a README and hashes. Before the export, the report
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
     folder.
 
