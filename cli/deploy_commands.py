@@ -70,8 +70,8 @@ def server(
     insecure: Insecure = False,
     host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote nodes.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The nodes' port.")] = 9092,
-    join_seconds: Annotated[float, typer.Option(help="Time for clients to join, in s.")] = 600.0,
-    answer_seconds: Annotated[float, typer.Option(help="Time limit of a step, in s.")] = 3600.0,
+    join_seconds: Annotated[float, typer.Option(help="Seconds for clients to join.")] = 600.0,
+    answer_seconds: Annotated[float, typer.Option(help="Seconds for each step.")] = 3600.0,
     config: given.Config = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
@@ -129,9 +129,7 @@ def client(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, typer.Option("--once", help="Exit after one run.")] = False,
-    wait: Annotated[
-        float, typer.Option(help="Exit after this time without a server, in s.")
-    ] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds without a server until exit.")] = 600.0,
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
