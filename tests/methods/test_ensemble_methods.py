@@ -69,7 +69,7 @@ def test_heterogeneous_clients(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.array(kept["clients_for_class"]).sum(1), 1, rtol=1e-5)
     np.testing.assert_allclose(np.array(kept["classes_of_client"]).sum(0), 1, rtol=1e-5)
     assert (result.folder / "stratification.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SettingError, match="one round"):
+    with pytest.raises(SettingError, match="unless run"):
         run("dense", 2, clients="resnet8,convnet")
     with pytest.raises(SettingError, match="same architecture for all"):
         resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"clients": "resnet8"}})
@@ -192,7 +192,7 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
 
 def test_the_clients_own_images_are_no_public_proxy() -> None:
     run = {"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": "digits"}}
-    with pytest.raises(UnaccountedReleaseError, match="the clients' images"):
+    with pytest.raises(UnaccountedReleaseError, match="private images come from it"):
         simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
 
 
