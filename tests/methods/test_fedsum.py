@@ -286,7 +286,7 @@ def test_shared_noise_needs_more_participants_than_shares(
     private = {**sections, "privacy": {"noise_multiplier": 0.5}}
     for honest in (0, 2, 3):
         sections["method"]["honest"] = honest
-        with pytest.raises(SettingError, match="2 of 4 clients per round"):
+        with pytest.raises(SettingError, match="2 of 4 clients in each round"):
             simulate(resolve(private))
     sections["method"]["honest"] = 2
     sections["run"]["participation"] = 0.75
