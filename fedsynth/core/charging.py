@@ -1,7 +1,7 @@
-"""Charges clients for a method's step outside a run: for benchmarks, tests and custom pipelines.
+"""Charges clients for a method's step outside a run, in benchmarks, tests and custom pipelines.
 
-In a run each client's budget does this (`fedsynth.federation.client_budget`), from the
-run's plan.
+In a run, each client's budget (`fedsynth.federation.client_budget`) charges the client according to
+the run's plan.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ def charge_for(
     secrets: Sequence[SecretGenerator],
     phase: str = MAIN,
 ) -> list[ReleaseBudget[GaussianSumMechanism]]:
-    """Charges each client for what one exchange of the method releases.
+    """Charges each client for what it releases in one exchange of the method.
 
     Args:
-        method: plans the releases.
-        context: the round's, with privacy settings that have a noise multiplier.
-        clients: their indices.
-        guards: their ledgers and caps.
-        secrets: their secret generators.
-        phase: the exchange.
+        method: the method, which plans the releases.
+        context: the round's context. Its privacy settings must have a noise multiplier.
+        clients: the clients' indices.
+        guards: each client's ledger and budget cap, in the order of `clients`.
+        secrets: each client's secret random generator, in the same order.
+        phase: the exchange, "first" or "main".
 
     Raises:
-        SettingError: no privacy settings, no noise multiplier, or a mechanism without a guarantee.
-        BudgetExceededError: a client's cap would be exceeded; clients before it stay charged.
+        SettingError: the context has no privacy settings or no noise multiplier, or a planned
+            mechanism has no privacy guarantee.
+        BudgetExceededError: the charge would exceed a client's cap. The clients before this client
+            stay charged.
     """
     privacy = context.privacy
     if privacy is None or privacy.noise_multiplier is None:
         raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
     plans = method.round_plans(method.release_plans(privacy, context), context.round)
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
-        raise SettingError("privacy", "mechanism", "has no guarantee: no mechanism can be charged")
+        reason = "must guarantee differential privacy, because only then can clients be charged"
+        raise SettingError("privacy", "mechanism", reason)
     sigma = privacy.noise_multiplier
     return [
         charge_round(

@@ -1,8 +1,10 @@
-"""A group of clients as a method may see it: exact statistics with DP off, only charged releases
-with DP on.
+"""The clients' data as a method's step may read them.
 
-Images of all clients stay on the device as uint8, in one tensor; a client is a vector of indices
-into it. The clients of a group go through one `client_step` together.
+Without differential privacy (DP) a step may read the data and exact statistics. With DP it gets
+only releases that were charged.
+
+The images of all clients are in one uint8 tensor on the device, and a client is a vector of indices
+into this tensor. One call of `client_step` processes a group of clients together.
 """
 
 from __future__ import annotations
@@ -31,28 +33,35 @@ from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
 FEATURE_PASS = 512
-"""Examples whose features are multiplied at a time."""
+"""The number of examples whose features are multiplied in one matrix product."""
 FEATURE_START = 64.0
-"""Fixed cost of such a pass, in examples: the sum of a matrix product is written out."""
+"""The fixed cost of such a matrix product, in examples. It is the cost of writing the resulting sum
+to memory."""
 
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""(features or z [N, d], labels [N]) -> each example's vector, a function of that example only."""
+"""A function (features or z [N, d], labels [N]) -> one vector per example.
+
+Each vector may depend only on the example with the same position.
+"""
 
 
 def chunk(device: torch.device) -> int:
-    """Returns how many real images are held as floats at a time: a memory bound. Features are per
-    example, so it changes results by rounding only."""
+    """Returns the number of real images that are held as floats at a time.
+
+    The number bounds memory. Features are computed for each example separately, so the number
+    changes results only by rounding.
+    """
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def _inputs(
     network: nn.Module | None, data: ImageData, parts: Sequence[Tensor], note: Note | None = None
 ) -> Callable[[Tensor, int], Tensor] | None:
-    """Returns a function that gives the inputs z [length, d] of a network on a feature map for
-    records [N] of these parts; None: the network takes images.
+    """Returns a function that computes the network's input vectors z [length, d] for records [N].
 
-    The features of all parts are computed now, once, and padded with zeros before z is computed
-    from them.
+    Returns None if the network takes images instead of features. The features of all `parts` are
+    computed once, during this call. The returned function pads the features with zeros to `length`
+    and then computes z.
     """
     if not isinstance(network, OnFeatures):
         return None
@@ -63,7 +72,7 @@ def _inputs(
 
 @dataclass(frozen=True)
 class ClientClassPairs:
-    """The (client, class) pairs that a group's tensors describe.
+    """The (client, class) pairs to which the entries of a group's tensors belong.
 
     Args:
         position: the client's position in the group, int64 [S] on the CPU.
@@ -77,20 +86,22 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of one client's segments."""
+        """Returns the indices of the pairs of the client at this position in the group."""
         return torch.nonzero(self.position == position).flatten()
 
 
 class _ClientView:
-    """A group of clients, with one entry per client in each attribute of `_per_client`."""
+    """A group of clients. Each attribute listed in `_per_client` has one entry for each client."""
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
     _allowance: GroupReleaseBudget[Any]
 
     def select(self, position: int) -> Self:
-        """Returns a group of this client only; it shares the client's series, each of which can be
-        taken only once."""
+        """Returns a group that contains only the client at this position.
+
+        Both groups share the client's charged releases, and each release can be taken only once.
+        """
         single = copy.copy(self)
         single._allowance = self._allowance.of_client(position)
         for name in self._per_client:
@@ -98,19 +109,21 @@ class _ClientView:
         return single
 
     def split(self) -> list[Any]:
-        """Returns a group of each client only (`select`)."""
+        """Returns a list with one single-client group for each client (see `select`)."""
         return [self.select(position) for position in range(len(self.ids))]
 
 
 class ExactClientView(_ClientView):
-    """Clients without a privacy guarantee: a method may read everything.
+    """A group of clients without differential privacy, whose data a method may read directly.
 
     Args:
         ids: the clients' indices.
-        data: all clients' images, resident on the device.
-        parts: for each client, the positions of its records.
-        allowances: each client's noise, for a mechanism that guarantees nothing; otherwise empty.
-        network: the network that is trained. If it uses a feature map, `images` gives its inputs.
+        data: all clients' images, on the device.
+        parts: for each client, the positions of its records in `data`.
+        allowances: for each client, the noise of a mechanism that adds noise but guarantees
+            nothing. Empty for all other runs.
+        network: the network that is trained. If it uses a feature map, `images` returns the
+            network's input vectors.
     """
 
     _per_client = ("ids", "_parts", "_labels")
@@ -133,21 +146,25 @@ class ExactClientView(_ClientView):
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
-        """Returns each client's noise for the plan with this name, for mechanisms that add noise
-        but guarantee nothing.
+        """Returns each client's noise for the plan with this name.
+
+        Only runs whose mechanism adds noise without a privacy guarantee have such noise.
 
         Raises:
-            UnplannedReleaseError: as `PrivateClientView.series`, or the run has no such mechanism.
+            UnplannedReleaseError: the exchange has no plan with this name, its noise was already
+                taken, or the run has no such mechanism.
         """
         return self._allowance.take(name)
 
     def sizes(self) -> list[int]:
-        """Returns n_k of each client."""
+        """Returns the number of examples n_k of each client."""
         return [len(part) for part in self._parts]
 
     def segments(self, min_examples: int) -> ClientClassPairs:
-        """Returns the (client, class) pairs with at least `min_examples` examples (and at least
-        one)."""
+        """Returns the (client, class) pairs that have at least `min_examples` examples.
+
+        Pairs without any example are never returned.
+        """
         counts_KC = torch.zeros(len(self.ids), self.spec.classes, dtype=torch.int64)
         for counts, labels in zip(counts_KC, self._labels, strict=True):
             counts += torch.bincount(labels, minlength=self.spec.classes)
@@ -155,7 +172,8 @@ class ExactClientView(_ClientView):
         return ClientClassPairs(position, label)
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
-        """Returns indices into the resident data of one client's examples, of one class or all."""
+        """Returns the positions in `data` of a client's examples of one class, or of all
+        classes."""
         part = self._parts[position]
         if label is None:
             return part
@@ -164,8 +182,10 @@ class ExactClientView(_ClientView):
         return part[indices.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Returns normalised images [N, C, H, W], float32; for a network on a feature map, vectors
-        z [N, d]."""
+        """Returns normalised images [N, C, H, W], float32.
+
+        If the network uses a feature map, returns the network's input vectors z [N, d] instead.
+        """
         if self._inputs is not None:
             return self._inputs(indices, len(indices))
         return normalise(self.data.images[indices], self.spec)
@@ -176,8 +196,11 @@ class ExactClientView(_ClientView):
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
     ) -> Tensor:
-        """Returns the sums that `PrivateClientView.feature_sums` releases, over all examples of
-        each client and without noise, [clients, D], float64: clipped in the same way."""
+        """Returns the exact sum of each client's vectors, [clients, D], float64.
+
+        `rows` computes a vector for every example of the client. The vectors are clipped as in
+        `PrivateClientView.feature_sums`, which releases a noisy sum instead.
+        """
         sums = []
         for part in self._parts:
             look_up = feature_table(self.data, features, part, embedding)
@@ -190,29 +213,33 @@ class ExactClientView(_ClientView):
 
 
 class PrivateClientView(_ClientView):
-    """Clients with DP on: a method gets noisy sums and privately trained models, no data or counts.
+    """A group of clients with differential privacy, whose data a method cannot read.
 
-    Every release was charged to each client's ledger in advance. `series` returns it by the name of
-    its plan; this class gives no other access to noise or to a client's ledger.
+    A method gets only noisy sums and privately trained models from this class, and no data or
+    counts. Every release was charged to each client's ledger in advance. `series` returns the
+    charged releases of a plan by the plan's name, and nothing else here gives access to noise or to
+    a client's ledger.
 
-    The one function of data that a method passes in, `rows` of `class_sums`, is called with images,
-    and its result is used only in a charged sum. The method's author promises that it keeps nothing
-    for itself, which Python cannot enforce.
+    A method passes in functions that are called with private data: `rows` of `class_sums` and
+    `feature_sums`, and `loss` of `fit`. Their results are used only in charged sums. The method's
+    author must ensure that these functions store nothing, because Python cannot enforce this.
 
     Args:
         ids: the clients' indices.
-        data: all clients' images, resident on the device.
-        parts: for each client, the positions of its records.
-        allowances: each client's charged releases of this exchange (`ClientBudget.charge`).
-        nominal_size: the public number of records that each client is supposed to have; it decides
-            only the length of passes (`fedsynth.privacy.passes`). None: as long as memory allows.
-        users: the user of each of `data`'s records [len(data)], if users are protected instead of
-            records (`fedsynth.privacy.units`); `nominal_size`, and all public sizes, then count
-            users.
-        network: the network that is trained. If it uses a feature map, its inputs, each a function
-            of one record, replace the images.
-        note: receives the reason why some records contribute nothing, if the code of a feature map,
-            model or method raises on them: a failed step would reveal these records to the server.
+        data: all clients' images, on the device.
+        parts: for each client, the positions of its records in `data`.
+        allowances: for each client, the charged releases of this exchange (`ClientBudget.charge`).
+        nominal_size: the public number of records that each client is supposed to have. It decides
+            only the number of records that are processed together (`fedsynth.privacy.passes`). If
+            None, as many are processed together as memory allows.
+        users: the user of each record of `data`, [len(data)], if differential privacy protects
+            users instead of records (`fedsynth.privacy.units`). `nominal_size` and all public sizes
+            then count users.
+        network: the network that is trained. If it uses a feature map, the network's input vectors
+            replace the images. Each vector depends on one record only.
+        note: receives the reason if the code of a feature map, a model or a method raises an error
+            on some records. Those records then contribute nothing, because a failed step would
+            reveal them to the server.
     """
 
     _per_client = ("ids", "_parts", "_records", "_units")
@@ -245,23 +272,28 @@ class PrivateClientView(_ClientView):
             self._units = [Units(len(records), users[records]) for records in self._records]
 
     def segments(self) -> ClientClassPairs:
-        """Returns all classes of all clients: a client's set of classes is private."""
+        """Returns the pairs of every client with every class.
+
+        The classes that a client has are private, so no pair is left out.
+        """
         shape = len(self.ids), self.spec.classes
         return ClientClassPairs(*torch.ones(shape).nonzero(as_tuple=True))
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan that the clients were charged for under this name: clip, rate, steps, ….
+        """Returns the plan with this name, for example to read the clip or the sampling rate.
 
         Raises:
-            UnplannedReleaseError: this exchange has no such plan, or the clients' plans differ.
+            UnplannedReleaseError: this exchange has no plan with this name, or the clients' plans
+                differ.
         """
         return self._allowance.plan(name)
 
     def series(self, name: str) -> list[GaussianSumMechanism]:
-        """Returns each client's charged series for the plan with this name.
+        """Returns each client's charged series of releases for the plan with this name.
 
         Raises:
-            UnplannedReleaseError: no such plan in this exchange, or its series was already taken.
+            UnplannedReleaseError: this exchange has no plan with this name, or its series was
+                already taken.
         """
         mechanisms: list[GaussianSumMechanism] = self._allowance.take(name)
         for client, mechanism in zip(self.ids, mechanisms, strict=True):
@@ -277,8 +309,8 @@ class PrivateClientView(_ClientView):
         for mechanism, client in zip(series, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
-                    f"a mechanism of client {mechanism.owner} does not match the records of client "
-                    f"{client}"
+                    f"the records of client {client} cannot be used with a privacy mechanism that "
+                    f"was charged to client {mechanism.owner}"
                 )
 
     def class_sums(
@@ -288,18 +320,22 @@ class PrivateClientView(_ClientView):
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Takes one step of every client: releases noisy sums by class of a vector of each sampled
-        record.
+        """Takes one step with every client and releases a noisy sum of vectors for each class.
+
+        The step samples records of each client. `rows` computes one vector for each sampled record,
+        and the vectors of each class are added.
 
         Args:
-            series: charged series, one for each client of the group.
-            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. Each output row must be a
-                function of its example only (and of released values). N is the same at every call;
-                the last call is padded with black images in segment −1, whose outputs are
-                discarded. Clients' examples share calls, but each is added only to its own client's
-                sum.
-            start_over_row: fixed cost of a call of `rows`, in rows; with the public expected size
-                of the sample it decides N (`fedsynth.privacy.passes`).
+            series: one charged series for each client of the group.
+            rows: a function (images [N, C, H, W], index of the (client, class) pair [N] on the CPU)
+                -> vectors [N, D]. Each vector may depend only on the image with the same position,
+                and on released values. N is the same at every call. The last call is padded with
+                black images whose pair index is −1, and their vectors are discarded. One call may
+                contain examples of several clients, but each vector is added only to the sum of the
+                client that has the example.
+            start_over_row: the fixed cost of a call of `rows`, divided by the cost of one more row.
+                Together with the public expected number of sampled records, it decides N
+                (`fedsynth.privacy.passes`).
 
         Returns:
             [clients · classes, D]
@@ -338,15 +374,20 @@ class PrivateClientView(_ClientView):
         rows: FeatureRows,
         embedding: Embedding | None = None,
     ) -> Released:
-        """Takes one step of every client: releases the noisy sum of a vector of each sampled
-        record's features.
+        """Takes one step with every client and releases the noisy sum of each client's vectors.
+
+        The step samples records of each client. `rows` computes one vector from the features of
+        each sampled record.
 
         Args:
-            series: charged series of one group, one for each client.
-            features: public; each record's vector is computed once and cached with the data.
-            rows: (features [N, d], labels [N]) -> the records' vectors, with the conditions of
-                `class_sums`; the last pass is padded with rows of zeros and label 0.
-            embedding: public; if given, `rows` gets z in place of features.
+            series: one charged series for each client of the group.
+            features: the feature map, which is public. Each record's features are computed once and
+                cached with the data.
+            rows: a function (features [N, d], labels [N]) -> one vector per record, with the same
+                conditions as in `class_sums`. The last call is padded with features of zeros and
+                label 0.
+            embedding: a public embedding of the features. If it is given, `rows` receives z instead
+                of the features.
 
         Returns:
             [clients, D]
@@ -373,15 +414,18 @@ class PrivateClientView(_ClientView):
         return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSumMechanism]) -> float | None:
-        """Returns the public expected number of records in a step, over all clients of the
+        """Returns the public expected number of records that a step samples from all clients of the
         group."""
         if self._nominal_size is None:
             return None
         return self._nominal_size * sum(s.sample_rate for s in series)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Returns normalised images [length, C, H, W] of these records, padded with black ones;
-        for a network on a feature map, z [length, d], padded with zeros."""
+        """Returns normalised images [length, C, H, W] of these records, padded with black images.
+
+        If the network uses a feature map, returns its input vectors z [length, d] instead, padded
+        with zeros.
+        """
         indices = records.to(self._data.labels.device, non_blocking=True)
         if self._inputs is not None:
             return self._inputs(indices, length)
@@ -398,8 +442,10 @@ class PrivateClientView(_ClientView):
         loss: ExampleLoss | None = None,
         before_step: BeforeStep | None = None,
     ) -> None:
-        """Trains the model of the group's only client in place, by DP-SGD with a series charged for
-        `steps` releases; `penalty` and `before_step` see no data, `loss` is per example (`dp_sgd`).
+        """Trains the model of the group's only client in place by DP-SGD.
+
+        `series` must be charged for `steps` releases. `penalty` and `before_step` read no data.
+        `loss` is computed for each example separately (see `dp_sgd`).
         """
         self._check_owners(series)
         (mechanism,), (part,), (units,) = series, self._parts, self._units

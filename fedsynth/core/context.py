@@ -1,6 +1,7 @@
-"""The context of a round's steps besides their inputs; all of it is public and picklable.
+"""The context that a round's steps receive besides their inputs, and a method's server state.
 
-A method's server state between rounds: frozen dataclasses that are packed like messages.
+Everything in the context is public and can be pickled. A server state is a frozen dataclass that is
+serialised in the same way as a message.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, re
 
 @dataclass(frozen=True)
 class ServerState(Packed):
-    """The global model and, in a method's subclass, the rest of its server's state.
+    """The global model and, in a method's subclass, the rest of the method's server state.
 
-    A subclass gives each further field a default, its value before the first round: {}, a number,
-    or None.
+    A subclass gives each further field a default value, which the field has before the first round.
+    The default is {}, a number or None.
 
     Args:
         parameters: the model's parameters and buffers by name, on the run's device.
@@ -44,18 +45,20 @@ class ServerState(Packed):
 
 
 class Reporter(Protocol):
-    """Receives the progress of a step, and notes for users."""
+    """The interface of objects that receive a step's progress and notes for users."""
 
     def report(self, phase: str, completed: int, total: int) -> None:
-        """Receives that `completed` of `total` steps of a phase are done; must not synchronise with
-        the device."""
+        """Is called when `completed` of `total` steps of a phase are done.
+
+        An implementation must not wait for the device.
+        """
 
     def note(self, text: str) -> None:
-        """Receives a line for users."""
+        """Is called with a line of text for users."""
 
 
 class Silent:
-    """A reporter that reports nothing."""
+    """A reporter that ignores progress and notes."""
 
     def report(self, phase: str, completed: int, total: int) -> None:
         """Does nothing."""
@@ -65,7 +68,7 @@ class Silent:
 
 
 class Notes(Silent):
-    """A reporter that keeps the notes for users.
+    """A reporter that stores the notes for users and ignores progress.
 
     Attributes:
         lines: the notes, oldest first.
@@ -75,49 +78,53 @@ class Notes(Silent):
         self.lines: list[str] = []
 
     def note(self, text: str) -> None:
-        """Keeps the line."""
+        """Stores the line."""
         self.lines.append(text)
 
 
 class PublicImages(Protocol):
-    """Unlabelled images that are declared public."""
+    """A collection of unlabelled images that the run's settings declare public."""
 
     def __len__(self) -> int: ...
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns normalised images [N, C, H, W] at these positions."""
+        """Returns the normalised images [N, C, H, W] at these positions."""
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The context of a round's steps, in addition to their inputs. Only `round`, `participants`,
-    `reporter` and `keeper` differ between the rounds of a run.
+    """The public settings and facts that every step of a round receives besides its inputs.
+
+    Only `round`, `participants`, `reporter` and `keeper` differ between the rounds of a run.
 
     Args:
-        round: 1, 2, …
-        seed: seed of all reproducible randomness.
-        device: device of all tensors.
+        round: the number of the round: 1, 2, …
+        seed: the seed of all reproducible randomness.
+        device: the device of all tensors.
         spec: the data set's specification.
         architecture: an untrained network.
         nominal_size: the public number of records that a client is supposed to have.
-        privacy: the run's privacy settings, with mechanism and σ; None with DP off.
-        clients: K.
-        client_architectures: an untrained network for each client, where they differ; None: all
-            have `architecture`.
-        noise: the standard deviation of the noise in each coordinate of a release, by plan name;
-            {} with DP off.
-        grids: the grids that releases are rounded to before secure aggregation, by plan name.
-        sizes: n_k of all clients, as declared when they join; None with DP on: private.
-        proxy: public images, for methods that name a public data set (`Method.public_images`).
+        privacy: the run's privacy settings, with the mechanism and σ. None without differential
+            privacy (DP).
+        clients: the number of clients K.
+        client_architectures: an untrained network for each client, if the clients' architectures
+            differ. None if all clients use `architecture`.
+        noise: for each plan name, the standard deviation of the noise in each coordinate of a
+            release. Empty without DP.
+        grids: for each plan name, the grid to which releases are rounded before secure aggregation.
+        sizes: the number of examples n_k that each client declares when it joins. None with DP,
+            where these numbers are private.
+        proxy: public images, for methods that use a public data set (`Method.public_images`).
         robust: the rule of robust aggregation, or "none".
-        robust_share: β of "trimmed".
+        robust_share: β of the rule "trimmed".
         rounds: the planned number of rounds.
-        participants: indices of this round's clients, ascending; None: all.
-        reporter: receives progress.
+        participants: the indices of this round's clients, ascending. None if all clients take part.
+        reporter: receives progress and notes.
         keeper: saves checkpoints of long loops.
-        precision: precision of condensation's passes over real images, plain training and
-            distillation. It changes results by rounding only, as do the next two.
-        memory_bytes: the memory bound of a round's steps.
+        precision: the numeric type of condensation's passes over real images, of plain training and
+            of distillation. It changes results only by rounding, as do `memory_bytes` and
+            `compiled`.
+        memory_bytes: the memory in bytes that a round's steps may use.
         compiled: whether torch.compile compiles the slowest passes.
 
     >>> from fedsynth.data.registry import dataset_spec
@@ -154,20 +161,24 @@ class RoundContext:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Indices of this round's clients, ascending."""
+        """The indices of this round's clients, ascending."""
         if self.participants is None:
             return tuple(range(self.clients))
         return self.participants
 
     @property
     def loop_keeper(self) -> LoopCheckpointer | None:
-        """Saves checkpoints of loops; None with differential privacy: a repeated round has other
-        releases, so its loops start from scratch."""
+        """The object that saves checkpoints of loops, or None with differential privacy.
+
+        A repeated private round draws new noise, so its loops start from the beginning.
+        """
         return self.keeper if self.privacy is None else None
 
     def server_loop(self, name: str, steps: int, state: State) -> Iterator[int]:
-        """Yields the steps of a loop of the server, reports them, and resumes after the last
-        checkpoint (`resumable`)."""
+        """Yields the steps of a server loop and reports each completed step.
+
+        After an interruption the loop resumes after the last checkpoint (`resumable`).
+        """
         report = partial(self.report, name, total=steps)
         return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
@@ -186,8 +197,10 @@ class RoundContext:
         self.reporter.note(text)
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
-        """Returns a network of the run's (or this client's) architecture with these parameters and
-        buffers, on the run's device."""
+        """Returns a network with these parameters and buffers, on the run's device.
+
+        The network has this client's architecture, or the run's architecture if `client` is None.
+        """
         architecture = self.architecture if client is None else self.architecture_of(client)
         model = copy.deepcopy(architecture).to(self.device)
         model.load_state_dict(dict(parameters))

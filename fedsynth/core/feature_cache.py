@@ -1,8 +1,8 @@
-"""A cache of resident images' features.
+"""A cache for the features of a data set's images.
 
-A method that repeatedly sums fixed features over its clients' examples would otherwise spend most
-of its time on the map. The vectors are as private as the images: they stay in this process, as long
-as the data set does, and are never written to disk.
+Some methods sum the same features over their clients' examples many times. Without the cache they
+would spend most of their time computing the feature map. The cached vectors are as private as the
+images. They stay in this process for as long as the data set does and are never written to disk.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
 MAX_BYTES = 3 * 2**30
-"""Largest cache of one data set's φ, and again of its z; larger ones are recomputed each time."""
+"""The largest cache of one data set's features φ, and also of the embeddings z. Vectors that need
+more memory are not cached and are computed again at each use."""
 PASS = 64
-"""Fixed number of images mapped at a time, so that the choice of kernels does not depend on the
-number of records (`fedsynth.privacy.passes`)."""
+"""The fixed number of images whose features are computed at a time. It is fixed so that the choice
+of kernels does not depend on the number of records (`fedsynth.privacy.passes`)."""
 EMBEDDING_PASS = 512
-"""Fixed number of vectors embedded at a time, for the same reason."""
+"""The fixed number of feature vectors that are embedded at a time. It is fixed for the same reason
+as `PASS`."""
 BLOCK = 16 * EMBEDDING_PASS
-"""Vectors computed before they are cached: a bound on memory besides the cache's."""
+"""The number of vectors that are computed before they are copied into the cache. It bounds the
+memory that is needed in addition to the cache."""
 
 
 Look = Callable[[Tensor], Tensor]
-"""Positions [M] in a data set -> vectors [M, d]."""
+"""A function: positions [M] in a data set -> vectors [M, d]."""
 
 
 class _Table:
-    """The vectors of a data set's images that have been requested so far."""
+    """The vectors that have been computed so far for the images of a data set."""
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
         self.computed = torch.zeros(len(data), dtype=torch.bool)
 
     def look(self, records: Tensor, compute: Look) -> Look:
-        """Returns a function that looks up vectors of the positions `records` (on the CPU);
-        computes the missing ones first."""
+        """Computes the missing vectors of `records` and returns a function that looks up the
+        vectors.
+
+        Args:
+            records: positions in the data set, on the CPU.
+            compute: computes the vectors of given positions.
+        """
         missing = records[~self.computed[records]]
         if len(missing):
             for chunk in missing.split(BLOCK):
@@ -54,7 +62,10 @@ class _Table:
 
 
 class _MapCache:
-    """The cache of one data set and one map: φ, and z of the last requested embedding."""
+    """The cache for one data set and one feature map.
+
+    It holds the features φ, and the vectors z of the embedding that was requested last.
+    """
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.features = _Table(data, features)
@@ -64,7 +75,8 @@ class _MapCache:
 _CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _MapCache]] = (
     WeakKeyDictionary()
 )
-"""Keyed by the map object: two maps can share a name, a dimension and all constants."""
+"""The caches of each data set by feature map. The map object is the key, because two maps can have
+the same name, dimension and constants."""
 
 
 def _cache_of(data: ImageData, features: FeatureMap) -> _MapCache:
@@ -81,20 +93,23 @@ def feature_table(
     embedding: Embedding | None = None,
     note: Note | None = None,
 ) -> Look:
-    """Returns a function that looks up vectors [M, d] of positions [M] among `records` [N];
-    computes the missing ones first. A look-up does not wait for the device.
+    """Computes the missing vectors of `records` and returns a function that looks up the vectors.
+
+    The returned function maps positions [M], which must be among `records` [N], to vectors [M, d].
+    A look-up does not wait for the device.
 
     Args:
         data: the images.
-        features: φ.
-        records: positions, int64.
-        embedding: maps φ to z. z is cached until another embedding is requested: that of fedstats
-            is the same from its first step to its last.
-        note: if the records are private, receives the reason for a missing φ: it is NaN for a
-            record on which the map raises. None: the map's error is raised.
+        features: the feature map φ.
+        records: positions in the data set, int64.
+        embedding: maps φ to z. The vectors z are cached until another embedding is requested.
+            fedstats uses the same embedding from its first step to its last.
+        note: a function that is needed if the records are private. It receives the reason if the
+            feature map raises an error on a record, and the record's φ is then NaN. If None, the
+            error is raised.
 
     Returns:
-        A function of positions, to φ or z.
+        A function from positions to φ, or to z if `embedding` is given.
     """
 
     def compute(records: Tensor) -> Tensor:
@@ -120,12 +135,14 @@ def feature_table(
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
-    """Caches precomputed vectors of all of a data set's images, such as those that benchmarks keep.
+    """Puts precomputed vectors of all images of a data set into the cache.
+
+    Benchmarks use it for vectors that they have stored.
 
     Args:
         data: the images.
-        features: the map that computed the vectors.
-        vectors_Nd: float32, on the data's device, in the data's order.
+        features: the feature map that computed the vectors.
+        vectors_Nd: the vectors, float32, on the data's device and in the data's order.
     """
     table = _cache_of(data, features).features
     table.vectors = vectors_Nd
@@ -145,7 +162,7 @@ def _features(data: ImageData, features: FeatureMap, records: Tensor, note: Note
 
 
 def _embedded(features_Nd: Tensor, embedding: Embedding) -> Tensor:
-    """Returns z of these features."""
+    """Returns the embeddings z of these features."""
     parts = [features_Nd[:0]]
     for chunk in features_Nd.split(EMBEDDING_PASS):
         parts.append(embedding(padded(chunk, EMBEDDING_PASS))[: len(chunk)])

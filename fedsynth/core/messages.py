@@ -1,13 +1,15 @@
-"""Messages between server and clients: frozen dataclasses of named tensors and plain numbers.
+"""Messages between the server and the clients, as frozen dataclasses of named tensors and numbers.
 
-Every field of an upload declares its status under differential privacy: `released()` for the output
-of a charged mechanism (or values computed only from such outputs), `public(reason)` for values that
-do not depend on private data. A field that declares neither cannot be uploaded with DP on.
+Every field of an upload declares its status under differential privacy (DP). `released()` marks the
+output of a charged mechanism, or values that are computed only from such outputs. `public(reason)`
+marks values that do not depend on private data. With DP, a field that declares neither cannot be
+uploaded.
 
-`Packed` gives any such dataclass byte counts and a wire format: one safetensors file, with the
-tensors under their flat names, and a JSON header in its metadata with the type's name, the plain
-numbers, the keys of mappings (so that empty ones are restored) and the fields that are None.
-Nothing in it is executed. A server's state (`fedsynth.core.context`) is packed in the same way.
+`Packed` gives each such dataclass byte counts and a wire format. The wire format is one safetensors
+file that contains the tensors under flat names. The file's metadata holds a JSON header with the
+type's name, the plain numbers, the keys of mappings (so that empty mappings are restored) and the
+fields that are None. Nothing in the file is executed. A server's state (`fedsynth.core.context`) is
+packed in the same way.
 """
 
 from __future__ import annotations
@@ -33,34 +35,44 @@ WIRE_FORMAT = "2"
 LARGEST = 2**63  # bound on integers
 LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
 DAMAGED = (safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError)
-"""Errors that reading damaged tensors raises: those of safetensors, and those of torch for dtypes
-that it lacks and for sizes beyond its limits."""
+"""The errors that reading damaged tensors can raise. safetensors raises some of them. torch raises
+others for dtypes that it does not have and for sizes beyond its limits."""
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
 def released() -> Any:
-    """Returns a field for released values only."""
+    """Declares a dataclass field that holds only values released by a privacy mechanism."""
     return field(metadata={"dp": "released"})
 
 
 def public(reason: str) -> Any:
-    """Returns a field that does not depend on the private data; the privacy report prints
-    `reason`."""
+    """Declares a dataclass field that does not depend on private data.
+
+    The privacy report prints `reason`.
+    """
     return field(metadata={"dp": "public", "reason": reason})
 
 
 def unprotected() -> Any:
-    """Returns a field that no mechanism protects: refused with DP on."""
+    """Declares a dataclass field that no privacy mechanism protects.
+
+    A message with such a field is refused with differential privacy.
+    """
     return field(metadata={"dp": "unprotected"})
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A frozen dataclass whose fields are tensors, numbers, mappings of names to tensors, or
-    None."""
+    """A frozen dataclass that can be sent as bytes.
+
+    Each field is a tensor, a number, a mapping of names to tensors, or None.
+    """
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors with their names, mappings flattened as `field.key`."""
+        """Yields the name of each tensor and the tensor.
+
+        A tensor in a mapping has the name `field.key`.
+        """
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
@@ -69,7 +81,7 @@ class Packed:
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields `arrays`, then the plain numbers as float64 scalars."""
+        """Yields the tensors of `arrays`, followed by the plain numbers as float64 scalars."""
         yield from self.arrays()
         for f in fields(self):
             value = getattr(self, f.name)
@@ -78,23 +90,28 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the tensors as sent, plus 8 for each plain number."""
+        """The size in bytes of the sent tensors, plus 8 bytes for each plain number."""
         return sum(t.nbytes for _, t in self.numbers())
 
     @property
     def floats(self) -> int:
-        """Number of floating-point values, and of pixels sent as bytes: the unit of the papers'
-        communication tables."""
+        """The number of floating-point values and of pixels sent as bytes.
+
+        Papers use this unit in their tables of communication costs.
+        """
         return sum(
             t.numel() for _, t in self.arrays() if t.is_floating_point() or t.dtype == torch.uint8
         )
 
     def to_bytes(self) -> bytes:
-        """Returns the dataclass in its wire format; equal dataclasses give equal bytes. Tensors are
-        copied to the CPU, and are received there.
+        """Returns the dataclass in its wire format.
+
+        Equal dataclasses give equal bytes. Tensors are copied to the CPU, and the receiver gets
+        them on the CPU.
 
         Raises:
-            MessageError: a number is not finite, or a field has another type.
+            MessageError: a number is not finite, or a field is not a tensor, a number, a mapping or
+                None.
 
         >>> import torch
         >>> sent = ModelParameters({"weight": torch.ones(2, 3)}, weight=5.0).to_bytes()
@@ -113,7 +130,10 @@ class Packed:
             elif isinstance(value, int | float) and math.isfinite(value):
                 numbers[f.name] = value
             elif not isinstance(value, Tensor):
-                raise MessageError(f"{type(self).__name__}.{f.name} cannot be sent: {value!r:.80}")
+                raise MessageError(
+                    f"{type(self).__name__}.{f.name} cannot be sent, because it is not a finite "
+                    f"number, a tensor, a mapping or None: {value!r:.80}"
+                )
         header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
@@ -121,22 +141,28 @@ class Packed:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Returns the dataclass of this type that was sent.
+        """Reads a dataclass of this type from its wire format.
 
         Raises:
-            MessageError: the bytes are damaged or of another type, a field is missing, unexpected
-                or of another type, or a number is not finite.
+            MessageError: the bytes are damaged or hold another type. Also raised if a field is
+                missing, unexpected or of another type, or if a number is not finite.
         """
         header = _header(sent)
         if header.get("type") != cls.__name__:
-            raise MessageError(f"expected a message {cls.__name__}, got {header.get('type')!r:.80}")
+            raise MessageError(
+                f"expected a message of type {cls.__name__}, got {header.get('type')!r:.80}"
+            )
         numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
         if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
-            raise MessageError(f"a message {cls.__name__} has no numbers and keys")
+            raise MessageError(
+                f"the header of a received {cls.__name__} message must contain a mapping of "
+                "numbers, a mapping of keys and a list of fields that are None"
+            )
         try:
             tensors = safetensors.torch.load(sent)
         except DAMAGED as error:
-            raise MessageError(f"a damaged message {cls.__name__}: {one_line(error)}") from None
+            reason = f"a received {cls.__name__} message is damaged: {one_line(error)}"
+            raise MessageError(reason) from None
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
@@ -147,15 +173,18 @@ class Packed:
             value = _pop_field(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
             if not isinstance(value, forms[f.name]):
                 kind_name = type(value).__name__
-                raise MessageError(f"{cls.__name__}.{f.name} cannot be a {kind_name}")
+                raise MessageError(f"{cls.__name__}.{f.name} has the wrong type {kind_name}")
             values[f.name] = value
         unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if unused:
-            raise MessageError(f"a message {cls.__name__} has no field {unused[0]!r:.80}")
+            raise MessageError(
+                f"a received {cls.__name__} message contains {unused[0]!r:.80}, which is not one "
+                "of its fields"
+            )
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns a copy with all tensors on `device`."""
+        """Returns a copy of the dataclass with all tensors on `device`."""
         moved: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -169,7 +198,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Message(Packed):
-    """Base of all messages.
+    """The base class of all messages between the server and the clients.
 
     >>> @dataclass(frozen=True)
     ... class ClassSums(Message):
@@ -184,7 +213,10 @@ class Message(Packed):
 
 
 def _in_one_order(saved: bytes) -> bytes:
-    """Returns the file with its header's keys sorted: safetensors writes them in random order."""
+    """Returns a safetensors file whose header has its keys in sorted order.
+
+    safetensors writes the keys in random order.
+    """
     end = LENGTH_BYTES + int.from_bytes(saved[:LENGTH_BYTES], "little")
     parsed = json.loads(saved[LENGTH_BYTES:end])
     header = json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
@@ -193,22 +225,27 @@ def _in_one_order(saved: bytes) -> bytes:
 
 
 def _header(sent: bytes) -> dict[str, Any]:
-    """Returns the JSON header in the metadata, before any tensor is read."""
+    """Returns the JSON header in a message's metadata without reading any tensor."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(f"the header has {length} bytes, above the limit of {LONGEST_HEADER}")
+            raise ValueError(
+                f"its header has {length} bytes, but may have at most {LONGEST_HEADER}"
+            )
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         header = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
-            raise ValueError(f"not of format {WIRE_FORMAT}")
+            raise ValueError(f"it does not have the wire format {WIRE_FORMAT}")
         return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
-    """Returns the types that each field may have, by its annotation; an int is also a float."""
+    """Returns the types that each field of a dataclass may have, according to its annotation.
+
+    A field that is annotated as float may also be an int.
+    """
     hints = get_type_hints(kind)
     forms: dict[str, tuple[type, ...]] = {}
     for f in fields(kind):
@@ -232,7 +269,7 @@ def _is_union(hint: Any) -> bool:
 def _pop_field(
     what: str, name: str, numbers: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Any:
-    """Removes a field's value from the sent parts and returns it."""
+    """Removes a field's value from the received parts of a message and returns the value."""
     if name in numbers:
         number = numbers.pop(name)
         if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
@@ -241,19 +278,21 @@ def _pop_field(
     if name in keys:
         listed = keys.pop(name)
         if not isinstance(listed, list) or len(set(map(str, listed))) != len(listed):
-            raise MessageError(f"{what} must list its keys once each")
+            raise MessageError(f"{what} must list each of its keys exactly once")
         missing = [key for key in listed if f"{name}.{key}" not in tensors]
         if missing:
-            raise MessageError(f"{what} lacks {missing[0]!r:.80}")
+            raise MessageError(f"{what} has no tensor for its key {missing[0]!r:.80}")
         return {key: tensors.pop(f"{name}.{key}") for key in listed}
     if name in tensors:
         return tensors.pop(name)
-    raise MessageError(f"{what} is missing")
+    raise MessageError(f"{what} is missing in a received message")
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns the declared privacy status of each field of a message type: name -> ("released" |
-    "public" | "unprotected" | "undeclared", reason)."""
+    """Returns the declared privacy status and the reason of each field of a message type.
+
+    The status is "released", "public", "unprotected" or "undeclared".
+    """
     return {
         f.name: (f.metadata.get("dp", "undeclared"), f.metadata.get("reason", ""))
         for f in fields(message)
@@ -262,12 +301,13 @@ def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ModelParameters(Message):
-    """A model on the wire: parameters and buffers by name.
+    """A message that holds a model's parameters and buffers by name.
 
     Args:
-        parameters: as in the model's `state_dict`.
-        weight: weight in the server's average: the client's number of examples; with differential
-            privacy 1 (0 for a dropped straggler).
+        parameters: the tensors, named as in the model's `state_dict`.
+        weight: the model's weight in the server's average. Without differential privacy (DP) it is
+            the client's number of examples. With DP it is 1, or 0 for a client that is dropped as a
+            straggler.
 
     >>> model = torch.nn.Linear(64, 10)
     >>> sent = ModelParameters(model.state_dict(), weight=480.0)

@@ -1,13 +1,13 @@
-"""The interface of methods: frozen settings, declared messages, a declared state, pure steps.
+"""The interface of methods, which consist of frozen settings, declared messages and pure steps.
 
-In a round, `broadcast` makes the server's message from its state; `client_step` makes each client's
-upload and its new memory from the message and the client's view of its data; `server_step` makes
-the next state from the uploads. The engine decides how many clients share one `client_step`, so
-heavy steps have a leading client axis, and a single client is a group of one.
+In a round, `broadcast` makes the server's message from the server's state. `client_step` makes each
+client's upload and new memory from the message and the client's data. `server_step` makes the next
+state from the uploads. The engine decides how many clients share one call of `client_step`.
+Expensive steps therefore have a leading client axis, and a single client is a group of size one.
 
-Class attributes declare the types of the messages and the state (`downlink`, `upload`, `state`).
-The engine checks every type before a step runs, so a step names its declared type in its signature
-and needs no further check.
+The class attributes `downlink`, `upload` and `state` declare the types of the messages and of the
+state. The engine checks these types before it calls a step. A step names the declared types in its
+signature and does not need to check them again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
 Presets = Mapping[str, Mapping[str, Any]]
-"""By data set, the settings whose defaults a method changes for it, in addition to those of its
-base classes."""
+"""For each data set, the settings whose defaults a method changes. The changes are in addition to
+those of the method's base classes."""
 
 
 @dataclass(frozen=True)
 class ExchangeTypes:
-    """The message types of an exchange, down and up; None: the method has no such exchange."""
+    """The types of the two messages of an exchange, or None if the method has no such exchange.
+
+    Args:
+        downlink: the type of the server's message.
+        upload: the type of a client's message.
+    """
 
     downlink: type[Message] | None
     upload: type[Message] | None
@@ -49,25 +54,27 @@ class ExchangeTypes:
 
 @dataclass(frozen=True)
 class Method(OptionalHooks):
-    """Base class of all methods; a subclass is a frozen dataclass of validated settings.
+    """The base class of all methods. A subclass is a frozen dataclass of validated settings.
 
     A method implements `broadcast`, `client_step` and `server_step`. Hooks that only some methods
     need, such as a first exchange or synthetic images, are in `fedsynth.core.optional_hooks`.
 
     Class attributes:
-        name: name in reports, config files and on the command line.
-        summary: one line.
+        name: the method's name in reports, in config files and on the command line.
+        summary: a description of one line.
         reference: the paper.
-        downlink: type of the server's message in a round's main exchange.
-        upload: type of a client's message in it.
-        state: type of the server's state.
-        dp_mechanisms: the mechanisms that can protect it; empty: it cannot run with differential
-            privacy, and `refusal` gives the reason.
-        robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: it is
-            allowed, and `server_step` then gets the uploads that the rule makes.
-        features_refusal: why its network cannot use a fixed feature map
-            (`ModelSettings.features`); empty: it can, and clients' "images" are then vectors.
-        presets: by data set, the changed defaults of these settings.
+        downlink: the type of the server's message in a round's main exchange.
+        upload: the type of a client's message in a round's main exchange.
+        state: the type of the server's state.
+        dp_mechanisms: the names of the mechanisms that can protect the method. If empty, the method
+            cannot run with differential privacy, and `refusal` gives the reason.
+        robust_refusal: the reason why robust aggregation (`RunSettings.robust`) is refused. If
+            empty, robust aggregation is allowed, and `server_step` receives the uploads that the
+            robust rule computes.
+        features_refusal: the reason why the method's network cannot use a fixed feature map
+            (`ModelSettings.features`). If empty, it can, and the clients' "images" are then feature
+            vectors.
+        presets: for each data set, the settings whose defaults the method changes.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -90,51 +97,57 @@ class Method(OptionalHooks):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
     robust_refusal: ClassVar[str] = (
-        "its server does not average models, so a robust rule has no effect"
+        "the server of this method does not average models, so a robust rule would have no effect"
     )
-    features_refusal: ClassVar[str] = "its clients or server use the images directly"
+    features_refusal: ClassVar[str] = (
+        "the clients or the server of this method use the images directly"
+    )
     presets: ClassVar[Presets] = {}
 
     def __post_init__(self) -> None:
-        """Refuses settings outside their declared ranges and choices (`fedsynth.validation`)."""
+        """Checks the settings against their declared ranges and choices (`fedsynth.validation`)."""
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings by name, as written to configs, reports and summaries."""
+        """Returns the settings by name, as they are written to configs, reports and summaries."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def exchange_types(cls, phase: str) -> ExchangeTypes:
-        """Returns the declared message types of an exchange ("first" or "main")."""
+        """Returns the declared message types of an exchange, "first" or "main"."""
         if phase == FIRST:
             return ExchangeTypes(cls.first_downlink, cls.first_upload)
         return ExchangeTypes(cls.downlink, cls.upload)
 
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
-        """Returns the state before the first round, from the initial model."""
+        """Returns the server's state before the first round.
+
+        Args:
+            parameters: the initial model's parameters and buffers by name.
+        """
         return self.state(parameters)
 
     def check_request(self, message: Request, context: RoundContext) -> None:
-        """Checks, before any charge, that a request's tensors are those that a step expects.
+        """Checks that the server's message has the tensors that the client's step expects.
 
-        The engine checks the model itself. A method whose requests have other tensors checks their
-        shapes: an unexpected shape could mix the examples of a private step.
+        The check runs before any charge. The engine itself checks the model that a message
+        contains. If a method's messages have other tensors, the method checks the shapes of these
+        tensors, because an unexpected shape could mix the examples of a private step.
 
         Raises:
-            RequestRefusedError: they are not; names the field.
+            RequestRefusedError: a tensor is not as expected. The error names the field.
         """
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Returns the server's rule for each field of this client's upload in an exchange.
+        """Returns the rule that the server applies to each field of this client's upload.
 
         A field without a rule may hold any finite values. The engine checks every tensor once,
-        before any step sees it. The largest size of an upload on the wire also follows from the
-        rules.
+        before a step reads it. The rules also determine the largest size of an upload on the wire.
 
         Args:
-            phase: "first" or "main".
+            phase: the exchange, "first" or "main".
             client: the client's index.
-            context: the round's; only public values of it are read.
+            context: the round's context. An implementation reads only its public values.
         """
         declared = self.exchange_types(phase).upload
         if declared is not None and issubclass(declared, ModelParameters):
@@ -142,10 +155,12 @@ class Method(OptionalHooks):
         return {}
 
     def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
-        """Checks that an upload's fields, each of which already passes its rule, fit each other.
+        """Checks that the fields of an upload are consistent with each other.
+
+        Each field has already passed its own rule (`upload_rules`).
 
         Raises:
-            UploadRejectedError: they do not; names the field.
+            UploadRejectedError: the fields are inconsistent. The error names the field.
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
@@ -165,56 +180,68 @@ class Method(OptionalHooks):
     def server_step(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
-        """Returns the next state from all uploads of the round, by client index, ascending."""
+        """Returns the server's next state.
+
+        Args:
+            state: the server's state before this step.
+            uploads: all uploads of the round by client index, in ascending order.
+            context: the round's context.
+        """
         raise NotImplementedError  # abstract
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the server's state after final work, such as making images.
+        """Does the server's final work, such as making images, and returns the resulting state.
 
-        It is called after the last round, which may come before the planned number of rounds
-        (exhausted budget). With differential privacy it uses only released values, so it costs
-        nothing.
+        It is called after the last round. A run can end before the planned number of rounds if the
+        privacy budget is used up. With differential privacy the final work uses only released
+        values, so it needs no further budget.
 
         Args:
-            state: the state after the last round.
-            context: the last round's.
+            state: the server's state after the last round.
+            context: the context of the last round.
         """
         return state
 
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
-        """Returns the model that a run ends with, where clients start from another model."""
+        """Returns the model that a run ends with.
+
+        A method overrides this hook if the clients start each round from another model.
+        """
         parameters: Mapping[str, torch.Tensor] = state.parameters
         return parameters
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        """Returns about how many bytes one more client in a `client_step` takes; None: clients run
-        one at a time, because a group gains nothing.
+        """Returns the approximate memory in bytes that one more client in a `client_step` needs.
 
-        The engine divides the run's memory bound by it. It does not change results.
+        The engine divides the run's memory bound by this number to choose the size of a group. The
+        number does not change results. None means that clients run one at a time, for methods that
+        gain nothing from groups.
         """
         return None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises SettingError if the method cannot work with this architecture."""
+        """Raises SettingError if the method cannot use this network architecture."""
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of a round's releases of each client under `privacy`, the main release
-        first; called before any data are read.
+        """Returns the plans of all releases that each client makes in a round, the main release
+        first.
 
-        Each client is charged for every plan, and a step gets the charged series by name
-        (`PrivateClientView.series`).
+        The engine calls it before any data are read, and charges each client for every plan. A step
+        gets the charged releases by the plan's name (`PrivateClientView.series`).
         """
         raise NotImplementedError  # abstract
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Returns settings from names and values as read from TOML or text; text is converted to
-        the field's type.
+        """Creates the method's settings from names and values that were read from TOML or text.
+
+        Text is converted to the field's type.
 
         Raises:
-            UnknownNameError: no such setting (with the near matches).
-            SettingError: a value of the wrong type or outside its range.
+            UnknownNameError: the method has no setting with this name. The error lists similar
+                names.
+            SettingError: a value has the wrong type or is outside its range.
         """
         return from_mapping(cls, values, of=cls.name)

@@ -1,4 +1,4 @@
-"""Hooks that only some methods need, in groups; `Method` inherits all of them with their defaults."""
+"""Hooks that only some methods need. `Method` inherits all of them with their defaults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import ReleasePlan
 
 Memory = Mapping[str, torch.Tensor]
-"""What a client keeps between rounds; it never leaves the client."""
+"""The tensors that a client keeps between rounds. They never leave the client."""
 
 Results = list[tuple[Message, Memory]]
-"""Message and new memory of each client of a group, in the group's order."""
+"""For each client of a group, in the group's order, the client's message and new memory."""
 
 # Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
 Request = Any
@@ -29,18 +29,21 @@ State = Any
 
 
 class FirstExchange:
-    """A first exchange with the clients, before the main one of a round.
+    """Hooks for an exchange with the clients that comes before the main exchange of a round.
 
     Class attributes:
-        first_downlink: type of the server's message in a first exchange; None: the method has none.
-        first_upload: type of a client's message in it; None as above.
+        first_downlink: the type of the server's message in the first exchange. None if the method
+            has no first exchange.
+        first_upload: the type of a client's message in the first exchange. None if the method has
+            no first exchange.
     """
 
     first_downlink: ClassVar[type[Message] | None] = None
     first_upload: ClassVar[type[Message] | None] = None
 
     def first_request(self, state: State, context: RoundContext) -> Message | None:
-        """Returns the server's message of a first exchange; None: this round has none."""
+        """Returns the server's message of the first exchange, or None if this round has no first
+        exchange."""
         return None
 
     def first_step(
@@ -50,89 +53,104 @@ class FirstExchange:
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Returns each client's reply, and its memory for this round's `client_step`."""
+        """Returns each client's reply, and the memory that this round's `client_step` receives."""
         raise NotImplementedError  # abstract
 
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
-        """Returns the state after the first exchange, from all replies by client index,
-        ascending."""
+        """Returns the server's state after the first exchange.
+
+        Args:
+            state: the server's state before the first exchange.
+            replies: all replies by client index, in ascending order.
+            context: the round's context.
+        """
         raise NotImplementedError  # abstract
 
 
 class SecureSums:
-    """Uploads of which the server sees only the sum (FedStats, FedSum)."""
+    """Hooks for methods whose server sees only the sum of the uploads (FedStats, FedSum)."""
 
     @property
     def requires_secure_sum(self) -> bool:
-        """Returns whether the server sees only the sum of its clients' uploads; it then makes its
-        state by `from_sum`."""
+        """Whether the server sees only the sum of the clients' uploads.
+
+        If True, the server's next state is computed by `from_sum`.
+        """
         return False
 
     def noise_shares(self, clients: int) -> int:
-        """Returns H, the number of clients whose summed noise is charged; 1: each client is
-        charged for its own noise.
+        """Returns H, the number of clients whose noise is added up before the privacy cost is
+        computed.
+
+        If H is 1, each client is charged for the noise that it adds alone.
 
         Args:
-            clients: K.
+            clients: the number of clients K.
         """
         return 1
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
-        """Returns the name of its plan for each field of an upload that is seen only as a sum."""
+        """Returns the name of the release plan for each upload field that the server sees only as a
+        sum."""
         raise NotImplementedError  # abstract
 
     def from_sum(
         self, phase: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
-        """Returns the state after an exchange in which the server received only the sum of the
-        uploads.
+        """Returns the server's state after an exchange in which the server received only a sum.
 
         Args:
-            phase: "first" or "main".
-            state: the state before the exchange.
-            total: a message whose fields are the uploads' sums, float64.
-            clients: number of summed uploads.
-            context: the round's.
+            phase: the exchange, "first" or "main".
+            state: the server's state before the exchange.
+            total: a message whose fields are the sums of the uploads' fields, float64.
+            clients: the number of uploads that were added.
+            context: the round's context.
         """
         raise NotImplementedError  # abstract
 
 
 class ReleaseSchedule:
-    """Private releases that differ between rounds or clients.
+    """Hooks for private releases that differ between rounds or between clients.
 
     Class attributes:
-        same_releases_every_round: whether every round releases all of `release_plans`; False:
-            `round_plans` selects them, and all clients take part in every round.
+        same_releases_every_round: whether every round makes all releases of `release_plans`. If
+            False, `round_plans` selects the releases of a round, and all clients must take part in
+            every round.
     """
 
     same_releases_every_round: ClassVar[bool] = True
 
     def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of `plans` that this round (1, 2, …) releases, in their order.
+        """Returns those of `plans` that are released in this round, in the same order.
 
-        All of them, unless `same_releases_every_round` is False. The result is public, and fixed
-        before any data are read.
+        By default these are all plans. A method overrides this hook if `same_releases_every_round`
+        is False. The result must be public and fixed before any data are read.
+
+        Args:
+            plans: all release plans of the method.
+            round: the number of the round: 1, 2, …
         """
         return plans
 
     def client_plans(
         self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns this client's plans in this round, where public values make them differ from the
-        round's `plans`.
+        """Returns this client's release plans in this round.
 
-        A plan may have fewer steps or another dimension; the client is charged for that plan.
+        By default they are the round's `plans`. A method may change a plan's number of steps or its
+        dimension according to public values, and the client is then charged for the changed plan.
         """
         return plans
 
 
 class SyntheticImages:
-    """Synthetic images that the server makes, for the run folder and for export.
+    """Hooks for synthetic images that the server makes, for the run folder and for export.
 
     Class attributes:
-        images_from: in words, what a run's synthetic images need; empty: the method makes none.
+        images_from: a text that says what a run needs in order to make synthetic images. Empty if
+            the method makes none.
         learns_from_images: whether the run's model was trained on the images that the run exports.
     """
 
@@ -142,42 +160,53 @@ class SyntheticImages:
     def synthetic(
         self, state: State, context: RoundContext
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns images that the server made, [N, C, H, W], normalised, and their labels [N], for
-        the run folder; None: it makes none. With differential privacy they come only from released
-        values."""
+        """Returns the server's synthetic images and their labels for the run folder.
+
+        The images are normalised, [N, C, H, W], and the labels have the shape [N]. Returns None if
+        the server makes no images. With differential privacy the images are computed only from
+        released values.
+        """
         return None
 
     def synthetic_soft_labels(self, state: State, context: RoundContext) -> torch.Tensor | None:
-        """Returns soft labels [N, classes] of the images of `synthetic`, each row summing to 1;
-        None: there are none."""
+        """Returns soft labels [N, classes] of the images that `synthetic` returns.
+
+        Each row sums to 1. Returns None if the images have no soft labels.
+        """
         return None
 
     @property
     def plans_images(self) -> bool:
-        """Returns True if a run may end with synthetic images; otherwise verify refuses them."""
+        """Whether a run may end with synthetic images.
+
+        If False, `fedsynth verify` refuses a run folder that contains synthetic images.
+        """
         return False
 
     def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
-        """Returns whether `synthetic` is certain to return images at the end; verification then
-        requires them in the run folder.
+        """Returns whether `synthetic` is certain to return images at the end of the run.
+
+        If True, verification requires that the run folder contains the images.
 
         Args:
-            counted: the rounds that counted.
+            counted: the rounds that were completed.
         """
         return False
 
 
 class OtherModels:
-    """Models besides the server's, and networks that the run's settings do not decide.
+    """Hooks for models besides the server's, and for networks that the run's settings do not
+    decide.
 
     Class attributes:
         heterogeneous: whether clients may use other architectures than the server.
         personal: whether each client ends with a personal model.
-        variant_names: names of the models that `variants` may return.
-        takes_model: whether the run's model settings decide its network; False: the method has its own
-            network, and a run that sets a model reports that the setting has no effect.
-        model_sees_data: whether clients run the network on private data: a custom network is then refused
-            if it mixes the examples of a batch.
+        variant_names: the names of the models that `variants` may return.
+        takes_model: whether the run's model settings decide the method's network. If False, the
+            method has its own network, and a run that sets a model reports that the setting has no
+            effect.
+        model_sees_data: whether clients run the network on private data. If True, a custom network
+            is refused if it mixes the examples of a batch.
     """
 
     heterogeneous: ClassVar[bool] = False
@@ -187,80 +216,96 @@ class OtherModels:
     model_sees_data: ClassVar[bool] = True
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-        """Returns an untrained network of the architecture that server and clients share.
+        """Returns an untrained network of the architecture that the server and the clients share.
 
         Args:
             model: the run's model settings.
             spec: the data set's specification.
-            seed: seed of the initial weights.
+            seed: the seed of the initial weights.
         """
         return build_network(model, spec, seed)
 
     def personal_parameters(
         self, parameters: Mapping[str, torch.Tensor], memory: Memory
     ) -> Mapping[str, torch.Tensor]:
-        """Returns the model that a client with this memory uses in place of the global one; called
-        where `personal` is set."""
+        """Returns the model that a client with this memory uses instead of the global model.
+
+        The engine calls it only if `personal` is True.
+        """
         return parameters
 
     def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns other models of the same training, by a name of `variant_names`; they are also
-        evaluated."""
+        """Returns other models of the same training run, which are also evaluated.
+
+        The keys are names in `variant_names`.
+        """
         return {}
 
 
 class RoundMetrics:
-    """Metrics of a round, and the facts that a privacy report lists.
+    """Hooks for the metrics of a round and for the facts that a privacy report lists.
 
     Class attributes:
-        metric_privacy: for each key of its facts, its status under differential privacy; an
-            undeclared key ends a private run.
+        metric_privacy: the status under differential privacy of each metric that `facts` returns. A
+            private run fails if `facts` returns a metric that is not declared here.
     """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """Returns additional metrics of a round, by name; with differential privacy only released
-        values, which `metric_privacy` declares."""
+        """Returns additional metrics of a round by name.
+
+        With differential privacy they must be released values that `metric_privacy` declares.
+        """
         return {}
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the metrics of a round that follow only from the settings and the round: the
-        public values of `metric_privacy`. Verification recomputes them."""
+        """Returns the metrics of a round that follow only from the settings and the round number.
+
+        They are the metrics that `metric_privacy` declares public. Verification recomputes them.
+        """
         return {}
 
     def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """Returns a client's metrics of its memory, for the round's metrics.
+        """Computes metrics from a client's memory, for the metrics of the round.
 
         With differential privacy it may read only values that were computed from the server's
-        messages and public noise (post-processing).
+        messages and from public noise (post-processing).
         """
         return {}
 
     def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Returns the round's metrics, combined from the `client_metrics` of its clients."""
+        """Combines the `client_metrics` of a round's clients into metrics of the round."""
         return {}
 
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
-        """Returns the server's matrices [classes, clients] for the run folder."""
+        """Returns matrices [classes, clients] of the server that are saved in the run folder, by
+        name."""
         return {}
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        """Returns further items that the privacy report lists as public, each with the reason."""
+        """Returns further items that the privacy report lists as public, with the reason for each
+        item."""
         return {}
 
     def public_images(self) -> str:
-        """Returns the data set, declared public, whose training images the server uses; or "noise"
-        (random pixels); "": none. Steps read the images from `RoundContext.proxy`."""
+        """Returns the name of the public data set whose training images the server uses.
+
+        Returns "noise" if the server uses random pixels, and "" if it uses no public images. Steps
+        read the images from `RoundContext.proxy`.
+        """
         return ""
 
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
-        """Returns the ε that the method's paper prints for these settings, for the privacy report:
-        "source", "published" and "why it differs"; empty: the paper prints none."""
+        """Returns the ε that the method's paper prints for these settings, for the privacy report.
+
+        The keys are "source", "published" and "why it differs". Returns an empty mapping if the
+        paper prints no ε.
+        """
         return {}
 
 
 class OptionalHooks(
     FirstExchange, SecureSums, ReleaseSchedule, SyntheticImages, OtherModels, RoundMetrics
 ):
-    """All hooks that have a default."""
+    """All hooks that have a default, in one base class."""

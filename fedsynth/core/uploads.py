@@ -1,9 +1,10 @@
-"""Validation of uploads: a rule for each field of a message.
+"""Validation of uploads by a rule for each field of a message.
 
-A method declares once what its clients may send (`Method.upload_rules`); the check of an upload and
-its largest size on the wire both follow from that. All rules are public: they come from settings,
-the architecture, and the clients' declarations at joining. A rule sees one value of one client, so
-the client whose upload breaks a rule is at fault.
+A method declares once what its clients may send (`Method.upload_rules`). The check of an upload and
+the upload's largest size on the wire both follow from these rules. All rules are public, because
+they depend only on settings, on the architecture and on what the clients declare when they join.
+Each rule checks one value of one client. An upload that breaks a rule is therefore always the fault
+of the client that sent it.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ from fedsynth.core.messages import Message
 from fedsynth.errors import UploadRejectedError
 
 LARGEST = 1e6
-"""Largest magnitude of trained values and of sums over a client's examples. A learning network's
-weights are below 1e3; with 1e6 no float32 sum or square over clients overflows."""
+"""The largest magnitude of trained values and of sums over a client's examples. The weights of a
+network that learns stay below 1e3. With a bound of 1e6 no float32 sum or square over clients
+overflows."""
 LARGEST_COUNT = 2.0**53
-"""Largest counter: float64 represents all integers up to it exactly."""
+"""The largest counter value. float64 represents all integers up to this value exactly."""
 HEADER_BYTES = 64 * 2**10
 NAME_BYTES = 512
-"""Largest size of a packed message's header, and of each tensor's entry in it."""
+"""The largest size of a tensor's entry in a packed message's header. `HEADER_BYTES` is the largest
+size of the rest of the header."""
 FREE_BYTES = 64 * 2**20
-"""Largest size of a field for which its method has no rule."""
+"""The largest size in bytes of a field for which the method declares no rule."""
 
 
 class Rule(Protocol):
-    """The rule for one field of an upload."""
+    """The interface of a rule for one field of an upload."""
 
     @property
     def nbytes(self) -> int:
-        """Largest size of the field as sent, in bytes."""
+        """The largest size of the field on the wire, in bytes."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises UploadRejectedError, which names the field, if the value breaks the rule."""
+        """Raises UploadRejectedError with the field's name if the value breaks the rule."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A plain number.
+    """A rule for a plain number.
 
     Args:
-        low, high: bounds of its closed range.
+        low, high: the smallest and the largest allowed value.
     """
 
     low: float = 0.0
@@ -68,14 +71,15 @@ class Number:
 
 @dataclass(frozen=True)
 class Array:
-    """A tensor.
+    """A rule for a tensor.
 
     Args:
-        shape: its sizes; if the first is None, it is at most `rows`.
-        dtype: its type.
-        low, high: bounds of the closed range of its values.
-        rows: see `shape`.
-        sums_to_one: whether rows are probabilities, up to rounding.
+        shape: the required shape. If the first size is None, it may be anything up to `rows`.
+        dtype: the required dtype.
+        low, high: the smallest and the largest allowed value.
+        rows: the largest first size, if `shape` starts with None.
+        sums_to_one: whether the values along the last dimension must sum to 1, up to rounding, as
+            probabilities do.
     """
 
     shape: tuple[int | None, ...]
@@ -87,7 +91,10 @@ class Array:
 
     @classmethod
     def like(cls, tensor: Tensor) -> Array:
-        """Returns the rule for a trained tensor of this shape and type; integers are counters."""
+        """Returns the rule for a trained tensor with the same shape and dtype as `tensor`.
+
+        Integer tensors are treated as counters.
+        """
         if tensor.is_floating_point():
             return cls(tuple(tensor.shape), tensor.dtype)
         return cls(tuple(tensor.shape), tensor.dtype, low=0, high=LARGEST_COUNT)
@@ -103,7 +110,7 @@ class Array:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
         if not _plain(value):
-            raise UploadRejectedError(name, "has no plain memory")
+            raise UploadRejectedError(name, "must be a dense tensor with values")
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
@@ -131,16 +138,16 @@ class Array:
 
 
 TOLERANCE = 1e-3
-"""Tolerance of a sum of probabilities: float32's rounding is below 1e-5, half precision's at
-1e-3."""
+"""The tolerance for the sum of probabilities. The rounding error is below 1e-5 for float32, and
+about 1e-3 for half precision."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Named tensors.
+    """A rule for a mapping of names to tensors.
 
     Args:
-        arrays: each name's rule.
+        arrays: the rule for each name.
         partial: whether names may be missing.
     """
 
@@ -149,7 +156,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Returns the rule for trained tensors of these names, shapes and types."""
+        """Returns the rule for trained tensors with these names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -159,21 +166,26 @@ class Named:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             raise UploadRejectedError(
-                name, f"must be a mapping of names, got {type(value).__name__}"
+                name, f"must be a mapping of names to tensors, got {type(value).__name__}"
             )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(name, f"has {extra[0]!r:.80}, which was not requested")
+            raise UploadRejectedError(
+                name, f"has the entry {extra[0]!r:.80}, which was not requested"
+            )
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
-            raise UploadRejectedError(name, f"lacks {missing[0]!r:.80}")
+            raise UploadRejectedError(name, f"must have an entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
 
 @dataclass(frozen=True)
 class Free:
-    """Any finite values: the rule for a custom method's field that declares no other."""
+    """A rule that allows any finite values.
+
+    It applies to the fields of a custom method that declares no rule for them.
+    """
 
     nbytes: int = FREE_BYTES
 
@@ -183,9 +195,9 @@ class Free:
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
             if not _plain(value):
-                raise UploadRejectedError(name, "has no plain memory")
+                raise UploadRejectedError(name, "must be a dense tensor with values")
             if value.nbytes > self.nbytes:
-                reason = f"has {value.nbytes} bytes, above the limit of {self.nbytes}"
+                reason = f"has {value.nbytes} bytes, but must have at most {self.nbytes}"
                 raise UploadRejectedError(name, reason)
             if value.dtype != torch.bool and value.numel():
                 check_values(name, value, -math.inf, math.inf)
@@ -194,8 +206,11 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """Returns the largest number of training examples that this client may report: n_k as declared
-    when it joined; 1 with differential privacy, where all clients have equal weight."""
+    """Returns the largest number of training examples that this client may report.
+
+    This is the number n_k that the client declared when it joined. With differential privacy it is
+    1, because all clients have the same weight.
+    """
     if context.privacy is not None:
         return 1.0
     if context.sizes is None:
@@ -204,33 +219,40 @@ def most_examples(client: int, context: RoundContext) -> float:
 
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
-    """Returns the rules of `ModelParameters`: this client's architecture, and a weight."""
+    """Returns the rules for the fields of a `ModelParameters` upload from this client.
+
+    The parameters must match the client's architecture, and the weight must not exceed
+    `most_examples`.
+    """
     state = context.architecture_of(client).state_dict()
     return {"parameters": Named.like(state), "weight": Number(0.0, most_examples(client, context))}
 
 
 def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> None:
-    """Checks in one pass that all values are finite and in a closed range.
+    """Checks that all values of a tensor are finite and within a closed range.
+
+    The tensor is read only once.
 
     Raises:
-        UploadRejectedError: they are not; names the tensor.
+        UploadRejectedError: a value is not finite or outside the range. The error names the tensor.
     """
     if value.is_complex():
-        raise UploadRejectedError(name, "is complex")
+        raise UploadRejectedError(name, "must not contain complex numbers")
     for bound in torch.aminmax(value.detach()):
         extreme = float(bound)
         if not math.isfinite(extreme):
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not minimum <= extreme <= maximum:
-            reason = f"holds {extreme:.6g}, but must be in [{minimum:g}, {maximum:g}]"
+            reason = f"contains {extreme:.6g}, but must be in [{minimum:g}, {maximum:g}]"
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
 def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
-    """Checks each field against its rule, and that no two entries share memory.
+    """Checks each field of an upload against its rule, and that no two tensors share memory.
 
     Raises:
-        UploadRejectedError: names the field.
+        UploadRejectedError: a field breaks its rule, or two tensors share memory. The error names
+            the field.
     """
     for f in fields(upload):
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
@@ -243,7 +265,7 @@ FREE = Free()
 
 
 def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
-    """Returns the largest size of a packed upload of this type in bytes, header included."""
+    """Returns the largest size in bytes of a packed upload of this type, including the header."""
     sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
     return HEADER_BYTES + sum(sizes)
 
@@ -251,14 +273,14 @@ def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], other_tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> tuple[str, str] | None:
-    """Returns the names of two tensors that share memory; None: no two do.
+    """Returns the names of two tensors that share memory, or None if no two tensors do.
 
-    Adjacent slices of one storage share none.
+    Adjacent slices of one storage do not share memory.
 
     Args:
         tensors: named tensors.
-        other_tensors: named tensors that one of the two must come from; None: both come from
-            `tensors`.
+        other_tensors: further named tensors. If given, one tensor of the returned pair comes from
+            `tensors` and one from `other_tensors`. If None, both come from `tensors`.
     """
     spans = [(*_span(tensor), 0, name) for name, tensor in tensors if tensor.numel()]
     if other_tensors is not None:
@@ -277,7 +299,8 @@ def overlap(
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Returns a tensor's device, and its memory from the first byte to the byte after the last."""
+    """Returns a tensor's device, the address of its first byte, and the address after its last
+    byte."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     reach = sum((size - 1) * step for size, step in sizes)
     start = tensor.data_ptr()
@@ -285,7 +308,7 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Returns whether the tensor is strided and has data: neither sparse nor meta."""
+    """Returns whether a tensor has dense memory, so that it is neither sparse nor a meta tensor."""
     return tensor.layout == torch.strided and not tensor.is_meta
 
 

@@ -1,6 +1,7 @@
-"""Fixed features: maps from pixels to vectors, with public constants, independent of private data.
+"""Fixed feature maps, which map pixels to vectors and are independent of private data.
 
-`feature_map.py` defines a map and `registry.py` lists the maps by name; each map has its own file.
+All constants of a map are public. `feature_map.py` defines the class of a map, and `registry.py`
+lists the maps by name. Each map has a file of its own.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The feature map: a fixed function of one image's pixels, with public constants.
+"""The feature map, which is a fixed function of one image's pixels with public constants.
 
-A private release clips the map's vectors, so the map needs constants that give their scale. They
-are fixed before any private data are read, from a proof or from random images of a fixed seed
-(`random_images.py`), and never come from the clients' data.
+A private release clips the map's vectors, so the map needs constants that give the scale of its
+vectors. These constants are fixed before any private data are read. They follow from a proof or
+from random images of a fixed seed (`random_images.py`), and never from the clients' data.
 
-Matrix products in which each row's bits depend only on that row.
-
-A kernel library may sum a row in an order that depends on the row's memory alignment. At a width
-that is not a multiple of the register width, each row of a batch is aligned differently. The
-resulting difference is only rounding, but a server can send weights under which nothing but
-rounding remains; one additional record would then change all rows after it. Widths are therefore
-zero-padded to a multiple of `LANES`.
+This module also has matrix products in which the bits of each row of the result depend only on the
+corresponding row of the input. Usually this does not hold. A kernel library may sum a row in an
+order that depends on the row's memory alignment. If the width is not a multiple of the register
+width, each row of a batch has a different alignment. The results then differ only by rounding, but
+a server can send weights for which nothing but rounding remains. One additional record would then
+change all rows after it. Widths are therefore padded with zeros to a multiple of `LANES`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torch.nn import functional as F
 from fedsynth.errors import SettingError
 
 LANES = 16
-"""The number of float32 values in the widest registers (512 bits)."""
+"""The number of float32 values in the widest registers of a CPU (512 bits)."""
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
-    """Returns rows · weightᵀ, [N, C].
+    """Returns the product rows · weightᵀ, [N, C].
 
     >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()
@@ -41,7 +40,7 @@ def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
 
 
 def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
-    """Returns left · row · right for each row, [N, k, t].
+    """Returns the product left · row · right for each row, [N, k, t].
 
     >>> import torch
     >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
@@ -52,7 +51,7 @@ def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """Zero-pads the last dimension to a multiple of `LANES`."""
+    """Pads the last dimension with zeros to a multiple of `LANES`."""
     return F.pad(rows, (0, -rows.shape[-1] % LANES))
 
 
@@ -61,7 +60,7 @@ def _both_filled_up(matrices: Tensor) -> Tensor:
 
 
 Shape = tuple[int, int, int]
-"""(channels, height, width) of an image."""
+"""The shape of an image: (channels, height, width)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,22 +68,23 @@ class FeatureMap:
     """A map φ from pixels to vectors. Each image's vector depends only on that image.
 
     Args:
-        name: the name for settings and reports.
-        image_shape: (C, H, W) of the input images.
-        dimension: the vectors' dimension d.
-        norm_bound: a public constant in the features' units: φ is clipped to this L2 norm before
-            its sums are released (fedstats' centre).
-        radius: R, a public constant in the same units: the approximate distance of an image's
-            vector from the overall mean. fedstats clips (φ − m)/R to norm 1.
-        source: the origin of the two constants, for the report.
-        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d]; must be differentiable if images
-            are synthesized from statistics.
-        blocks: the sizes (channels, cells) of the matrices that a vector concatenates, from which
-            covariances of channels and of cells can be computed. Empty if it has no such structure.
+        name: the map's name in settings and reports.
+        image_shape: the shape (C, H, W) of the input images.
+        dimension: the dimension d of the vectors.
+        norm_bound: a public bound in the units of the features. φ is clipped to this L2 norm before
+            sums are released. fedstats uses such a sum as the centre of the features.
+        radius: R, a public constant in the same units. It is the approximate distance of an image's
+            vector from the overall mean m. fedstats clips (φ − m)/R to norm 1.
+        source: a text for the report that says where the two constants come from.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. It must be differentiable
+            if images are synthesised from statistics.
+        blocks: the sizes (channels, cells) of the matrices that make up a vector when they are
+            concatenated. Covariances between channels and between cells can be computed from these
+            matrices. Empty if the vectors have no such structure.
 
     Raises:
-        SettingError: a dimension below 1, a constant that is not positive and finite, or blocks
-            that do not cover the vector exactly.
+        SettingError: the dimension is below 1, a constant is not positive and finite, or the blocks
+            do not cover the vector exactly.
 
     >>> import torch
     >>> brightness = FeatureMap(
@@ -118,14 +118,14 @@ class FeatureMap:
         return SettingError(None, key, f"of features {self.name!r} {reason}")
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
-        """Returns the images' vectors [N, d], float32.
+        """Returns the vectors [N, d] of the images, float32.
 
         Args:
-            pixels_NCHW: uint8, or floating point in [0, 1].
+            pixels_NCHW: images, either uint8 or floating point in [0, 1].
 
         Raises:
-            SettingError: the images have another shape, or the function's vectors are not as
-                declared.
+            SettingError: the images do not have the map's image shape, or the map's function does
+                not return vectors of the declared dimension.
         """
         shape = tuple(pixels_NCHW.shape[1:])
         if shape != self.image_shape:
@@ -147,5 +147,8 @@ class FeatureMap:
         return features.float()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
-        """Returns itself: a map is immutable, and vectors are cached by map object."""
+        """Returns the map itself.
+
+        A map is immutable, and vectors are cached by map object.
+        """
         return self

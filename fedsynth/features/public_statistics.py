@@ -1,7 +1,7 @@
-"""A feature map's constants and whitening, computed from random images instead of data.
+"""Computes a feature map's constants and whitening from random images instead of data.
 
-The images are `random_images` of a fixed seed. Everything computed from them is public, whatever
-the private data are. Constants are rounded, so that all machines agree on them.
+The images come from `random_images` with a fixed seed, so everything that is computed from them is
+public. The constants are rounded so that all machines compute the same values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedsynth.seeding import torch_generator
 IMAGES = 600
 SEED = 0
 DIGITS = 3
-"""Significant digits of a constant."""
+"""The number of significant digits of a constant."""
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
 
 
@@ -32,16 +32,17 @@ def _images(shape: Shape) -> Tensor:
 
 
 def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
-    """Returns the random images' feature vectors, [IMAGES, d]."""
+    """Returns the feature vectors of the random images, [IMAGES, d]."""
     with torch.no_grad():
         return torch.cat([function(images) for images in _images(shape).split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
-    """Returns the median norm and the median distance from the mean.
+    """Returns the median norm of the vectors and their median distance from the mean.
 
-    A clip at the median affects half of the images, so it changes a mean only little, and the noise
-    is scaled to no more than a typical image."""
+    A clip at the median changes half of the vectors, but changes their mean only little. The noise
+    is then scaled to the norm of a typical image.
+    """
     norm = float(torch.linalg.vector_norm(vectors_Nd, dim=1).median())
     about = vectors_Nd - vectors_Nd.mean(dim=0)
     return rounded(norm), rounded(float(torch.linalg.vector_norm(about, dim=1).median()))
@@ -55,8 +56,18 @@ def map_of_vectors(
     blocks: tuple[tuple[int, int], ...] = (),
     scale: float = 1.0,
 ) -> FeatureMap:
-    """Returns the map of a function, with the dimension and constants of its vectors of the random
-    images; the constants are multiplied by `scale`."""
+    """Returns the feature map of a function whose vectors of the random images are given.
+
+    The map's dimension and constants are taken from these vectors.
+
+    Args:
+        name: the map's name in settings and reports.
+        shape: the shape (C, H, W) of the input images.
+        function: the function from pixels to vectors.
+        vectors_Nd: the function's vectors of the random images (`public_vectors`).
+        blocks: see `FeatureMap`.
+        scale: a factor for both constants.
+    """
     norm, radius = constants(vectors_Nd)
     source = SOURCE if scale == 1 else f"{scale} of {SOURCE}"
     return FeatureMap(
@@ -72,18 +83,21 @@ def map_of_vectors(
 
 
 def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
-    """Returns the map of a function; its dimension and constants are measured on images of random
-    processes (`random_images`, with a fixed seed), so no data are read.
+    """Returns a feature map for a function, and measures the map's dimension and constants.
+
+    They are measured on images of random processes (`random_images` with a fixed seed), so no data
+    are read.
 
     Args:
-        name: the name for settings and reports.
-        image_shape: (C, H, W) of the input images.
-        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], where each vector depends only on
-            its image: an encoder in evaluation mode that was not trained on the private data.
+        name: the map's name in settings and reports.
+        image_shape: the shape (C, H, W) of the input images.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. Each vector must depend
+            on one image only. An example is an encoder in evaluation mode that was not trained on
+            the private data.
 
     Raises:
-        SettingError: the function does not return finite vectors, or returns the same one for half
-            of the images.
+        SettingError: the function does not return finite vectors, or returns the same vector for
+            half of the images.
 
     >>> halves = measured_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
     >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
@@ -108,7 +122,7 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
 
 
 def rounded(value: float) -> float:
-    """Rounds to `DIGITS` significant digits.
+    """Rounds a number to `DIGITS` significant digits.
 
     >>> rounded(0.123456)
     0.123
@@ -118,17 +132,20 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """Whitening: φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one
-    between cells.
+    """A function from pixels to whitened vectors.
 
-    Without whitening, directions that all images share strongly would take most of a vector's norm,
-    which a private sum's clip bounds and which scales its noise.
+    A vector φ of the given function is centred to φ − m and multiplied by the inverse root of a
+    covariance between channels and the inverse root of a covariance between cells.
+
+    A private sum clips each vector's norm and scales its noise to that norm. Without whitening,
+    directions that all images have strongly in common would make up most of the norm.
 
     Args:
-        function: pixels -> [N, channels · cells], channels first.
-        mean: m, [d].
-        channels: the first root, symmetric; or only its largest directions, [kept, channels].
-        cells: the second, symmetric.
+        function: pixels -> vectors [N, channels · cells]. All cells of a channel are adjacent.
+        mean: the mean m of the vectors, [d].
+        channels: the inverse root for the channels, which is symmetric. If only the largest
+            directions are kept, a matrix [kept, channels].
+        cells: the inverse root for the cells, which is symmetric.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -148,13 +165,13 @@ class Whitening:
         """Computes the whitening from vectors of public images.
 
         Args:
-            function: see the class.
-            vectors_Nd: its vectors of public images.
+            function: the function from pixels to vectors, see the class.
+            vectors_Nd: the function's vectors of public images.
             cells: the number of cells of each channel.
-            floor: added to the eigenvalues, relative to the largest, so that nearly constant
-                directions stay small.
-            num_channels: the number of channel directions to keep, those in which the images differ
-                most; None keeps all, in the original basis.
+            floor: a number that is added to the eigenvalues, relative to the largest eigenvalue, so
+                that nearly constant directions stay small.
+            num_channels: the number of channel directions to keep, namely those in which the images
+                differ most. If None, all are kept in the original basis.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
@@ -169,15 +186,15 @@ class Whitening:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The numbers of channel directions and of cells."""
+        """The number of channel directions and the number of cells."""
         return len(self.channels), len(self.cells)
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the whitened vectors [N, d] of images."""
+        """Returns the whitened vectors [N, d] of the images."""
         return self.applied(self.function(x_NCHW))
 
     def applied(self, vectors_Nd: Tensor) -> Tensor:
-        """Whitens vectors [N, d] of the function."""
+        """Whitens vectors [N, d] that `function` returned."""
         device = vectors_Nd.device
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)
@@ -186,12 +203,14 @@ class Whitening:
 
 
 def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Returns V diag(λ/λ₁ + floor)^−½ and V, the eigenvectors of a symmetric matrix C with largest
-    eigenvalue λ₁, as columns in ascending order of eigenvalue. The first times Vᵀ is
-    (C/λ₁ + floor)^−½.
+    """Returns V diag(λ/λ₁ + floor)^−½ and V for a symmetric matrix C.
 
-    Signs are chosen such that Σ i·vᵢ > 0, so that machines agree on them. The sign of the largest
-    entry would not do: it can have a twin of the opposite sign in the mirror image's channel.
+    The columns of V are the eigenvectors of C in ascending order of the eigenvalues λ, and λ₁ is
+    the largest eigenvalue. The product of the first result and Vᵀ is (C/λ₁ + floor)^−½.
+
+    The sign of each eigenvector is chosen such that Σ i·vᵢ > 0, so that all machines choose the
+    same sign. The sign of the largest entry would not be enough, because a channel and its mirror
+    image can have entries of equal magnitude and opposite sign.
     """
     values, vectors = torch.linalg.eigh(covariance)
     index = torch.arange(1, len(values) + 1, dtype=vectors.dtype, device=vectors.device)

@@ -1,16 +1,18 @@
-"""Images drawn from random processes: public images that need no data set.
+"""Images drawn from random processes, which are public and need no data set.
 
-Their only input is a seed, so everything computed from these images (a feature map's centre, a norm
-bound, an encoder's weights) is a public constant. There are three processes, after Baradad et al.
-2021, "Learning to See by Looking at Noise" (arXiv 2106.05963), from which DP-RandP (Tang et al.
-2023, arXiv 2306.06076) learns a private classifier's prior:
+A seed is the only input of these images. Everything computed from them, such as a feature map's
+centre, a norm bound or an encoder's weights, is therefore a public constant. There are three
+processes, after Baradad et al. 2021, "Learning to See by Looking at Noise" (arXiv 2106.05963).
+DP-RandP (Tang et al. 2023, arXiv 2306.06076) learns the prior of a private classifier from the same
+processes.
 
-- "dead-leaves": shapes of power-law sizes that occlude each other, on a spectral background;
-- "generator": convolutional generators of random weights, one for each image, with noise at every
-  resolution and oriented first filters;
-- "spectral": Gaussian fields whose power falls as 1/f^α.
+- "dead-leaves" draws shapes of power-law sizes that cover each other, in front of a spectral
+  background.
+- "generator" uses a convolutional generator with random weights for each image, with noise at
+  every resolution and oriented filters in the first layer.
+- "spectral" draws Gaussian fields whose power falls as 1/f^α.
 
-All are batched torch code on any device, and take an explicit generator.
+All processes are batched torch code for any device and take an explicit random generator.
 """
 
 from __future__ import annotations
@@ -22,25 +24,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 AT_ONCE = 256
-"""Images that are generated together: bounds memory, and affects the result of a seed."""
+"""The number of images that are generated together. It bounds memory and also affects the images
+that a seed gives."""
 LEAVES = 48
-"""Shapes in front of the background, enough to cover most of it."""
+"""The number of shapes in front of the background, which is enough to cover most of it."""
 CHROMA = 0.35
-"""Relative spread of a leaf's colour around its grey value: natural images are mostly grey."""
+"""The relative spread of a shape's colour around its grey value. It is small because natural images
+are mostly grey."""
 WIDTH = 16
-"""Channels of the random generators."""
+"""The number of channels of the random generators."""
 
 
 def random_images(
     count: int, image_shape: tuple[int, int, int], generator: torch.Generator
 ) -> Tensor:
-    """Draws images of the three processes, in equal shares, float32 [count, C, H, W] in [0, 1], on
-    the generator's device.
+    """Draws images of the three random processes, in equal shares.
+
+    The result is float32 [count, C, H, W] in [0, 1], on the random generator's device.
 
     Args:
-        count: number of images.
-        image_shape: C, H, W; one channel is the grey value of a colour image.
-        generator: source of all draws; the same state gives the same images on one device type.
+        count: the number of images.
+        image_shape: the shape (C, H, W). With one channel, the images are the grey values of colour
+            images.
+        generator: the random generator of all draws. The same state gives the same images on the
+            same type of device.
 
     >>> import torch
     >>> images = random_images(4, (3, 32, 32), torch.Generator().manual_seed(0))
@@ -70,8 +77,11 @@ def random_images(
 
 
 def spectral_noise(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws Gaussian fields of power 1/f^α in random colours, [N, 3, H, W] in [0, 1]. Each image
-    has its own α, uniform in [1.5, 3.5], and its own axis weights, which stretch it."""
+    """Draws Gaussian fields with power 1/f^α in random colours, [N, 3, H, W] in [0, 1].
+
+    Each image has its own α, which is uniform in [1.5, 3.5]. Each image is also stretched by a
+    random factor along one axis.
+    """
     fields = _fields(count, 3, height, width, generator)
     return _levels(_mixed_colours(fields, generator), generator)
 
@@ -79,7 +89,8 @@ def spectral_noise(count: int, height: int, width: int, generator: torch.Generat
 def _fields(
     count: int, channels: int, height: int, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Draws standardised fields [N, channels, H, W]; an image's channels share a spectrum."""
+    """Draws standardised Gaussian fields [N, channels, H, W]. The channels of an image share a
+    spectrum."""
     device = generator.device
     white = torch.randn(count, channels, height, width, generator=generator, device=device)
     draws = torch.rand(count, 2, generator=generator, device=device)
@@ -95,7 +106,11 @@ def _fields(
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
-    """Colours fields [N, 3, H, W]: luminance and two weaker chroma axes, in random directions."""
+    """Mixes the three fields of each image [N, 3, H, W] into three colour channels.
+
+    The first field changes all colours equally. The other two change them in random directions and
+    more weakly.
+    """
     weights = torch.randn(len(fields), 3, 3, generator=generator, device=fields.device)
     weights = CHROMA * weights
     weights[:, :, 0] = 1.0  # the first field changes all colours equally
@@ -103,7 +118,7 @@ def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Brings each image into [0, 1] with a random brightness and contrast."""
+    """Scales each image to a random brightness and contrast and clips it to [0, 1]."""
     draws = torch.rand(len(values), 2, generator=generator, device=values.device)
     contrast = (0.10 + 0.20 * draws[:, 0]).view(-1, 1, 1, 1)
     brightness = (0.3 + 0.4 * draws[:, 1]).view(-1, 1, 1, 1)
@@ -116,9 +131,12 @@ def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def dead_leaves(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws ellipses, rectangles and triangles, front to back over a spectral background,
-    [N, 3, H, W] in [0, 1]. Sizes have density r⁻³; each shape has its own colour, shading and
-    stripes."""
+    """Draws images of ellipses, rectangles and triangles that cover each other, [N, 3, H, W] in [0,
+    1].
+
+    The shapes are drawn from front to back over a spectral background. Their radii r have a density
+    proportional to r⁻³. Each shape has its own colour, shading and stripes.
+    """
     device = generator.device
     side = float(max(height, width))
     rows = torch.arange(height, device=device, dtype=torch.float32).view(1, -1, 1)
@@ -143,20 +161,24 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
-    """Returns radii in [smallest, largest] with density proportional to r⁻³, by inversion."""
+    """Transforms uniform numbers into radii in [smallest, largest] with density proportional to
+    r⁻³."""
     low, high = smallest**-2, largest**-2
     return (low - uniform * (low - high)).rsqrt()
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns coordinates along and perpendicular to an axis at angle π·turn."""
+    """Returns the coordinates parallel and perpendicular to an axis at the angle π·turn."""
     angle = math.pi * turn
     return down * angle.cos() + across * angle.sin(), across * angle.cos() - down * angle.sin()
 
 
 def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
-    """Returns whether points are inside a unit ellipse, rectangle or triangle (`kind` in thirds of
-    [0, 1]), bool."""
+    """Returns whether each point is inside a unit ellipse, rectangle or triangle, bool.
+
+    `kind` in [0, 1] selects the shape: below 1/3 an ellipse, below 2/3 a rectangle, otherwise a
+    triangle.
+    """
     ellipse = along.square() + off.square() <= 1
     rectangle = torch.maximum(along.abs(), off.abs()) <= 0.8
     triangle = (along >= -0.7) & (along + 1.7 * off.abs() <= 1)
@@ -164,7 +186,7 @@ def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
 
 
 def _colours(count: int, generator: torch.Generator) -> Tensor:
-    """Draws mostly grey colours [N, 3, 1, 1], roughly in [0, 1]."""
+    """Draws colours [N, 3, 1, 1] that are mostly grey and roughly in [0, 1]."""
     device = generator.device
     grey = torch.rand(count, 1, 1, 1, generator=generator, device=device)
     chroma = torch.randn(count, 3, 1, 1, generator=generator, device=device)
@@ -175,11 +197,12 @@ def _colours(count: int, generator: torch.Generator) -> Tensor:
 
 
 def random_generators(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws images of random convolutional generators, [N, 3, H, W] in [0, 1].
+    """Draws images from convolutional generators with random weights, [N, 3, H, W] in [0, 1].
 
-    Each generator starts from a 4×4 map of noise. Each step doubles the resolution, convolves with
-    weights drawn for the image (oriented waves in the first step), adds noise of random strength
-    and applies a leaky ReLU. A random 1×1 layer maps to colours.
+    Each generator starts from a 4×4 map of noise. Each layer doubles the resolution and convolves
+    with weights that are drawn for the image. Then it adds noise of random strength and applies a
+    leaky ReLU. The weights of the first layer are oriented waves. A random 1×1 layer computes the
+    colours.
     """
     device = generator.device
     x = torch.randn(count, WIDTH, 4, 4, generator=generator, device=device)
@@ -211,7 +234,8 @@ def _standardised(x: Tensor) -> Tensor:
 
 
 def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
-    """Convolves each image with its own weights [N, O, C, k, k], with reflected borders."""
+    """Convolves each image with a separate set of weights [N, O, C, k, k] and reflects the
+    borders."""
     count, channels = x_NCHW.shape[:2]
     half = weights.shape[-1] // 2
     padded = F.pad(x_NCHW, (half, half, half, half), mode="reflect")
@@ -221,8 +245,10 @@ def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
 
 
 def _oriented(count: int, generator: torch.Generator) -> Tensor:
-    """Draws filters [N, WIDTH, WIDTH, 5, 5]: waves of random frequency and phase, in two directions
-    per image."""
+    """Draws wave-shaped filters [N, WIDTH, WIDTH, 5, 5] of random frequency and phase.
+
+    The waves of an image have two random directions.
+    """
     device = generator.device
     draw = torch.rand(3, count, WIDTH, WIDTH, 1, 1, generator=generator, device=device)
     axes = torch.rand(count, 1, 2, 1, 1, generator=generator, device=device)

@@ -1,12 +1,14 @@
-"""Features from a dictionary of patches of random-process images: a prior from no data.
+"""A feature map that compares image patches with a dictionary learned from random images.
 
 This is the single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
-Unsupervised Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit
-vectors. The part of a comparison that exceeds a threshold, for either sign, is averaged in 3×3
-overlapping cells. The dictionary was learned by spherical k-means (`benchmarks/random_process.py`)
-from images of `random_images.py`. It follows from a seed and a procedure, so it is as public as an
-architecture. docs/features.md has its gain over scattering, and a comparison with a network trained
-on the same images.
+Unsupervised Feature Learning". Patches of 6×6 pixels are normalised, whitened, and multiplied by K
+unit vectors. The part of each product above a threshold is averaged in 3×3 overlapping cells,
+separately for positive and negative products.
+
+The dictionary was learned by spherical k-means (`benchmarks/random_process.py`) from images of
+`random_images.py`. It follows from a seed and a procedure, so it is as public as an architecture.
+docs/features.md has the gain of these features over scattering, and a comparison with a network
+that was trained on the same images.
 """
 
 from __future__ import annotations
@@ -26,36 +28,37 @@ from fedsynth.features.public_statistics import map_of_vectors, public_vectors
 from fedsynth.features.scattering import scattering
 
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
-"""The output of `python benchmarks/random_process.py`."""
+"""The file that `python benchmarks/random_process.py` writes."""
 PATCH = 6
-"""The side of a patch, in pixels."""
+"""The side of a patch in pixels."""
 CONTRAST = 10 / 255**2
-"""Added to a patch's variance, so that nearly flat patches stay small (10 grey values squared, as
-in the paper)."""
+"""A number that is added to a patch's variance, so that nearly flat patches stay small. It is 10
+squared grey values, as in the paper."""
 THRESHOLD = 0.25
 CELLS = 3
 MIN_SIDE = 12
-"""The smallest image side in pixels: smaller images have too few patches for 3×3 cells."""
+"""The smallest image side in pixels. Smaller images have too few patches for 3×3 cells."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """A dictionary of patches.
+    """A dictionary of patches, which computes features of images.
 
     Args:
-        mean: the mean of normalised patches, [P], P = 3·PATCH², channels first.
-        atoms: the product of whitening and unit vectors, [P, K]: (p − mean) @ atoms are the
-            comparisons.
+        mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
+        atoms: the product of the whitening matrix and the K unit vectors, [P, K]. The features of a
+            patch p are computed from (p − mean) @ atoms.
     """
 
     mean: Tensor
     atoms: Tensor
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
+        """Returns the vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
 
-        The comparisons are one convolution. A patch's mean and contrast are applied afterwards,
-        because (p − μ_p)/s_p is linear in p for fixed μ_p and s_p.
+        All patches are compared with the dictionary by one convolution. Each patch's mean and
+        contrast are taken into account afterwards. This is possible because (p − μ_p)/s_p is linear
+        in p for fixed μ_p and s_p.
         """
         x = x_NCHW.expand(-1, 3, -1, -1)  # grey images: three equal channels
         atoms = self.atoms.to(x)
@@ -70,8 +73,10 @@ class Dictionary:
 
 
 def pooled(maps_NCHW: Tensor) -> Tensor:
-    """Returns means over 3×3 cells, each half as wide as the map and overlapping the next by half,
-    [N, C·9]."""
+    """Averages each map over 3×3 overlapping cells, [N, C·9].
+
+    Each cell is half as wide as the map and overlaps the next cell by half.
+    """
     height, width = maps_NCHW.shape[-2:]
     tall = (height + 1) // 2
     wide = (width + 1) // 2
@@ -91,10 +96,10 @@ def shipped() -> Dictionary:
 
 
 def random_process(shape: Shape) -> FeatureMap:
-    """Returns the map of the dictionary's features.
+    """Returns the feature map that compares patches with the shipped dictionary.
 
     Raises:
-        SettingError: the images are neither grey nor colour, or smaller than 12×12.
+        SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
 
     >>> random_process((3, 32, 32)).dimension
     1728
@@ -107,11 +112,12 @@ def random_process(shape: Shape) -> FeatureMap:
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
-    """Returns the map that concatenates scattering coefficients and the dictionary's features, each
-    divided by its public radius, so that neither dominates.
+    """Returns the map that concatenates scattering coefficients and the dictionary's features.
+
+    Both parts are divided by their public radius, so that neither part dominates.
 
     Raises:
-        SettingError: as for `scattering` and `random_process`.
+        SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
     """
     _check(shape)
     coefficients = scattering(shape)

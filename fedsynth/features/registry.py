@@ -1,8 +1,9 @@
-"""Feature maps by name: the built-in ones, and those that a user registers in this process.
+"""The registry of feature maps, both built-in maps and maps that a user registers in this process.
 
-A custom map is a function from an image shape to a `FeatureMap` with its own constants, such as the
-embeddings of a hospital's encoder. Settings name it like a built-in map. Every party of a run has
-to register the same map, which is public, as an architecture is.
+A custom map is registered as a function from an image shape to a `FeatureMap` with its own
+constants. An example is the embedding of a hospital's encoder. Settings name a custom map in the
+same way as a built-in map. Every party of a run has to register the same map. The map is public, as
+an architecture is.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 
 def pixels(shape: Shape) -> FeatureMap:
-    """Returns the map to pixels relative to mid-grey.
+    """Returns the feature map whose features are the pixels minus mid-grey.
 
-    The norm is at most √d/2, because each coordinate is in [−½, ½]. Distances from the mean are
-    about 0.3·√d for images with strong contrast (a coordinate's deviation is at most ½).
+    The norm is at most √d/2, because each coordinate is in [−½, ½]. The distance from the mean is
+    about 0.3·√d for images with strong contrast. It can be larger, because a coordinate's deviation
+    is at most ½.
 
     >>> pixels((1, 8, 8)).norm_bound
     4.0
@@ -46,12 +48,12 @@ def pixels(shape: Shape) -> FeatureMap:
 
 
 def about_grey(x_NCHW: Tensor) -> Tensor:
-    """Returns pixels relative to mid-grey, [N, C·H·W] in [−½, ½]."""
+    """Returns the pixels minus mid-grey, [N, C·H·W] in [−½, ½]."""
     return x_NCHW.flatten(1) - 0.5
 
 
 Builder = Callable[[Shape], FeatureMap]
-"""Builds the map for images of shape (channels, height, width)."""
+"""A function that builds the map for images of shape (channels, height, width)."""
 
 _BUILT_IN = {
     "pixels": "fedsynth.features.registry:pixels",
@@ -64,8 +66,8 @@ _BUILT_IN = {
 }
 _CUSTOM: dict[str, tuple[Builder, OwnCode | None]] = {}
 _BUILT: dict[tuple[str, Shape], FeatureMap] = {}
-"""Cache of built maps. A map is built once for each name and shape, because feature vectors are
-cached by map object."""
+"""The maps that have been built. A map is built only once for each name and shape, because feature
+vectors are cached by map object."""
 
 
 def feature_names() -> tuple[str, ...]:
@@ -78,7 +80,9 @@ def feature_names() -> tuple[str, ...]:
 
 
 def features_for(shape: Shape) -> str:
-    """Returns the default map's name for images of this shape, chosen on held-out training images.
+    """Returns the name of the default map for images of this shape.
+
+    The defaults were chosen on held-out training images.
 
     >>> features_for((3, 32, 32))
     'mirrored-scattering+random-process'
@@ -92,12 +96,15 @@ def features_for(shape: Shape) -> str:
 
 
 def is_own_features(name: str) -> bool:
-    """Returns whether the map of this name is a custom one."""
+    """Returns whether a custom map is registered under this name."""
     return name in _CUSTOM
 
 
 def features_source(name: str) -> OwnCode | None:
-    """Returns the file that a custom map was loaded from, or None."""
+    """Returns the file that a custom map was loaded from.
+
+    Returns None for a built-in map, and for a custom map that was not loaded from a file.
+    """
     return _CUSTOM[name][1] if name in _CUSTOM else None
 
 
@@ -105,8 +112,8 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
     """Returns the map with this name for images of this shape.
 
     Raises:
-        UnknownNameError: no such map; the message names close matches.
-        SettingError: the map does not support such images, or a custom map mixes examples.
+        UnknownNameError: no map has this name. The error lists similar names.
+        SettingError: the map does not support images of this shape, or a custom map mixes examples.
 
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
@@ -128,12 +135,14 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 
 
 def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
-    """Raises the error for an unknown map name, or for a file that has to be registered again.
+    """Raises an error for a map name that is not registered.
+
+    If the name is that of a file, the error says that the file must be registered again.
 
     Args:
         name: the value of the setting `features`.
-        section: the setting's section, "method" or "model".
-        other_names: values allowed in addition to the names of maps.
+        section: the section of the setting, "method" or "model".
+        other_names: the values that are allowed in addition to the names of maps.
     """
     if not is_label(name):
         names = (*other_names, *feature_names())
@@ -143,8 +152,10 @@ def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _CheckedFunction:
-    """A custom function, checked for batch independence on public images on each device before its
-    first use there."""
+    """A custom map's function that is checked before its first use on each device.
+
+    The check uses public images and makes sure that each vector depends only on its own image.
+    """
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -166,12 +177,13 @@ class _CheckedFunction:
 
 
 def _build_custom(name: str, shape: Shape) -> FeatureMap:
-    """Returns a registered map whose function raises an error if it mixes examples.
+    """Builds a registered map whose function raises an error if it mixes examples.
 
-    The map's image shape and its output for sample images are checked before any ledger is charged.
+    The map's image shape and the output for sample images are checked before any ledger is charged.
 
     Raises:
-        SettingError: the builder fails, or does not return a map for such images.
+        SettingError: the registered function fails, or does not return a map for images of this
+            shape.
     """
     try:
         built: object = _CUSTOM[name][0](shape)
@@ -200,11 +212,12 @@ def _refused(name: str, reason: str) -> SettingError:
 
 
 def register_file(setting: str, section: str = "method") -> str:
-    """Registers the map of a file and returns its name for settings, `FILE.py:NAME@HASH`.
+    """Registers the map in a file and returns the map's name for settings, `FILE.py:NAME@HASH`.
 
     Args:
-        setting: `FILE.py:NAME`; the file is executed.
-        section: the section of the setting that names it, for error messages.
+        setting: the file and the name of the function that builds the map, `FILE.py:NAME`. The file
+            is executed.
+        section: the section of the setting with this value, for error messages.
 
     Raises:
         SettingError: as for `load_own` and `register_features`.
@@ -215,18 +228,20 @@ def register_file(setting: str, section: str = "method") -> str:
 
 
 def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:
-    """Registers a custom map under a name, in this process; replaces an earlier custom map of that
-    name.
+    """Registers a custom map under a name in this process.
+
+    It replaces a custom map that was registered earlier under the same name. The map that `build`
+    returns is checked when a run first needs it, and it then gets the registered name.
 
     Args:
-        name: the name for settings and reports; must differ from the built-in maps' names.
-        build: returns the map for an image shape; its function and constants must not depend on
-            private data.
-        source: the file that the map was loaded from, if any.
+        name: the map's name in settings and reports. It must differ from the names of the built-in
+            maps.
+        build: returns the map for an image shape. The map's function and constants must not depend
+            on private data.
+        source: the file that the map was loaded from, or None.
 
     Raises:
-        SettingError: the name is that of a built-in map, or `build` is not callable. The map that
-            `build` returns is checked, and gets the registered name, when a run first needs it.
+        SettingError: a built-in map has this name, or `build` is not callable.
 
     >>> register_features("mean-grey", lambda shape: FeatureMap(
     ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",

@@ -1,20 +1,21 @@
-"""The scattering transform of order 2 (Bruna & Mallat 2013), as a fixed feature map.
+"""Fixed feature maps from the scattering transform, and from downscaled images.
 
-It is a cascade of Morlet wavelets and moduli, averaged over 2^J pixels. With scales j < J and L
-orientations, the channels are x⋆φ, |x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂, that is
-1 + JL + L²J(J−1)/2 for each input channel (81 for J = 2, L = 8). Filters are applied in Fourier
-space, where subsampling is a sum over aliases. The transform is differentiable and runs in batches
-on any device. Its values agree with kymatio 0.3's `Scattering2D`
-(tests/features/test_scattering.py).
+The scattering transform of order 2 (Bruna & Mallat 2013) is a cascade of Morlet wavelets and
+moduli, averaged over 2^J pixels. It has scales j < J and L orientations. The channels are x⋆φ,
+|x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂. These are 1 + JL + L²J(J−1)/2 channels for each input
+channel, or 81 for J = 2 and L = 8. Filters are applied in Fourier space, where subsampling is a sum
+over aliases. The transform is differentiable and runs in batches on any device. Its values agree
+with `Scattering2D` of kymatio 0.3 (tests/features/test_scattering.py).
 
-The features follow Tramèr & Boneh 2021 (arXiv 2011.11660): colour is converted to YUV, the channels
-of each image are normalised in 27 groups, and overlapping windows pool each channel to a 3×3 grid.
+The scattering features follow Tramèr & Boneh 2021 (arXiv 2011.11660). Colour is converted to YUV,
+the channels of each image are normalised in 27 groups, and overlapping windows pool each channel to
+a 3×3 grid.
 
-Downscaled images as feature vectors of norm 1, whose class sums and Gram matrix are released.
-
-An image is averaged in cells to v, which is divided by its norm and extended by a constant:
-u = (√(1 − c²)·v/‖v‖, c). Every example therefore has norm 1, whatever its brightness, so the bound
-of 1 needs no data and no further proof. The class sums of u also contain the classes' counts.
+The second map (`low_pass`) gives vectors of norm 1, whose class sums and Gram matrix are released.
+The pixels of an image are averaged in cells to a vector v. The vector is divided by its norm and
+extended by a constant: u = (√(1 − c²)·v/‖v‖, c). Every example therefore has norm 1, whatever its
+brightness, so the bound of 1 needs no data and no further proof. The class sums of u also contain
+the number of examples of each class.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, map_of_vectors, public_vectors
 
 CONSTANT = math.sqrt(0.1)
-"""c: a tenth of a vector's squared norm is used to count examples."""
+"""The constant c at the end of each vector u, which counts examples. Its square is a tenth of the
+vector's squared norm."""
 GREY_SIDE, COLOUR_SIDE = 14, 8
-"""The maximum number of cells in each direction. The noise of a sum grows with the square root of
-the number of its coordinates."""
+"""The maximum number of cells in each direction, for grey and for colour images. It is small
+because the noise of a sum grows with the square root of the number of coordinates."""
 DARKEST = 1e-6
 
 
 def cells_of(shape: Shape) -> tuple[int, int, int]:
-    """Returns (channels, rows, columns) of the downscaled images for images of this shape.
+    """Returns the size (channels, rows, columns) to which images of this shape are downscaled.
 
     >>> cells_of((1, 28, 28)), cells_of((3, 32, 32))
     ((1, 14, 14), (3, 8, 8))
@@ -55,7 +57,7 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=8)
 def low_pass(shape: Shape) -> FeatureMap:
-    """Returns the map u for images of this shape.
+    """Returns the map to vectors u of downscaled images (see the module) for images of this shape.
 
     >>> u = low_pass((1, 28, 28))(torch.rand(2, 1, 28, 28))
     >>> u.shape, u.norm(dim=1)
@@ -86,33 +88,38 @@ Real = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
 
 J, L = 2, 8
-"""Octaves and orientations."""
+"""The number of octaves J and the number of orientations L of the scattering transform."""
 GROUPS = 27
 GRID = 3
-"""Cells of the pooled map in each direction."""
+"""The number of cells in each direction to which a channel is pooled."""
 MIN_SIDE = 8
-"""The smallest image side in pixels: smaller images have fewer than two positions of 2^J pixels."""
+"""The smallest image side in pixels. The transform of a smaller image has fewer than two
+positions."""
 EPSILON = 1e-5
-"""Added to a group's variance, so that a constant image has features 0."""
+"""A number that is added to the variance of a group of channels, so that the features of a constant
+image are 0."""
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
-"""BT.601, rows Y, U, V of (R, G, B)."""
+"""The conversion of (R, G, B) to YUV according to BT.601. The rows are Y, U and V."""
 FLOOR = 0.003
-"""The floor of the whitening's eigenvalues, relative to the largest; chosen on EMNIST letters."""
+"""The number that whitening adds to the eigenvalues, relative to the largest eigenvalue. It was
+chosen on EMNIST letters."""
 PLANES = 16
-"""Image channels that a CPU processes at a time: their spectra then stay in its cache."""
+"""The number of image channels that a CPU processes at a time. It is small so that their spectra
+stay in the CPU's cache."""
 PERIODS = (-2, -1, 0, 1, 2)
-"""Copies of a filter that are summed to make it periodic."""
+"""The shifts, in image sizes, of the copies of a filter that are summed to make the filter
+periodic."""
 
 
 def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
     """Returns a periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
 
     Args:
-        size: (H, W).
-        sigma: width of the Gaussian along the wave, in pixels.
-        theta: direction of the wave.
-        xi: the wave's frequency, in radians per pixel.
-        slant: the Gaussian's width along the wave divided by its width across it.
+        size: the size (H, W) of the filter.
+        sigma: the width of the Gaussian along the wave, in pixels.
+        theta: the direction of the wave.
+        xi: the frequency of the wave, in radians per pixel.
+        slant: the width of the Gaussian along the wave, divided by its width across the wave.
     """
     turn = np.array([[math.cos(theta), -math.sin(theta)], [math.sin(theta), math.cos(theta)]])
     curve = turn @ np.diag([1.0, slant**2]) @ turn.T / (2 * sigma**2)
@@ -128,7 +135,7 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
 
 
 def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
-    """Returns a Gabor wavelet of mean zero, complex [H, W]: σ = 0.8·2^j, ξ = 3π/4·2^−j."""
+    """Returns a Gabor wavelet with mean zero, σ = 0.8·2^j and ξ = 3π/4·2^−j, complex [H, W]."""
     sigma = 0.8 * 2**scale
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
     wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
@@ -137,15 +144,17 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
 
 
 class Scattering(nn.Module):
-    """The transform for images of one size (H, W). Filters are float32 buffers: `low`, φ in Fourier
-    space at full resolution, [H', W']; `rows` and `columns`, φ's matrices at half the resolution,
-    see `_smoothing`; `fine` and `coarse`, ψ of both scales in Fourier space, [L, H', W'].
+    """The scattering transform for images of one size (H, W).
 
-    Padded images have H' = ((H + 4) // 4 + 1)·4, that is at least 4 pixels of reflection in total
-    in each dimension.
+    Padded images have a height of H' = ((H + 4) // 4 + 1)·4, and a width W' that is computed in the
+    same way. The reflected border is thus at least 4 pixels in total in each dimension.
+
+    The filters are float32 buffers. `low` is φ in Fourier space at full resolution, [H', W'].
+    `rows` and `columns` are matrices that apply φ at half the resolution (see `_smoothing`). `fine`
+    and `coarse` are ψ at the two scales in Fourier space, [L, H', W'].
 
     Raises:
-        SettingError: a side below 8 pixels.
+        SettingError: a side of the images is below 8 pixels.
     """
 
     low: Tensor
@@ -174,9 +183,10 @@ class Scattering(nn.Module):
             self.register_buffer(name, torch.from_numpy(np.stack(waves)).float())
 
     def forward(self, x_NHW: Tensor) -> Tensor:
-        """Transforms [N, H, W] to [N, 81, h, w], with h = H'/4 − 2: order 0, then 1 and 2.
+        """Transforms images [N, H, W] to channels [N, 81, h, w], with h = H'/4 − 2.
 
-        The channels of order 1 are sorted by (j, θ), those of order 2 by (θ₁, θ₂).
+        The channel of order 0 comes first, followed by order 1, sorted by (j, θ), and order 2,
+        sorted by (θ₁, θ₂).
         """
         spectrum = torch.fft.fft2(self._pad(x_NHW))
         zero = self._average(spectrum[:, None], self.low, 2**J)
@@ -195,13 +205,14 @@ class Scattering(nn.Module):
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
-        """Returns |·| of a signal at half the resolution, given its spectrum."""
+        """Returns the modulus of a signal at half the resolution, given the signal's spectrum."""
         return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
 
     def _smooth(self, half: Tensor) -> Tensor:
         """Averages signals that are at half the resolution, and keeps every second value.
 
-        φ is a product of one-dimensional Gaussians, so this is a matrix product on each side.
+        φ is a product of one-dimensional Gaussians, so each side of a signal is averaged by a
+        matrix product.
         """
         return self.rows @ half @ self.columns.T
 
@@ -214,8 +225,10 @@ def _padded(side: int) -> int:
 
 
 class _Aliased(torch.autograd.Function):
-    """`_mean_of_aliases` with a custom derivative that repeats the gradient: autograd would
-    allocate a spectrum of zeros for each slice."""
+    """The function `_mean_of_aliases` with a custom derivative, which repeats the gradient.
+
+    Without it, autograd would allocate a spectrum of zeros for each slice.
+    """
 
     generate_vmap_rule = True
 
@@ -234,7 +247,11 @@ class _Aliased(torch.autograd.Function):
 
 
 def _aliased(spectrum: Tensor, step: int) -> Tensor:
-    """Returns the spectrum of every `step`-th sample in both directions: the mean over aliases."""
+    """Returns the spectrum of a signal of which only every `step`-th sample in each direction is
+    kept.
+
+    It is the mean over the aliases of the original spectrum.
+    """
     if not spectrum.requires_grad:
         return _mean_of_aliases(spectrum, step)
     return _Aliased.apply(spectrum, step)
@@ -251,12 +268,13 @@ def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
 
 
 def _smoothing(low_H: Real) -> Tensor:
-    """Returns the matrix [H'/4, H'/2] that averages a signal at half the resolution and keeps every
-    second value.
+    """Returns the matrix [H'/4, H'/2] that averages a signal and keeps every second value.
+
+    The signal is at half the resolution.
 
     Args:
-        low_H: a Gaussian's spectrum at full resolution, [H']. Only the frequencies below half of
-            the highest are kept; the others are below 5 %.
+        low_H: the spectrum of a Gaussian at full resolution, [H']. Only the frequencies below half
+            of the highest frequency are kept. The spectrum is below 5 % at the other frequencies.
     """
     side = len(low_H)
     low_half = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
@@ -271,7 +289,8 @@ def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
 
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
-    """Returns normalised and pooled scattering coefficients [N, 81·C·cells] of pixels in [0, 1]."""
+    """Returns scattering coefficients of pixels in [0, 1], normalised and pooled, [N,
+    81·C·cells]."""
     if x_NCHW.device.type != "cpu":
         return _pooled(x_NCHW)
     # a power of two, so that all pieces of a private client's pass have the same length
@@ -291,28 +310,32 @@ def _pooled(x_NCHW: Tensor) -> Tensor:
 
 
 def _window(side: int) -> tuple[int, int]:
-    """Returns the pooling's window and stride in one direction; fewer than three positions are not
-    pooled."""
+    """Returns the size and the stride of the pooling windows in one direction.
+
+    A side with at most three positions is not pooled.
+    """
     stride = max(1, side // GRID)
     return side - (min(GRID, side) - 1) * stride, stride
 
 
 def scattering(shape: Shape) -> FeatureMap:
-    """Returns the map for images of this shape: 729 coordinates for 28×28 grey images, 2187 for
-    32×32 colour images.
+    """Returns the map to scattering features for images of this shape.
+
+    The vectors have 729 coordinates for 28×28 grey images and 2187 for 32×32 colour images.
 
     Raises:
-        SettingError: a side below 8 pixels.
+        SettingError: a side of the images is below 8 pixels.
     """
     vectors = public_vectors(scattering_features, shape)
     return map_of_vectors("scattering", shape, scattering_features, vectors, (sizes(shape),))
 
 
 def whitened_scattering(shape: Shape) -> FeatureMap:
-    """Returns the map of coefficients whitened by covariances of public random images.
+    """Returns the map to scattering features that are whitened with covariances of public random
+    images.
 
     Raises:
-        SettingError: a side below 8 pixels.
+        SettingError: a side of the images is below 8 pixels.
     """
     vectors = public_vectors(scattering_features, shape)
     whitening = Whitening.of(scattering_features, vectors, sizes(shape)[1], FLOOR)
@@ -321,6 +344,7 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
 
 
 def sizes(shape: Shape) -> tuple[int, int]:
-    """Returns the number of channels, and of cells in each."""
+    """Returns the number of channels of the scattering features, and the number of cells per
+    channel."""
     rows, columns = _padded(shape[1]) // 2**J - 2, _padded(shape[2]) // 2**J - 2
     return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

@@ -1,11 +1,13 @@
-"""Scattering coefficients concatenated with features of the random-process dictionary, both
-whitened by public images; and the mean of that map over an image and its mirror image.
+"""Feature maps that combine scattering coefficients with features of the random-process dictionary.
 
-The mean over an image and its mirror image is again a map of one image. What distinguishes a scene
-from its mirror image seldom indicates its class, but takes up part of the vector's norm, which is
-clipped and scales the noise. Without that part, a mean is a clearer signal at the same ε. This does
-not hold for handwritten characters, or for clothing that faces one way. docs/fedstats.md has the
-measured gains.
+Both kinds of features are whitened with public images. A second map averages these features over an
+image and the horizontal mirror image.
+
+The average is again a map of one image. The part of a vector that distinguishes a scene from its
+mirror image seldom indicates the class, but it adds to the vector's norm, which is clipped and
+scales the noise. Without this part, a mean is a clearer signal at the same ε. This does not hold
+for handwritten characters, or for clothing that faces one way. docs/fedstats.md has the measured
+gains.
 """
 
 from __future__ import annotations
@@ -23,24 +25,26 @@ from fedsynth.features.random_process import CELLS, random_process
 from fedsynth.features.scattering import FLOOR, scattering_features, sizes
 
 DICTIONARY = 0.7
-"""Scale of the dictionary's features relative to scattering's; chosen on held-out CIFAR-10 training
-images."""
+"""The scale of the dictionary's features relative to the scattering features. It was chosen on
+held-out CIFAR-10 training images."""
 CHANNEL_SHARE = 0.5
-"""Fraction of channel directions that are kept, those in which public images differ most; chosen in
-the same way. Accuracy is the same with half of the coordinates."""
+"""The fraction of channel directions that are kept. These are the directions in which public images
+differ most. The fraction was chosen on the same images. With half of the coordinates, accuracy is
+the same."""
 SMALLER = 0.7
-"""Norm bound and radius relative to their medians on public images; chosen in the same way.
-Photographs vary less in each direction than random processes do."""
+"""A factor for the norm bound and the radius, which are otherwise medians over public random
+images. It was chosen on the same images. Photographs vary less in each direction than random
+processes do."""
 
 
 @dataclass(frozen=True, eq=False)
 class SideBySide:
-    """Concatenates the vectors of several functions, each multiplied by a factor.
+    """A function that concatenates the vectors of several functions, each multiplied by a factor.
 
     Args:
-        functions: pixels -> [N, d_i].
-        factors: one for each function.
-        blocks: (channels, cells) of each function's vectors.
+        functions: the functions, each pixels -> [N, d_i].
+        factors: one factor for each function.
+        blocks: the sizes (channels, cells) of each function's vectors.
     """
 
     functions: tuple[Callable[[Tensor], Tensor], ...]
@@ -48,7 +52,7 @@ class SideBySide:
     blocks: tuple[tuple[int, int], ...]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns vectors [N, Σ d_i]."""
+        """Returns the concatenated vectors [N, Σ d_i]."""
         vectors = []
         for function, factor in zip(self.functions, self.factors, strict=True):
             vectors.append(function(x_NCHW) * factor)
@@ -57,29 +61,33 @@ class SideBySide:
 
 @dataclass(frozen=True, eq=False)
 class Mirrored:
-    """The mean of a function over an image and its horizontal mirror image."""
+    """A function that averages another function over an image and the horizontal mirror image."""
 
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns vectors [N, d], the same for an image and its mirror image."""
+        """Returns vectors [N, d], which are the same for an image and the mirror image."""
         return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
 
 
 def whitened_pair(shape: Shape) -> FeatureMap:
-    """Returns the map of both kinds of features, each whitened and divided by its public radius:
-    1233 coordinates for 28×28 grey images.
+    """Returns the map that concatenates whitened scattering and whitened random-process features.
+
+    Both parts are divided by their public radius. The vectors have 1233 coordinates for 28×28 grey
+    images.
 
     Raises:
-        SettingError: the images are neither grey nor colour, or smaller than 12×12.
+        SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
     """
     pair = _pair(shape)
     return _map_of(pair, "whitened-scattering+random-process", shape, pair.blocks)
 
 
 def mirrored_pair(shape: Shape) -> FeatureMap:
-    """Returns the mean of `whitened_pair`'s features over an image and its mirror image: 1962
-    coordinates for 32×32 colour images.
+    """Returns the map that averages the features of `whitened_pair` over an image and its mirror
+    image.
+
+    The vectors have 1962 coordinates for 32×32 colour images.
 
     Raises:
         SettingError: as for `whitened_pair`.
@@ -102,7 +110,8 @@ def _pair(shape: Shape) -> SideBySide:
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
-    """Returns a function's main directions, whitened, and their public radius."""
+    """Returns a function that whitens the main directions of another function, and the public
+    radius."""
     vectors = public_vectors(function, shape)
     num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)
     whitening = Whitening.of(function, vectors, cells, FLOOR, num_channels)
@@ -115,6 +124,6 @@ def _map_of(
     shape: Shape,
     blocks: tuple[tuple[int, int], ...],
 ) -> FeatureMap:
-    """Returns the map, with its dimension and constants measured on public images."""
+    """Returns the feature map of a function, with constants that are measured on public images."""
     vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)

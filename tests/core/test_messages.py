@@ -148,26 +148,26 @@ def resized(shape: list[int]) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "match"),
     [
-        (resized([0, 2**63]), "damaged message"),
-        (resized([0, 2**64 - 1]), "damaged message"),
+        (resized([0, 2**63]), "message is damaged"),
+        (resized([0, 2**64 - 1]), "message is damaged"),
         (b"", "not a valid fedsynth message"),
         (GOOD[:20], "not a valid fedsynth message"),
         (b"\xff" * 64, "not a valid fedsynth message"),
         (struct.pack("<Q", 2**63) + b"{}", "not a valid fedsynth message"),
         (struct.pack("<Q", 20_000) + b"[" * 20_000, "not a valid fedsynth message"),
-        (GOOD[:-1], "damaged message"),
-        (changed(type="One"), "expected a message ModelParameters, got 'One'"),
+        (GOOD[:-1], "message is damaged"),
+        (changed(type="One"), "expected a message of type ModelParameters, got 'One'"),
         (changed(numbers={}), r"ModelParameters\.weight is missing"),
         (changed(numbers={"weight": "3"}), "finite number"),
         (changed(numbers={"weight": True}), "finite number"),
         (changed(numbers={"weight": float("nan")}), "finite number"),
         (changed(numbers={"weight": 2**64}), "finite number"),
         (changed(numbers={"weight": 10**400}), "finite number"),
-        (changed(parts=" " * 2**23), "the header has 8"),
+        (changed(parts=" " * 2**23), "its header has 8"),
         (changed(numbers={"weight": 3, "more": 1}), "no field 'more'"),
         (changed(numbers=[3]), "has no numbers"),
         (changed(keys={"parameters": []}), r"no field 'parameters\.w'"),
-        (changed(keys={"parameters": ["w", "v"]}), "lacks 'v'"),
+        (changed(keys={"parameters": ["w", "v"]}), "no tensor for its key 'v'"),
         (changed(keys={"parameters": ["w", "w"]}), "once each"),
         (changed(keys={"parameters": "w"}), "once each"),
         (changed(keys={}), r"ModelParameters\.parameters is missing"),
@@ -177,8 +177,11 @@ def resized(shape: list[int]) -> bytes:
         (changed(none=["weight"]), "no field 'weight'"),
         (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
         (changed(none=[["weight"]]), "no field"),
-        (changed(numbers={"weight": 3, "parameters": 1}), r"parameters cannot be a int"),
-        (changed(numbers={}, keys={"parameters": ["w"], "weight": []}), r"weight cannot be a dict"),
+        (changed(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
+        (
+            changed(numbers={}, keys={"parameters": ["w"], "weight": []}),
+            r"weight has the wrong type dict",
+        ),
     ],
 )
 def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
@@ -197,10 +200,14 @@ def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
         ),
         (AnchorState, changed(STATE, none=["seen", "has_anchor", "anchors"]), "no field 'anchors'"),
         (AnchorState, changed(STATE, none=["seen", "has_anchor", "cache"]), "no field 'cache'"),
-        (AnchorState, changed(STATE, none=["seen"], numbers={"has_anchor": 1}), "cannot be a int"),
+        (
+            AnchorState,
+            changed(STATE, none=["seen"], numbers={"has_anchor": 1}),
+            "has the wrong type int",
+        ),
         (Scored, changed(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
         (Scored, changed(SCORED, none=["count"]), "no field 'count'"),
-        (ServerState, STATE, "expected a message ServerState, got 'AnchorState'"),
+        (ServerState, STATE, "expected a message of type ServerState, got 'AnchorState'"),
     ],
 )
 def test_bytes_that_are_no_such_state(kind: type[Packed], sent: bytes, match: str) -> None:
@@ -218,7 +225,7 @@ def test_a_tensor_in_a_numbers_place_is_refused() -> None:
         weight: Tensor = released()
 
     forged = changed(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
-    with pytest.raises(MessageError, match=r"ModelParameters\.weight cannot be a Tensor"):
+    with pytest.raises(MessageError, match=r"ModelParameters\.weight has the wrong type Tensor"):
         ModelParameters.from_bytes(forged)
 
 

@@ -247,7 +247,7 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": (
             with_fields(labels=lambda sent, y=label: filled(y)(sent.labels)),
-            re.escape(f"labels holds {label:.6g}, but must be in [0, 9]"),
+            re.escape(f"labels contains {label:.6g}, but must be in [0, 9]"),
         )
         for label in (-100, -1, 10, 2**40)
     },
@@ -270,7 +270,7 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): (
             with_fields(soft=lambda sent, p=p: filled(p)(sent.soft)),
-            "^soft has rows whose sums differ" if p == 0.9 else "^soft holds",
+            "^soft has rows whose sums differ" if p == 0.9 else "^soft contains",
         )
         for p in (-0.5, 0.9, 2.0)
     },
