@@ -109,7 +109,7 @@ class FeatureMap:
         for name in ("norm_bound", "radius"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise self._wrong(name, f"must be positive, got {value}")
+                raise self._wrong(name, f"must be positive and finite, got {value}")
         if self.blocks and sum(a * b for a, b in self.blocks) != self.dimension:
             reason = f"must have {self.dimension} coordinates in total, got {self.blocks}"
             raise self._wrong("blocks", reason)
@@ -129,7 +129,9 @@ class FeatureMap:
         """
         shape = tuple(pixels_NCHW.shape[1:])
         if shape != self.image_shape:
-            raise self._wrong("image_shape", f"is {self.image_shape}, got images {shape}")
+            raise self._wrong(
+                "image_shape", f"is {self.image_shape}, but the images have shape {shape}"
+            )
         x = pixels_NCHW.float()
         if pixels_NCHW.dtype == torch.uint8:
             x = x / 255
@@ -140,8 +142,8 @@ class FeatureMap:
             raise self._wrong("function", reason)
         if tuple(features.shape) != (len(x), self.dimension):
             reason = (
-                f"is {self.dimension}, but its function returned {tuple(features.shape)} for "
-                f"{len(x)} images"
+                f"is {self.dimension}, but the map's function returned a tensor of shape "
+                f"{tuple(features.shape)} for {len(x)} images"
             )
             raise self._wrong("dimension", reason)
         return features.float()

@@ -110,14 +110,14 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     try:
         vectors = public_vectors(function, image_shape).float()
     except (AttributeError, TypeError) as error:
-        raise refused(f"must return a tensor [N, d]: {error}") from None
+        raise refused(f"must return a tensor [N, d], but failed: {error}") from None
     if vectors.dim() != 2:
         shape = list(vectors.shape)
         raise refused(f"must return one vector per image, [N, d], but returns {shape}")
     if not bool(torch.isfinite(vectors).all()):
-        raise refused("returns numbers that are not finite")
+        raise refused("must return finite numbers, but returned NaN or infinity")
     if not constants(vectors)[1] > 0:
-        raise refused("returns the same vector for half of all images")
+        raise refused("must not return the same vector for half of the images")
     return map_of_vectors(name, image_shape, function, vectors)
 
 

@@ -137,6 +137,6 @@ def _check(shape: Shape) -> None:
         raise SettingError(
             "method",
             "features",
-            f"of random processes need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} "
-            f"pixels, got {shape}",
+            "must be another feature map for these images: features of random processes need grey "
+            f"or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {shape}",
         )

@@ -172,7 +172,7 @@ class _CheckedFunction:
         finding = dependence_on_batch(self.function, shape, device)
         if finding:
             reason = f"{finding}, so the influence of one example is not bounded: {ADVICE}"
-            raise _refused(self.name, f"its function {reason}")
+            raise _refused(self.name, f"the map's function {reason}")
         self.checked_devices.add(device)
 
 
@@ -190,13 +190,16 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
     except (FedsynthError, MemoryError):
         raise
     except Exception as error:
-        reason = f"fails for images of shape {shape}: {type(error).__name__}: {one_line(error)}"
+        reason = (
+            f"the registered function fails for images of shape {shape} with "
+            f"{type(error).__name__}: {one_line(error)}"
+        )
         raise _refused(name, reason) from error
     if not isinstance(built, FeatureMap):
         reason = f"the registered function returns {type(built).__name__}, but must return a "
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
     if built.image_shape != shape:
-        reason = f"its map is for images of shape {built.image_shape}, but these images have shape"
+        reason = f"the map is for images of shape {built.image_shape}, but the data set's have"
         raise _refused(name, f"{reason} {shape}")
     function = _CheckedFunction(name, built.function)
     try:
@@ -208,7 +211,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
 
 
 def _refused(name: str, reason: str) -> SettingError:
-    return SettingError("method", "features", f"{name!r}: {reason}")
+    return SettingError("method", "features", f"{name!r} cannot be used: {reason}")
 
 
 def register_file(setting: str, section: str = "method") -> str:

@@ -1,8 +1,7 @@
-"""Synthetic data: condensation of clients' images, data-free generators, and stratified aggregation
-of several models' logits.
+"""Methods that make synthetic data, for custom pipelines (`examples/custom_pipeline.py`).
 
-The names below are for custom pipelines (`examples/custom_pipeline.py`). Each name is imported on
-first use.
+They cover condensation of clients' images, generators that are trained without data, and stratified
+aggregation of the logits of several models. Each of the names below is imported on first use.
 """
 
 from __future__ import annotations

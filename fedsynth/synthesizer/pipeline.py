@@ -1,8 +1,9 @@
-"""Condensation of plain tensors, without a federation: objectives, and the loop over their steps.
+"""Condensation of plain tensors without a federation.
 
-An objective draws a network for each step and returns the gradient of the synthetic records.
-`condense` moves the records by it. With a `fedsynth.privacy.DataOwner` the ledger is charged when
-the loop starts; everything after that is post-processing.
+An objective draws a network for each step and returns the gradient of the loss with respect to the
+synthetic records. `condense` loops over the steps and moves the records along the gradient. If the
+objective has a `fedsynth.privacy.DataOwner`, all steps are charged to the owner's ledger when the
+loop starts.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, 
 from fedsynth.training.sgd import MomentumSgd
 
 Networks = Callable[[], nn.Module]
-"""Returns a network for one step, such as a freshly initialised one. An `EmbeddingNetwork`'s
-features are its embedding and its logits; another module's features are its output [N, D]."""
+"""A function that returns a network for one step, such as a freshly initialised network. The
+features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other module
+are its output [N, D]."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(features of real records [B, D], features of synthetic records [M, D]) -> scalar."""
+"""A function (features of real records [B, D], features of synthetic records [M, D]) -> scalar."""
 
 CPU_NUMBERS = 2**21
-"""Numbers in the records of one pass of a `ModuleFeatures`."""
+"""The number of values in all records of one pass of a `ModuleFeatures`."""
 GRADIENTS_AT_ONCE = 16
-"""Single records whose gradients are computed in one backward pass."""
+"""The number of records whose separate gradients are computed in one backward pass."""
 
 
 class SyntheticRecords(NamedTuple):
-    """Synthetic records x [N, ...] and their labels y [N], class by class."""
+    """Synthetic records x [N, ...] and their labels y [N], sorted by class."""
 
     x: Tensor
     y: Tensor
@@ -53,9 +55,9 @@ class Objective(Protocol):
     """The interface of the objectives that `condense` minimises.
 
     Attributes:
-        classes: number of classes.
-        steps: number of steps.
-        bounds: the range of a record's values.
+        classes: the number of classes.
+        steps: the number of steps.
+        bounds: the smallest and the largest value in a record.
     """
 
     classes: int
@@ -66,15 +68,17 @@ class Objective(Protocol):
         """Returns the synthetic records before the first step, [classes, per_class, ...]."""
 
     def begin(self) -> None:
-        """Is called before the first step; a private objective charges its owner here."""
+        """Is called before the first step. A private objective charges its owner here."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of the loss, or a private estimate of it, in `synthetic`'s shape."""
+        """Returns the gradient of the loss with respect to `synthetic`, or a private estimate of
+        it."""
 
 
 def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
-    """Returns the squared distance of the mean features (distribution matching, Zhao & Bilen 2023,
-    Eq. 3; FedDM, Eq. 9).
+    """Returns the squared distance between the mean features of real and synthetic records.
+
+    This is the loss of distribution matching (Zhao & Bilen 2023, Eq. 3; FedDM, Eq. 9).
 
     >>> mean_distance(torch.zeros(3, 2), torch.ones(5, 2))
     tensor(2.)
@@ -85,13 +89,15 @@ def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
 def sliced_wasserstein(
     u_ND: Tensor, v_MD: Tensor, *, projections: int = 64, seed: int = 0
 ) -> Tensor:
-    """Returns the sliced Wasserstein distance of two sets of points: the mean over random
-    directions of the 1-Wasserstein distance of their projections (Bonneel et al. 2015).
+    """Returns the sliced Wasserstein distance between two sets of points (Bonneel et al. 2015).
+
+    The points are projected onto random directions. The result is the mean of the 1-Wasserstein
+    distances between the projections.
 
     Args:
-        u_ND, v_MD: the points; N and M may differ.
-        projections: number of directions.
-        seed: of the directions.
+        u_ND, v_MD: the two sets of points. N and M may differ.
+        projections: the number of random directions.
+        seed: the seed of the directions.
 
     >>> sliced_wasserstein(torch.zeros(4, 1), torch.full((2, 1), 3.0))
     tensor(3.)
@@ -111,7 +117,10 @@ def sliced_wasserstein(
 
 
 class ModuleFeatures:
-    """The features of records of any shape under any module, as a `FeatureMap`."""
+    """The features of records of any shape, computed by any module.
+
+    It implements the interface `FeatureMap`.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self.mixes = False
@@ -146,9 +155,9 @@ class ModuleFeatures:
 
 
 def _step_features(networks: Networks, seed: int, step: int, device: torch.device) -> FeatureMap:
-    """Returns the features of a step's network, which is drawn from the seed."""
+    """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
-        raise TypeError("networks must be a function that returns a network, not a network")
+        raise TypeError("networks must be a function that returns a network, but is a network")
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -157,23 +166,28 @@ def _step_features(networks: Networks, seed: int, step: int, device: torch.devic
 
 
 def _segment(x: Tensor) -> Tensor:
-    """Returns a segment number for each record: without augmentation they have no effect."""
+    """Returns a group index for each record.
+
+    The index selects an augmentation and has no effect here, because nothing is augmented.
+    """
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
 @dataclass(eq=False, repr=False)
 class FeatureMatching:
-    """Matches features of real minibatches, class by class, without privacy.
+    """Matches the features of synthetic records with those of real minibatches, without privacy.
+
+    Each class is matched separately.
 
     Args:
         x, y: the records [N, ...] and their labels [N].
-        networks: draws a step's network.
-        classes: number of classes.
-        steps: number of steps.
-        batch_size: real records of each class in a step.
-        loss: of a class's real and synthetic features.
-        bounds: the range of a record's values.
-        seed: of networks and minibatches.
+        networks: draws the network of a step.
+        classes: the number of classes.
+        steps: the number of steps.
+        batch_size: the number of real records of each class in a step.
+        loss: the loss between the real and the synthetic features of a class.
+        bounds: the smallest and the largest value in a record.
+        seed: the seed of the networks and the minibatches.
 
     >>> x, y = torch.rand(60, 4), torch.arange(60) % 2
     >>> objective = FeatureMatching(x, y, lambda: nn.Linear(4, 8), classes=2, steps=5)
@@ -196,10 +210,13 @@ class FeatureMatching:
         self._members = [torch.nonzero(self.y == label).flatten() for label in range(self.classes)]
         for label, members in enumerate(self._members):
             if not len(members):
-                raise DataError(f"class {label} has no record: condense the classes that exist")
+                raise DataError(
+                    f"class {label} has no record, but every class from 0 to {self.classes - 1} "
+                    "must have one"
+                )
 
     def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns random real records of each class."""
+        """Returns real records that are drawn at random from each class."""
         draws = torch_generator(seed, "start images")
         rows = []
         for members in self._members:
@@ -208,7 +225,7 @@ class FeatureMatching:
         return self.x[torch.stack(rows)]
 
     def begin(self) -> None:
-        """Does nothing: no release is charged."""
+        """Does nothing, because this objective charges no releases."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
         features = _step_features(self.networks, self.seed, step, self.x.device)
@@ -225,7 +242,7 @@ class FeatureMatching:
 
 @dataclass(eq=False, repr=False)
 class _PrivateMatching:
-    """The base class of private objectives: owner, plan, and the charge at the start."""
+    """The base class of private objectives, which charges the owner when `condense` starts."""
 
     mechanism: ClassVar[str]
 
@@ -255,8 +272,8 @@ class _PrivateMatching:
         """Charges the owner for all steps.
 
         Raises:
-            BudgetExceededError: the budget does not allow it.
-            PrivacyError: a record's features, or gradient, depend on other records.
+            BudgetExceededError: the owner's budget does not allow all steps.
+            PrivacyError: the features or the gradient of a record depend on other records.
         """
         features = self._features(0)
         self.owner.check_independent(lambda x: features.real(x, _segment(x)))
@@ -282,17 +299,18 @@ class _PrivateMatching:
 
 
 class ResidualMatching(_PrivateMatching):
-    """Matches class means of features with differential privacy: a step releases noisy sums of
-    clipped residuals in feature space (`ResidualMatcher`).
+    """Matches the mean features of each class with differential privacy.
+
+    A step releases noisy sums of clipped residuals in feature space (`ResidualMatcher`).
 
     Args:
-        owner: its records, ledger and budget.
-        networks: draws a step's network.
-        clip: L2 bound of a record's residual.
-        steps: number of steps; all of them are charged when `condense` starts.
+        owner: the data owner, who has the records, the ledger and the budget.
+        networks: draws the network of a step.
+        clip: the L2 bound of a record's residual.
+        steps: the number of steps. All steps are charged when `condense` starts.
         sample_rate: the Poisson sampling rate of a step.
         total_epsilon: see `DataOwner.charge`.
-        seed: of the networks.
+        seed: the seed of the networks.
 
     >>> from fedsynth.privacy import DataOwner
     >>> x, y = torch.rand(200, 4), torch.arange(200) % 2
@@ -315,17 +333,18 @@ class ResidualMatching(_PrivateMatching):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GradientMatching(_PrivateMatching):
-    """Minimises any loss of features with differential privacy: a step releases the noisy sum of
-    clipped gradients of single records (FedDM, Eq. 15).
+    """Minimises any loss of features with differential privacy.
 
-    The gradient of a record is that of the loss with this record as the only real one. For
-    `mean_distance` the average of these gradients is the gradient of a batch; for other losses the
-    objective is the average of the loss over single records.
+    A step releases the noisy sum of clipped gradients of single records (FedDM, Eq. 15). The
+    gradient of a record is computed as if the record were the only real one. For `mean_distance`,
+    the average of these gradients is the gradient of a batch. For other losses, the objective is
+    the average of the loss over single records.
 
     Args:
-        loss: of a real record's features [1, D] and a class's synthetic features [M, D].
-        owner, networks, clip, steps, sample_rate, total_epsilon, seed: as in `ResidualMatching`;
-            `clip` bounds a record's gradient.
+        loss: a loss between a real record's features [1, D] and the synthetic features of a class
+            [M, D].
+        owner, networks, clip, steps, sample_rate, total_epsilon, seed: as in `ResidualMatching`,
+            except that `clip` bounds a record's gradient.
     """
 
     mechanism = "gradient"
@@ -361,7 +380,10 @@ class GradientMatching(_PrivateMatching):
     def _record_gradients(
         self, features: FeatureMap, synthetic: Tensor, x: Tensor, classes: Tensor
     ) -> Tensor:
-        """Returns the gradient of each record [N, ...]; records of class -1 are padding."""
+        """Returns a separate gradient for each record [N, ...].
+
+        Records of class -1 are padding, and their gradients are zero.
+        """
         real = features.real(x, _segment(x))
         out = real.new_zeros(len(x), synthetic[0].numel())
         for label in classes[classes >= 0].unique().tolist():
@@ -376,12 +398,12 @@ class GradientMatching(_PrivateMatching):
 
 
 def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
-    """Returns the gradient of the loss by the synthetic features [M, D]."""
+    """Returns the gradient of the loss with respect to the synthetic features [M, D]."""
     leaf = synthetic.detach().requires_grad_()
     with torch.enable_grad():
         value = loss(real, leaf)
         if value.dim():
-            raise ValueError(f"the loss must return a scalar, got shape {list(value.shape)}")
+            raise ValueError(f"the loss must return a scalar, got a tensor {list(value.shape)}")
         (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
 
@@ -399,17 +421,17 @@ def condense(
     """Returns synthetic records that minimise an objective, by projected gradient descent.
 
     Args:
-        objective: such as `FeatureMatching` or `ResidualMatching`; private ones charge their owner
-            now, for all steps.
-        per_class: synthetic records of each class.
-        lr, momentum: of gradient descent on the records.
-        start: records to start from, [classes, per_class, ...]; with privacy only public or
-            released ones. None: the objective's.
-        seed: of the start.
+        objective: an objective such as `FeatureMatching` or `ResidualMatching`. A private objective
+            charges its owner for all steps before the first step.
+        per_class: the number of synthetic records of each class.
+        lr, momentum: the learning rate and the momentum of gradient descent on the records.
+        start: the records to start from, [classes, per_class, ...]. With privacy they must be
+            public or released. If None, the objective provides them.
+        seed: the seed of the objective's start records.
         progress: whether to show a progress bar on stderr.
 
     Raises:
-        DivergedError: a record is not finite.
+        DivergedError: a synthetic record is not finite.
         BudgetExceededError: the owner's budget does not allow the objective's steps.
     """
     synthetic = objective.start(per_class, seed).clone()
@@ -428,6 +450,8 @@ def condense(
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
-        raise DivergedError(f"the synthetic records are not finite: use an lr below {lr:g}")
+        raise DivergedError(
+            f"condensation diverged, so the synthetic records are not finite: use an lr below {lr:g}"
+        )
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

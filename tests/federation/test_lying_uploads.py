@@ -251,9 +251,9 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
         )
         for label in (-100, -1, 10, 2**40)
     },
-    "a label too few": (with_fields(labels=lambda sent: sent.labels[:-1]), "labels are "),
-    "an image too few": (with_fields(images=lambda sent: sent.images[:-1].clone()), "labels are "),
-    "no label": (with_fields(labels=lambda sent: sent.labels[:0]), "labels are "),
+    "a label too few": (with_fields(labels=lambda sent: sent.labels[:-1]), "labels has "),
+    "an image too few": (with_fields(images=lambda sent: sent.images[:-1].clone()), "labels has "),
+    "no label": (with_fields(labels=lambda sent: sent.labels[:0]), "labels has "),
     "more images": (
         with_fields(
             images=lambda sent: sent.images.repeat(100, 1, 1, 1),

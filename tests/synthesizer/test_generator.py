@@ -74,7 +74,7 @@ def test_a_generator_is_reproduced_by_its_seed_and_labels_matter() -> None:
     assert torch.equal(a(z, zero), b(z, zero))
     assert not torch.equal(a(z, zero), c(z, zero))
     assert not torch.equal(a(z, zero), a(z, one))
-    with pytest.raises(ValueError, match="needs labels"):
+    with pytest.raises(ValueError, match="must be called with labels"):
         a(z)
 
 

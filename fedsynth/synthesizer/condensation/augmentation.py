@@ -1,12 +1,15 @@
-"""Random transformations of images: siamese augmentation, warped and mixed copies, random views.
+"""Random transformations of images, for condensation and for the training of students.
 
 Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") applies the same
-transformation to the real and the synthetic images of a (client, class) segment and draws a new one
-at each step. Shift, scale, rotation and flip are one affine resampling; brightness, saturation and
-contrast are pointwise; cutout is a mask. Strengths are the DSA paper's defaults. Warped and mixed
-copies are labelled by a teacher, so they need not keep their image's class; a smooth random field
-deforms them (after Simard, Steinkraus & Platt 2003). Views are flips and crops of single images, as
-in DENSE's public code.
+transformation to the real and the synthetic images of a (client, class) pair. It draws a new
+transformation at each step. Shift, scale, rotation and flip are one affine resampling. Brightness,
+saturation and contrast are pointwise, and cutout is a mask. The strengths are the DSA paper's
+defaults.
+
+Warped and mixed copies are labelled by a teacher, so they need not keep the class of the original
+image. A smooth random field deforms the warped copies (after Simard, Steinkraus & Platt 2003).
+
+Views are flips and crops of single images, as in DENSE's public code.
 """
 
 from __future__ import annotations
@@ -26,18 +29,22 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
-"""(images, segment of each) -> transformed images."""
+"""A function (images, group index of each image) -> transformed images. A group has one
+transformation."""
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
 
 class SiameseAugmentation:
-    """The transformations of one step for all segments.
+    """The random transformations of one step, one for each group of images.
+
+    A group is usually a (client, class) pair or a class.
 
     Args:
-        segments: number of segments.
-        generator: on the images' device.
-        flip: False for digits and letters, whose mirror image is a different character.
+        segments: the number of groups.
+        generator: the random generator, on the images' device.
+        flip: whether images may be mirrored. False for digits and letters, whose mirror image is a
+            different character.
     """
 
     def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
@@ -63,7 +70,12 @@ class SiameseAugmentation:
         self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns the transformed images; differentiable."""
+        """Returns the transformed images, differentiable with respect to the original images.
+
+        Args:
+            x_NCHW: the images.
+            segment_N: the group index of each image.
+        """
         x = x_NCHW + self._brightness[segment_N].view(-1, 1, 1, 1)
         grey = x.mean(dim=1, keepdim=True)
         x = (x - grey) * self._saturation[segment_N].view(-1, 1, 1, 1) + grey
@@ -88,16 +100,18 @@ AUGMENTATIONS = ("none", "siamese")
 def augmentations(
     kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
 ) -> Iterator[Augmentation | None]:
-    """Yields each step's augmentation of real and synthetic images, one transformation a class.
+    """Yields the augmentation of each step, with one transformation for each class.
 
-    All clients share them: they are drawn from the round's public seed.
+    The same augmentation is applied to real and to synthetic images. All clients share it, because
+    it is drawn from the round's public seed.
 
     Args:
-        kind: one of `AUGMENTATIONS`; "none" yields None.
-        label_S: class of each segment.
-        context: the round's.
+        kind: one of `AUGMENTATIONS`. With "none", every yielded value is None.
+        label_S: the class of each (client, class) pair.
+        context: the round's context.
         flip: see `SiameseAugmentation`.
-        period: number of steps after which the draws repeat; None: never.
+        period: the number of steps after which the transformations repeat. If None, they never
+            repeat.
     """
     if kind == "none":
         yield from repeat(None)
@@ -126,12 +140,14 @@ KNOTS = 5  # of this grid, per side
 
 
 def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns each image rotated, scaled, sheared, shifted and deformed by its own random draws.
-    Pixels from outside the image take the value of the nearest border pixel.
+    """Returns copies of images that are rotated, scaled, sheared, shifted and deformed at random.
+
+    Each image has its own random transformation. Pixels from outside the image take the value of
+    the nearest border pixel.
 
     Args:
-        x_NCHW: images of any scale.
-        generator: on the images' device.
+        x_NCHW: images with pixel values of any scale.
+        generator: the random generator, on the images' device.
     """
 
     def drawn(bound: float, *shape: int) -> Tensor:
@@ -153,7 +169,10 @@ def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns each image mixed with another one of the batch, with a weight uniform on [0, 1]."""
+    """Mixes each image with another image of the batch.
+
+    The weight of each mixture is uniform on [0, 1].
+    """
     count = len(x_NCHW)
     share = torch.rand(count, 1, 1, 1, generator=generator, device=x_NCHW.device)
     other = torch.randperm(count, generator=generator, device=x_NCHW.device)
@@ -162,12 +181,12 @@ def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """Flips and crops of normalised images, differentiable.
+    """Random flips and crops of normalised images, differentiable with respect to the images.
 
     Args:
-        flips: mirror every image left to right with probability one half.
-        crop: share of the longer side that is added at every edge as black pixels, before a window
-            of the old size is cut out at random; 0: no crop.
+        flips: whether every image is mirrored left to right with probability one half.
+        crop: the share of the longer side that is added at every edge as black pixels. A window of
+            the original size is then cut out at random. 0 means no crop.
     """
 
     flips: bool = False
@@ -177,10 +196,13 @@ class Views:
         return self.flips or self.crop > 0
 
     def __call__(self, x_NCHW: Tensor, spec: DatasetSpec, draws: torch.Generator) -> Tensor:
-        """Returns random views [N, C, H, W] of images normalised with the constants of `spec`.
+        """Returns random views [N, C, H, W] of images that are normalised with the constants of
+        `spec`.
 
         Args:
-            draws: on the images' device.
+            x_NCHW: the images.
+            spec: the data set's specification.
+            draws: the random generator, on the images' device.
         """
         if self.flips:
             mirrored = torch.rand(len(x_NCHW), generator=draws, device=x_NCHW.device) < 0.5
@@ -191,13 +213,15 @@ class Views:
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
-        """Returns the number of pixels that a crop adds at each edge: 4 for sides of 28 or 32
-        pixels and a crop of 1/8."""
+        """Returns the number of pixels that a crop adds at each edge.
+
+        It is 4 for sides of 28 or 32 pixels and a crop of 1/8.
+        """
         return int(self.crop * max(spec.height, spec.width) + 0.5)
 
 
 def _black(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """Returns the normalised value of a black pixel (0), [1, C, 1, 1]."""
+    """Returns the normalised value of a black pixel, [1, C, 1, 1]."""
     mean, std = pixel_constants(spec, x_NCHW.device)
     return -mean / std
 

@@ -1,14 +1,13 @@
-"""Matching whole distributions of features instead of their means, with geomloss' Gaussian-kernel,
-energy and Sinkhorn losses.
+"""Condensation that matches whole distributions of features instead of their means.
 
-FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a class is a divergence
-between the point clouds {u_w(x): x ∈ B_c} and {u_w(s): s ∈ S_c}, in units of √D (D coordinates), so
-that `blur` means the same for every network. The scale is chosen such that for wide blur the
-Gaussian and the Sinkhorn loss become the squared distance of the means, so that learning rates
-carry over.
+It uses geomloss' Gaussian-kernel, energy and Sinkhorn losses. FedDM and FedAF match class means of
+u_w (Eqs. 9 and 4). Here the loss of a class is a divergence between the point clouds {u_w(x): x ∈
+B_c} and {u_w(s): s ∈ S_c}. The points are in units of √D (D coordinates), so that `blur` means the
+same for every network. The scale is chosen such that for wide blur the Gaussian and the Sinkhorn
+loss become the squared distance of the means. Learning rates therefore carry over.
 
-The loss needs the features of every example and not only their sum, so no mechanism here protects
-it: it is refused with differential privacy.
+The loss needs the features of every example and not only their sum. No mechanism here protects it,
+so it is refused with differential privacy.
 """
 
 from __future__ import annotations
@@ -29,26 +28,27 @@ MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
 
 
 def refuse_private(matching: str) -> None:
-    """Raises SettingError for a matching that no mechanism protects."""
+    """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if matching != "mean":
         raise SettingError(
             "method",
             "matching",
-            "needs each example's features, which no mechanism protects: use "
-            "method.matching=mean with differential privacy",
+            "cannot be used with differential privacy, because no mechanism protects the features "
+            "of each example: use method.matching=mean",
             value=matching,
         )
 
 
 class DistributionMatcher(MatchingObjective):
-    """∇_S Σ_c divergence(u(B_c), u(S_c)), without differential privacy.
+    """Computes ∇_S Σ_c divergence(u(B_c), u(S_c)), without differential privacy.
 
     Args:
         exact: draws the real batches.
-        columns: match only this many leading coordinates of u.
-        matching: "gaussian", "energy" or "sinkhorn" (debiased, with squared distances).
-        blur: the kernel's standard deviation, or the root of the entropic regularisation, in units
-            of √D; unused by "energy".
+        matching: the divergence, "gaussian", "energy" or "sinkhorn" (debiased, with squared
+            distances).
+        blur: the kernel's standard deviation or the square root of the entropic regularisation, in
+            units of √D. "energy" does not use it.
+        columns: the number of leading coordinates of u that are matched. If None, all are matched.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class DistributionMatcher(MatchingObjective):
         return out
 
     def _cotangents(self, u_GID: Tensor, real_GBD: Tensor, weights_GB: Tensor) -> Tensor:
-        """Returns the loss's gradient with respect to the synthetic images' features, [G, ipc,
-        D]."""
+        """Returns the gradient of the loss with respect to the features of the synthetic images,
+        [G, ipc, D]."""
         width = real_GBD.shape[2]
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
@@ -92,13 +92,16 @@ class DistributionMatcher(MatchingObjective):
 
 
 def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each segment's rows [S, B, D], padded to the longest segment, and weights [S, B] that
-    sum to 1 and are 0 for the padding.
+    """Returns the rows of each (client, class) pair, padded to the largest number of rows.
+
+    The rows have the shape [S, B, D]. The function also returns weights [S, B], which sum to 1 for
+    each pair and are 0 for the padding.
 
     Args:
-        segment_N: segment of each row, ascending.
-        sizes_S: number of rows of each segment, as in `BatchIndices`; on the CPU, so that the host
-            need not wait for the GPU.
+        rows_ND: the rows of all pairs.
+        segment_N: the index of the pair of each row, ascending.
+        sizes_S: the number of rows of each pair, as in `BatchIndices`. It is on the CPU so that the
+            host need not wait for the GPU.
     """
     largest = int(sizes_S.max())
     sizes = sizes_S.to(segment_N.device, non_blocking=True)

@@ -1,15 +1,16 @@
-"""Images from class statistics of fixed features: post-processing of released values, without data.
+"""Makes images from released class statistics of fixed features.
 
-The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is, if classes are about equally
-frequent, the class means of z minus their common mean. That common mean is about 0, since z is
-centred with the released mean of the features. Start images, which are public or derived from
-released images, are moved until their class means of z match, the released classifier assigns each
-image its class, and neighbouring pixels are similar (total variation, as in Mahendran & Vedaldi
-2015, arXiv 1412.0035):
+Nothing here reads private data, because it is post-processing of released values.
+
+The released sum Σ (e_y − 1/C) ⊗ z over n examples is multiplied by C/n. If classes are about
+equally frequent, the result is the class means of z minus their common mean. The common mean is
+about 0, because z is centred with the released mean of the features.
+
+The start images are public or derived from released images. They are moved until their class means
+of z match, the released classifier assigns each image its class, and neighbouring pixels are
+similar (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
 
     Σ_c ‖mean_c z − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
-
-No function here takes private data as an argument.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from torch.nn import functional as F
 from fedsynth.features.random_images import random_images
 
 CANDIDATES = 10
-"""Random-process images that are drawn for each start image that is selected."""
+"""The number of random-process images that are drawn for each selected start image."""
 AT_ONCE = 48
 
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
-    """The public and released values that images are made from.
+    """The public and released values from which images are made.
 
     Attributes:
-        embed: pixels in [0, 1] [N, C, H, W] -> z [N, d], differentiable.
-        weight: of the released classifier on z, [classes, d].
+        embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
+        weight: the weight of the released classifier of z, [classes, d].
         class_means: t_c, the class means of z minus their common mean, [classes, d]. The common
             mean is about 0 if z is centred with the released mean of the features.
     """
@@ -44,21 +45,27 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Returns the squared distance of the class means of z [classes, I, d] from `class_means`,
-        relative to the squared norm of these; a scalar."""
+        """Returns the relative squared distance between the class means of z and `class_means`, a
+        scalar.
+
+        The distance is divided by the squared norm of `class_means`.
+
+        Args:
+            z_CId: z of I images of each class, [classes, I, d].
+        """
         size = self.class_means.square().sum().clamp_min(1e-12)
         return (z_CId.mean(dim=1) - self.class_means).square().sum() / size
 
 
 @dataclass(frozen=True)
 class ImageSteps:
-    """Settings of the image optimisation.
+    """The settings of the image optimisation.
 
     Args:
-        steps: of Adam.
-        learning_rate: in pixel units, where 1 is white.
-        teacher_weight: a, of the classifier's cross-entropy.
-        smoothness: b, of the mean absolute difference of neighbouring pixels.
+        steps: the number of Adam's steps.
+        learning_rate: the learning rate in pixel units, where 1 is white.
+        teacher_weight: a, the weight of the classifier's cross-entropy.
+        smoothness: b, the weight of the mean absolute difference of neighbouring pixels.
     """
 
     steps: int = 12
@@ -68,12 +75,13 @@ class ImageSteps:
 
 
 def shrunk(class_means_Cd: Tensor, noise_std: float) -> Tensor:
-    """Returns noisy means shrunk towards 0 according to their noise: the positive-part James-Stein
-    estimate (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
+    """Shrinks noisy class means towards 0 according to their noise.
+
+    It is the positive-part James-Stein estimate (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
 
     Args:
         class_means_Cd: released class means minus their common mean.
-        noise_std: σ of the noise in each coordinate, which is public.
+        noise_std: the standard deviation σ of the noise in each coordinate, which is public.
 
     >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), noise_std=1.0).norm(dim=1)
     tensor([4.6000, 0.0000])
@@ -90,18 +98,20 @@ def public_start(
     generator: torch.Generator,
     candidates: int = CANDIDATES,
 ) -> Tensor:
-    """Returns, for each class, the random-process images that the classifier assigns to it with the
-    highest confidence; no image is used twice.
+    """Selects public start images for each class from images of random processes.
+
+    They are the images that the released classifier assigns to the class with the highest
+    confidence. No image is used twice.
 
     Args:
-        statistics: released.
-        ipc: images per class.
-        image_shape: C, H, W.
-        generator: of the images.
-        candidates: images drawn for each one that is selected.
+        statistics: the released statistics, whose classifier selects the images.
+        ipc: the number of images of each class.
+        image_shape: the shape (C, H, W).
+        generator: the random generator that draws the images.
+        candidates: the number of images that are drawn for each selected image.
 
     Returns:
-        Pixels [classes, ipc, C, H, W] in [0, 1], on the weight's device.
+        Pixels [classes, ipc, C, H, W] in [0, 1], on the device of the classifier's weight.
     """
     device = statistics.weight.device
     classes = len(statistics.weight)
@@ -126,10 +136,10 @@ def images_from_statistics(
     """Moves start images towards released statistics.
 
     Args:
-        statistics: released.
-        start_CICHW: [classes, ipc, C, H, W] in [0, 1]; not modified.
-        settings: of the optimisation.
-        report: receives the number of finished steps and the total.
+        statistics: the released statistics.
+        start_CICHW: the start images, [classes, ipc, C, H, W] in [0, 1]. They are not modified.
+        settings: the settings of the optimisation.
+        report: receives the number of finished steps and the total number.
 
     Returns:
         Pixels [classes, ipc, C, H, W] in [0, 1].
@@ -154,7 +164,7 @@ def images_from_statistics(
 def _pull(
     statistics: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps
 ) -> Tensor:
-    """Returns the loss's derivative with respect to z, [N, d]."""
+    """Returns the derivative of the loss with respect to z, [N, d]."""
     z = z_Nd.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = statistics.distance(z.view(len(statistics.weight), -1, z.shape[1]))
@@ -166,11 +176,10 @@ def _pull(
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient with respect to the pixels, and the pixels' z. Only the graph of
-    `AT_ONCE` images is in memory at a time.
+    """Returns the gradient with respect to the pixels, and z of the pixels.
 
-    The derivative with respect to z is that of the previous step, so that features are computed
-    once per step.
+    Only the graph of `AT_ONCE` images is in memory at a time. The derivative with respect to z
+    comes from the previous step, so that features are computed only once in each step.
     """
     gradients, embedded = [], []
     for part, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
@@ -184,8 +193,9 @@ def _gradient(
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:
-    """Returns the mean absolute difference of neighbouring pixels, vertically and horizontally, a
-    scalar.
+    """Returns the mean absolute difference of neighbouring pixels, a scalar.
+
+    The vertical and the horizontal mean are added.
 
     >>> float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])))
     1.0

@@ -1,17 +1,19 @@
-"""Distribution matching: feature maps, and the gradient that moves the synthetic images (FedDM, Eq.
-9; FedAF, Eq. 4).
+"""Distribution matching, which moves synthetic images so that their mean features match real ones.
 
-For a class c, network w and feature map u_w(x) = [h_w(x); b·z_w(x)] (embedding and logits),
+For a class c, a network w and a feature map u_w(x) = [h_w(x); b·z_w(x)] (embedding and logits), the
+loss is
 
-    L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c,
+    L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c
 
-and one step needs ∇_S L (`matching_gradient`). All (client, class) pairs of a group are segments of
-one pass: `synthetic` is [S, ipc, C, H, W], and each image of the real batch has a segment number.
-Real images are embedded without graph; the network's weights are frozen; a vector-Jacobian product
-(`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the synthetic
-images.
+(FedDM, Eq. 9; FedAF, Eq. 4), and one step needs ∇_S L (`matching_gradient`). All (client, class)
+pairs of a group of clients share one pass. `synthetic` is [S, ipc, C, H, W], and each image of the
+real batch has the index of its pair (`segment_N`).
 
-A `MatchingObjective` maps (step, features, synthetic) to ∇_S L, or to a private estimate of it
+Real images are embedded without a graph, and the network's weights are frozen. A vector-Jacobian
+product (`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the
+synthetic images.
+
+A `MatchingObjective` maps (step, features, synthetic) to ∇_S L, or to a private estimate of ∇_S L
 (`private_matchers`).
 """
 
@@ -38,53 +40,63 @@ ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
 
 
 class FeatureMap(Protocol):
-    """(images [N, C, H, W], segment number of each [N]) -> u [N, D]; the segment number selects the
-    siamese augmentation.
+    """The interface of the features that condensation matches.
+
+    A feature map is a function (images [N, C, H, W], index of each image's (client, class) pair
+    [N]) -> u [N, D]. The index selects the siamese augmentation.
 
     Attributes:
-        mixes: an image's features depend on the other images of its pass (batch norm), so that a
-            pass must hold all of a group's images.
+        mixes: whether an image's features depend on the other images of its pass (batch norm). If
+            True, a pass must contain all images of a group of clients.
     """
 
     mixes: bool
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u with the graph to the images."""
+        """Returns u with an autograd graph to the images."""
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u without graph, and possibly in a reduced precision: for real images."""
+        """Returns u of real images without an autograd graph, possibly in a reduced precision."""
 
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to images [V, N, C, H,
-        W]; with `exact` False this function may use a reduced precision."""
+        """Returns u [N, D] and a function that pulls vectors back to the images.
+
+        The function maps vectors [V, N, D] to [V, N, C, H, W]. If `exact` is False, it may use a
+        reduced precision.
+        """
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Returns the number of images of this shape that one pass should hold."""
+        """Returns the number of images of this shape that one pass should contain."""
 
 
 class NetworkFeatures:
-    """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese
-    augmentation if there is one.
+    """The features u_w(x) = [h_w(x); b·z_w(x)] of a network.
 
-    One object serves all steps of a condensation; `use` sets the step's network.
+    They are the embedding and the logits from one forward pass, after the siamese augmentation if
+    there is one. One object serves all steps of a condensation, and `use` sets the network of a
+    step.
 
     Args:
-        network: has `embed` and `classifier`; its weights are frozen. None: `use` follows.
+        network: a network with `embed` and `classifier`, whose weights are frozen. If None, `use`
+            must be called first.
         logit_weight: b.
-        augment: transforms real and synthetic images; None: none.
-        precision: of the real images' embedding, and of the backward passes for single private
-            examples; synthetic images' features and the classifier are always float32.
-        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the
-            same number share statistics.
-        memory_bytes: the most that a pass should take.
-        compiled: use torch.compile for the real pass, and for the operations between the
-            convolutions of `vjp`. Only passes of full size are compiled, so that shapes depend on
-            the run's settings and never on a client's data. Not for private clients: one more
-            record would move others of its pass to another kernel, which in bf16 changes the sums.
-        ipc: images of a segment; a full pass of `vjp` holds as many whole segments as fit. 0:
-            unknown, so that no pass counts as full.
+        augment: transforms real and synthetic images. If None, images are not transformed.
+        precision: the precision of the embedding of real images, and of the backward passes for
+            single private examples. The features of synthetic images and the classifier are always
+            float32.
+        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`), a number for each
+            (client, class) pair. Pairs with the same number share batch statistics.
+        memory_bytes: the most memory in bytes that a pass should take.
+        compiled: whether torch.compile is used for passes over real images, and for the operations
+            between the convolutions of `vjp`. Only passes of full size are compiled, so that shapes
+            depend on the run's settings and never on a client's data. It must be False for private
+            clients. One more record would move other records of its pass to another kernel, which
+            changes the sums in bf16.
+        ipc: the number of images of each (client, class) pair. A full pass of `vjp` contains as
+            many whole pairs as fit. 0 means that the number is unknown, so that no pass counts as
+            full.
     """
 
     def __init__(
@@ -114,7 +126,10 @@ class NetworkFeatures:
             self.use(network, augment)
 
     def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
-        """Switches to this network; if it is the same object as before, copies its new weights."""
+        """Switches to this network and augmentation.
+
+        If the network is the same object as before, its new weights are copied.
+        """
         self._augment = augment
         if network is not self._network:
             self._network = self._real = network
@@ -126,14 +141,17 @@ class NetworkFeatures:
                     p.copy_(new)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u [N, D] with the graph to the images."""
+        """Returns u [N, D] with an autograd graph to the images."""
         return self._with_logits(
             self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
         )
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u [N, D] without graph, computed channels-last, in the reduced precision, and on
-        a CPU in batches that are small enough for the cache."""
+        """Returns u [N, D] of real images without an autograd graph.
+
+        It is computed channels-last and in the reduced precision. On a CPU, the batches are small
+        enough for the cache.
+        """
         rows = []
         with torch.no_grad():
             at_once = len(x_NCHW)
@@ -151,8 +169,11 @@ class NetworkFeatures:
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to the images: the
-        network's own `embed_vjp` if it has one, else autograd."""
+        """Returns u [N, D] and a function that pulls vectors [V, N, D] back to the images.
+
+        The function uses the network's `embed_vjp` if the network has this method, and otherwise
+        autograd.
+        """
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
@@ -177,9 +198,12 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Returns the number of images in one pass, a power of two. On a CPU it keeps the largest
-        activation within 8 MB, where caches and the allocator reuse it. (Passes of private records
-        are powers of two as well, so that this size divides them evenly.)"""
+        """Returns the number of images in one pass, which is a power of two.
+
+        On a CPU, the largest activation of a pass stays within 8 MB, so that caches and the
+        allocator can reuse the memory. Passes of private records are powers of two as well, so that
+        this number divides them evenly.
+        """
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         image_bytes = scalars * precision.itemsize
         cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // image_bytes
@@ -206,7 +230,7 @@ class NetworkFeatures:
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
-    """Returns vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
+    """Pulls vectors [V, …] of the outputs back to the leaf tensor by autograd, [V, …]."""
     if len(vectors) == 1:
         return torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)[0][None]
     return torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)[0]
@@ -215,8 +239,12 @@ def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
 def segment_means_vjp(
     features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True
 ) -> tuple[Tensor, VectorJacobian]:
-    """Returns mean_{S_c} u of some segments [G, D], and a function that maps vectors v [V, G, D] to
-    J_cᵀ v_c [V, G, ipc, C, H, W], with J_c the Jacobian of mean_{S_c} u."""
+    """Returns the mean features of some (client, class) pairs [G, D], and a function that pulls
+    back.
+
+    The mean features are mean_{S_c} u. The function maps vectors v [V, G, D] to J_cᵀ v_c [V, G,
+    ipc, C, H, W], where J_c is the Jacobian of mean_{S_c} u.
+    """
     shape = synthetic_SICHW[numbers_G].shape
     ipc = shape[1]
     u, vjp = features.vjp(
@@ -233,13 +261,15 @@ def segment_means_vjp(
 def pull_back(
     features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns J_cᵀ v_c for every segment, [S, ipc, C, H, W].
+    """Returns J_cᵀ v_c for every (client, class) pair, [S, ipc, C, H, W].
 
-    A segment's images affect only their own mean, so a pass can hold a few segments, which keeps it
-    in a CPU's cache; with batch norm one pass holds all segments.
+    The images of a pair affect only the mean of this pair. A pass can therefore contain few pairs,
+    which keeps it in a CPU's cache. With batch norm, one pass contains all pairs.
 
     Args:
-        cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
+        features: computes u.
+        synthetic_SICHW: the synthetic images.
+        cotangents: a function (means [G, D] of some pairs, the indices of these pairs) -> v [G, D].
     """
     out = torch.empty_like(synthetic_SICHW)
     for numbers in passes(features, synthetic_SICHW):
@@ -249,8 +279,10 @@ def pull_back(
 
 
 def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """Returns mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of
-    `pull_back`."""
+    """Returns mean_{S_c} u_w for every (client, class) pair, [S, D], without an autograd graph.
+
+    The passes are the same as those of `pull_back`.
+    """
     ipc = synthetic_SICHW.shape[1]
     means = []
     with torch.no_grad():
@@ -262,7 +294,7 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 
 
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
-    """Returns the segments' numbers, split into passes through the network."""
+    """Returns the indices of all (client, class) pairs, split into passes through the network."""
     segments, ipc = synthetic_SICHW.shape[:2]
     at_once = segments
     if not features.mixes:
@@ -271,14 +303,23 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
 
 
 def segments_at_once(features: FeatureMap, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns how many segments of `ipc` images of this shape a full pass holds, independent of the
-    number of segments."""
+    """Returns the number of (client, class) pairs with `ipc` images each that a full pass contains.
+
+    It does not depend on the total number of pairs.
+    """
     return max(1, features.images_at_once(x_NCHW) // ipc)
 
 
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Returns the sum of the rows of each segment, [segments, D], as a matrix product
-    (deterministic on CUDA)."""
+    """Returns the sum of the rows of each group, [segments, D].
+
+    The sums are a matrix product, which is deterministic on CUDA.
+
+    Args:
+        values_ND: the rows.
+        segment_N: the group index of each row.
+        segments: the number of groups.
+    """
     return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
 
 
@@ -288,9 +329,11 @@ def matching_gradient(
     """Returns ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
 
     Args:
-        target_SD: mean_{B_c} u_w of the real images. With fewer columns than u, only these first
-            coordinates are matched: embeddings without logits (FedAF, Eq. 4).
-        weight_S: of each segment's loss; None: 1.
+        features: computes u_w.
+        synthetic_SICHW: the synthetic images.
+        target_SD: mean_{B_c} u_w of the real images. If it has fewer columns than u, only these
+            first coordinates are matched, such as embeddings without logits (FedAF, Eq. 4).
+        weight_S: the weight of each pair's loss. If None, all weights are 1.
     """
     width = target_SD.shape[1]
 
@@ -304,28 +347,31 @@ def matching_gradient(
 
 
 class MatchingObjective:
-    """Base class of what computes a condensation step's gradient.
+    """The base class of objects that compute the gradient of a condensation step.
 
     Attributes:
-        period: the number of steps after which networks and augmentations must repeat; None: never.
-        uploaded: which segments are uploaded, bool [S]; None: all.
+        period: the number of steps after which networks and augmentations must repeat. If None,
+            they need not repeat.
+        uploaded: whether the images of each (client, class) pair are uploaded, bool [S]. If None,
+            all are uploaded.
     """
 
     period: int | None = None
     uploaded: Tensor | None = None
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        """Returns the gradient [S, ipc, C, H, W] of one step."""
+        """Returns the gradient of one step with respect to the synthetic images, [S, ipc, C, H,
+        W]."""
         raise NotImplementedError  # abstract
 
 
 @dataclass(eq=False)
 class ExactMatcher(MatchingObjective):
-    """∇_S L with real means from minibatches, without differential privacy.
+    """Computes ∇_S L with real means from minibatches, without differential privacy.
 
     Args:
-        clients, batches: the group and its real batches.
-        columns: match only this many leading coordinates of u. None: all.
+        clients, batches: the group of clients and the real batches of each step.
+        columns: the number of leading coordinates of u that are matched. If None, all are matched.
     """
 
     clients: ExactClientView
@@ -333,7 +379,10 @@ class ExactMatcher(MatchingObjective):
     columns: int | None = None
 
     def real_means(self, step: int, features: FeatureMap) -> Tensor:
-        """Returns mean_{B_c} u_w of this step's batch for every segment, [S, D], without graph."""
+        """Returns mean_{B_c} u_w of this step's batch for every (client, class) pair, [S, D].
+
+        The means have no autograd graph.
+        """
         sums = torch.zeros(())
         for rows, segments, u in self._pieces(step, features):
             if not sums.dim():  # the first piece shows the width of u_w
@@ -343,14 +392,20 @@ class ExactMatcher(MatchingObjective):
         return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns u_w of every image of this step's batch [N, D], without graph; its segment [N],
-        ascending; and the number of images of each segment [S], on the CPU."""
+        """Returns u_w of every image of this step's batch [N, D], without an autograd graph.
+
+        The function also returns the index of each image's (client, class) pair [N], ascending, and
+        the number of images of each pair [S], on the CPU.
+        """
         rows = [u for _, _, u in self._pieces(step, features)]
         return torch.cat(rows), self.batches.segment, self.batches.sizes
 
     def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields the step's batch in pieces that fit into memory: rows, their segments and their
-        u_w."""
+        """Yields the batch of a step in pieces that fit into memory.
+
+        A piece consists of a slice of the batch, the slice of the (client, class) pairs in this
+        piece, and u_w of the images.
+        """
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
         for rows, segments in self.batches.pieces(size):
@@ -363,15 +418,15 @@ class ExactMatcher(MatchingObjective):
 
 
 class NetworkMeansMatcher(MatchingObjective):
-    """∇_S L with class means over all of a client's data, without differential privacy: FedDM's Eq.
-    9 over M networks that are used in turn, and no minibatch noise.
+    """Computes ∇_S L with class means over all data of a client, without differential privacy.
 
-    Real images take M·n forward passes a round instead of T·C·batch.
+    This is FedDM's Eq. 9 over M networks that are used in turn, without the noise of minibatches.
+    Real images take M·n forward passes in a round instead of T·C·batch.
 
     Args:
         clients: the clients whose examples are averaged.
         segments: the (client, class) pairs that are condensed.
-        networks: M.
+        networks: the number of networks M.
     """
 
     def __init__(self, clients: ExactClientView, segments: ClientClassPairs, networks: int) -> None:

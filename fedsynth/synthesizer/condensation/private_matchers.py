@@ -1,17 +1,18 @@
-"""The private mechanisms of condensation: matchers whose gradient comes from charged, noisy sums;
-and `paper`, which guarantees nothing.
+"""Mechanisms that compute the gradient of condensation from charged, noisy sums.
 
-`residual` and `gradient` release at every step, `features` once for each of M networks:
+The module also has the mechanism `paper`, which guarantees nothing. The mechanisms `residual` and
+`gradient` release sums at every step. The mechanism `features` releases once for each of M networks
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
-with the synthetic images at the time of the release, and once the counts n̂_c = n_c + N(0,
-σ_count²). The target of network m is s_{m,c} + R_{m,c} / max(n̂_c, floor). Later steps do not access
-the data: any number of steps over the M networks is post-processing.
+with the synthetic images at the time of the release. It also releases the counts n̂_c = n_c + N(0,
+σ_count²) once. The target of network m is s_{m,c} + R_{m,c} / max(n̂_c, floor). Later steps do not
+read the data, so any number of steps over the M networks is post-processing.
 
-Sensitivity of `features`: s is public noise or computed from earlier releases, so u_m(x) − s is a
-function of x only. An example is in the sum of one class, which it changes by at most 𝒞, and in the
-count of one class, which it changes by 1. The M + 1 releases compose adaptively.
+The sensitivity of `features` is as follows. s is public noise or computed from earlier releases, so
+u_m(x) − s is a function of x only. An example contributes to the sum of one class, which it changes
+by at most 𝒞, and to the count of one class, which it changes by 1. The M + 1 releases compose
+adaptively.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 
 class PrivateSums(Protocol):
-    """Private records, of clients in a run (`PrivateClientView`) or of one `DataOwner`."""
+    """The interface of objects that hold private records and release noisy sums.
+
+    The records belong to clients in a run (`PrivateClientView`) or to one `DataOwner`.
+    """
 
     def class_sums(
         self,
@@ -50,29 +54,33 @@ class PrivateSums(Protocol):
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Returns noisy sums by class of a vector of each sampled record."""
+        """Samples records, computes a vector for each, and returns a noisy sum for each class."""
 
 
 PASSES, PULLED = 4, 8
-"""Limits of `per_example_gradients`: it pulls a segment's vectors back in about PASSES passes, each
-with at most PULLED times the images of a forward pass."""
+"""Limits of `per_example_gradients`. The vectors of a (client, class) pair are pulled back in about
+PASSES passes, each with at most PULLED times the images of a forward pass."""
 
 
 @dataclass(eq=False)
 class ResidualMatcher(MatchingObjective):
-    """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one
-    backward pass as post-processing.
+    """The mechanism `residual`, which adds noise to sums of clipped residuals in feature space.
 
-    ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the per-example
-    residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and logits jointly),
-    summed over the Poisson batch by class, noised by N(0, σ²𝒞²I), divided by the public constant
-    `divisor` = q · nominal examples of a class, and multiplied by J_cᵀ once.
+    The gradient ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the
+    per-example residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and
+    logits jointly). The residuals of the Poisson batch are summed for each class, and noise from
+    N(0, σ²𝒞²I) is added. The noisy sum is divided by the public constant `divisor` = q · nominal
+    examples of a class. One multiplication by J_cᵀ follows as post-processing.
 
-    Sensitivity: r(x) depends only on x, released images and public weights, so an example changes
-    one class's sum by at most 𝒞.
+    The sensitivity is 𝒞. r(x) depends only on x, released images and public weights, so an example
+    changes the sum of one class by at most 𝒞.
 
     Args:
-        columns: release and match only this many leading coordinates of u; None: all.
+        clients: the private records.
+        series: one charged series for each client.
+        divisor: the public divisor of each sum.
+        columns: the number of leading coordinates of u that are released and matched. If None, all
+            are.
     """
 
     clients: PrivateSums
@@ -99,12 +107,12 @@ class ResidualMatcher(MatchingObjective):
 
 @dataclass(eq=False)
 class GradientMatcher(MatchingObjective):
-    """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
-    public divisor.
+    """The mechanism `gradient`, which adds noise to sums of clipped per-example gradients.
 
-    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)) is the gradient of the squared-norm loss with x as the only
-    real image; the mean of g̃ over a batch is the batch's gradient. One forward pass of S_c serves
-    all examples of its class, and many vectors are pulled back at a time.
+    This is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public divisor.
+    The gradient of the squared-norm loss with x as the only real image is g̃(x) = 2·J_cᵀ
+    (mean_{S_c} u − u(x)). The mean of g̃ over a batch is the gradient of the batch. One forward
+    pass of S_c serves all examples of the class, and many vectors are pulled back at a time.
     """
 
     clients: PrivateSums
@@ -124,17 +132,21 @@ class GradientMatcher(MatchingObjective):
 def per_example_gradients(
     features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
 ) -> Tensor:
-    """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the
-    synthetic images of the example's own segment.
+    """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W].
 
-    Each segment's images have one forward pass. The vectors of its examples are pulled back a fixed
-    number at a time, the last ones padded with zeros, because the number of a segment's examples
-    must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the backward pass
-    changes the rows, but not their bound: rows are clipped when they are summed.
+    It is the gradient with respect to the synthetic images of the example's own (client, class)
+    pair. The images of each pair have one forward pass. The vectors of the pair's examples are then
+    pulled back a fixed number at a time, and the last group is padded with zeros. The number of a
+    pair's examples must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the
+    backward pass changes the rows but not their bound, because rows are clipped when they are
+    summed.
 
     Args:
-        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that are
-            ignored. `segment_N` should be on the CPU, where the passes are planned.
+        features: computes u.
+        synthetic_SICHW: the synthetic images.
+        x_NCHW: the real images. Their number N is public, and so is the number of pairs.
+        segment_N: the index of each image's pair. −1 marks images that are ignored. It should be on
+            the CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
     device = x_NCHW.device
@@ -154,25 +166,35 @@ def per_example_gradients(
 
 
 def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
-    """Returns how many vectors of a segment that has about `expected` of them (a public number) are
-    pulled back together: a power of two. On average half of the last pass is padding."""
+    """Returns the number of vectors of a (client, class) pair that are pulled back together.
+
+    It is a power of two. On average half of the last pass is padding.
+
+    Args:
+        features: computes u.
+        synthetic_SICHW: the synthetic images.
+        expected: the approximate number of vectors of a pair, which is public.
+    """
     images = PULLED * features.images_at_once(synthetic_SICHW[0])
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
 class FeatureSumMatcher(MatchingObjective):
-    """Mechanism `features`: each of the first M steps releases one network's sums, and step t uses
-    those of network t mod M.
+    """The mechanism `features`, which releases the feature sums of M networks once.
+
+    Each of the first M steps releases the sums of one network. Step t uses the sums of network t
+    mod M.
 
     Args:
-        series: charged for M releases for each client.
-        count_series: charged for one release of sensitivity 1.
-        networks: M.
-        floor: public lower bound of the divisor; a class whose noisy count is below it is not
-            `uploaded`.
+        clients: the private records.
+        series: for each client, a series that is charged for M releases.
+        count_series: for each client, a series that is charged for one release of sensitivity 1.
+        networks: the number of networks M.
+        floor: a public lower bound of the divisor. The images of a class whose noisy count is below
+            this bound are not `uploaded`.
 
     Attributes:
-        counts: released noisy counts [S].
+        counts: the released noisy counts [S].
     """
 
     def __init__(
@@ -200,8 +222,7 @@ class FeatureSumMatcher(MatchingObjective):
         return matching_gradient(features, synthetic, self._targets[step % self._networks])
 
     def _release(self, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        """Returns the network's estimated class means, [S, D], from one noisy sum for each
-        class."""
+        """Releases one noisy sum for each class and returns the estimated class means, [S, D]."""
         centre = frozen_means(features, synthetic)
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -212,10 +233,10 @@ class FeatureSumMatcher(MatchingObjective):
 
 
 class PaperMatcher(MatchingObjective):
-    """Mechanism `paper`: lines 15 to 17 of FedDM's Algorithm 1 as printed. NOT differentially
-    private; for comparison only.
+    """The mechanism `paper`, which is NOT differentially private and only for comparison.
 
-    Clipping a class's batch gradient to 𝒞 bounds its norm, not one example's influence: the
+    It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping the batch gradient of a
+    class to 𝒞 bounds the norm of this gradient, but not the influence of one example. The
     sensitivity is up to 2𝒞, not 𝒞/|B_c|.
     """
 

@@ -1,5 +1,8 @@
-"""Images of clients and of synthetic sets: real minibatches, start images, uploads, and the
-server's training on the union of all sets."""
+"""Images of clients and of synthetic sets.
+
+The module draws real minibatches and start images, makes and checks uploads, and trains the
+server's model on the images of all clients together.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,18 @@ from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
 
 MAX_IPC = 100_000
-"""Upper bound of the images per class that a client is asked for: more than any data set here
-has."""
+"""The largest number of images per class that the server may request. It exceeds that of any data
+set here."""
 
 
 @dataclass(frozen=True)
 class SyntheticSet(Message):
-    """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
+    """A client's upload of synthetic images.
+
+    Args:
+        images: normalised images [N, C, H, W], float32.
+        labels: the labels of the images [N], int64.
+    """
 
     # a subclass may send uint8 pixels: `normalised` returns a network's inputs
     images: Tensor = released()
@@ -37,30 +45,34 @@ class SyntheticSet(Message):
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
-        """Returns the images as network inputs: normalised, float32."""
+        """Returns the images as network inputs, which are normalised and float32."""
         if self.images.dtype == torch.uint8:
             return normalise(self.images, spec)
         return self.images
 
     def soft_labels(self) -> Tensor | None:
-        """Returns the images' soft labels [N, C], each row of which sums to 1, or None if clients
-        send none."""
+        """Returns the soft labels [N, C] of the images, or None if the upload has none.
+
+        Each row sums to 1.
+        """
         return None
 
 
 def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
-    """Returns the uploads that are synthetic sets, by client."""
+    """Returns those uploads that are synthetic sets, by client."""
     return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
 
 
 MAX_PIXEL = 1e4
-"""Largest magnitude of a normalised pixel, in standard deviations: real pixels are within about 10,
-images that differential privacy's noise moves within some hundreds."""
+"""The largest magnitude of a normalised pixel, in standard deviations. Real pixels are within about
+10. Images that the noise of differential privacy moves are within some hundreds."""
 
 
 def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:
-    """Returns the upload rules of a `SyntheticSet`: at most `ipc` images of each class, normalised
-    or as uint8 pixels."""
+    """Returns the upload rules of a `SyntheticSet` with at most `ipc` images of each class.
+
+    The images are normalised, or have uint8 pixels if `dtype` is uint8.
+    """
     rows = ipc * spec.classes
     shape = (None, *spec.image_shape)
     low, high = (0, 255) if dtype == torch.uint8 else (-MAX_PIXEL, MAX_PIXEL)
@@ -71,25 +83,24 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
-    """Rejects a set that does not have one label for each image, or that has more images of a class
-    than agreed.
+    """Checks that a set has one label for each image, and at most `ipc` images of each class.
 
-    The server joins sets for training, images and labels separately: one missing label would shift
-    the labels of every later client's images.
+    The server concatenates the images of all sets, and separately the labels. One missing label
+    would shift the labels of the images of every later client.
 
     Raises:
-        UploadRejectedError: names the field.
+        UploadRejectedError: the set does not pass the check. The error names the field.
     """
     images = len(upload.images)
     if len(upload.labels) != images:
         raise UploadRejectedError(
-            "labels", f"are {len(upload.labels)}, but there are {images} images"
+            "labels", f"has {len(upload.labels)} entries, but there are {images} images"
         )
     largest = max(torch.bincount(upload.labels).tolist(), default=0)
     if largest > ipc:
         raise UploadRejectedError(
             "labels",
-            f"contain a class {largest} times, but at most {ipc} images per class were requested",
+            f"contains a class {largest} times, but at most {ipc} images per class were requested",
         )
 
 
@@ -102,16 +113,20 @@ def start_images(
     average: int = 1,
     restart: bool = False,
 ) -> Tensor:
-    """Returns the images [S, ipc, C, H, W] that a round's condensation starts from: each client's
-    of its last round, else real images or averages of them, and of private clients public noise.
+    """Returns the images [S, ipc, C, H, W] from which the condensation of a round starts.
+
+    A client that has images of its last round starts from these images. Other clients start from
+    real images or from averages of real images. Private clients start from public noise instead of
+    real images.
 
     Args:
-        clients, segments: the group and its (client, class) pairs.
-        memories: of the clients; "images" are those of the last round.
-        context: the round's.
-        ipc: images of a segment.
-        average: random real images that a start image is the mean of; 1: real images as they are.
-        restart: ignore the images of the last round.
+        clients, segments: the group of clients and its (client, class) pairs.
+        memories: the clients' memories. The entry "images" has the images of the last round.
+        context: the round's context.
+        ipc: the number of images of each pair.
+        average: the number of random real images that are averaged for each start image. With 1,
+            start images are real images.
+        restart: whether the images of the last round are ignored.
     """
 
     if isinstance(clients, PrivateClientView):
@@ -129,7 +144,7 @@ def start_images(
 def restore_images(
     start_SICHW: Tensor, segments: ClientClassPairs, memories: Sequence[Memory]
 ) -> None:
-    """Replaces the start images of clients that remember those of their last round, in place."""
+    """Replaces the start images of clients that have images of their last round, in place."""
     for position, memory in enumerate(memories):
         if "images" in memory:
             indices = segments.of(position)
@@ -141,8 +156,12 @@ def _class_pools(
     segments: ClientClassPairs,
     generator_of: Callable[[int], torch.Generator],
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
-    """Yields each segment's examples [n], as indices into the resident data, and the generator of
-    its client, which `generator_of` returns for the client's index."""
+    """Yields, for each (client, class) pair, the examples of the pair and the client's random
+    generator.
+
+    The examples are positions [n] in `clients.data`. `generator_of` returns the random generator
+    for a client's index.
+    """
     for position, client in enumerate(clients.ids):
         generator = generator_of(client)
         for label in segments.label[segments.of(position)].tolist():
@@ -152,11 +171,10 @@ def _class_pools(
 def real_start(
     clients: ExactClientView, segments: ClientClassPairs, ipc: int, seed: int, draw: int = 0
 ) -> Tensor:
-    """Returns `ipc` random real images of each segment, [S, ipc, C, H, W]; smaller classes repeat
-    some images.
+    """Returns `ipc` random real images of each (client, class) pair, [S, ipc, C, H, W].
 
-    The draw depends only on (seed, client, draw), so REAL and FedDM with one seed start from the
-    same images.
+    If a class has fewer images, some images are repeated. The draw depends only on (seed, client,
+    draw), so REAL and FedDM start from the same images if they have the same seed.
     """
     indices = clients.data.labels.new_empty(len(segments), ipc)
     pools = _class_pools(
@@ -171,8 +189,10 @@ def real_start(
 def averaged_start(
     clients: ExactClientView, segments: ClientClassPairs, ipc: int, average: int, seed: int
 ) -> Tensor:
-    """Returns `ipc` images of each segment, each the mean of `average` random real images of its
-    class (drawn with replacement), [S, ipc, C, H, W]."""
+    """Returns `ipc` averaged real images of each (client, class) pair, [S, ipc, C, H, W].
+
+    Each is the mean of `average` random real images of the class, drawn with replacement.
+    """
     shape = clients.spec.image_shape
     images = torch.empty(len(segments), ipc, *shape, device=clients.data.labels.device)
     pools = _class_pools(
@@ -191,8 +211,10 @@ def noise_start(
     image_shape: tuple[int, int, int],
     seed: int,
 ) -> Tensor:
-    """Returns standard normal images [S, ipc, C, H, W] on the CPU. They are public and depend only
-    on (seed, client), so that the start contains nothing private."""
+    """Returns standard normal images [S, ipc, C, H, W] on the CPU.
+
+    The images are public and contain nothing private, because they depend only on (seed, client).
+    """
     images = torch.empty(len(segments), ipc, *image_shape)
     for position, client in enumerate(ids):
         generator = torch_generator(seed, "start noise", client)
@@ -204,8 +226,11 @@ def noise_start(
 def split_uploads(
     images_SICHW: Tensor, segments: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Returns one upload for each client of the group, with only the segments that `uploaded_S`
-    selects; None selects all."""
+    """Returns one upload for each client of the group.
+
+    An upload contains only the (client, class) pairs that `uploaded_S` selects. If `uploaded_S` is
+    None, it contains all pairs of the client.
+    """
     uploads = []
     ipc = images_SICHW.shape[1]
     for position in range(clients):
@@ -226,12 +251,18 @@ def train_on_union(
     objective: Objective | None = None,
     on_all: Objective | None = None,
 ) -> None:
-    """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10).
+    """Trains `model` in place on the uploaded images of all clients together (FedDM's server, Eq.
+    10).
 
     Args:
-        objective: (the network in training, a minibatch's images, labels) -> its loss, instead of
-            the cross-entropy.
-        on_all: the same for the whole union, added to the loss of each step.
+        model: the server's model.
+        uploads: the clients' synthetic sets.
+        settings: the settings of SGD.
+        context: the round's context.
+        objective: a function (the network in training, images and labels of a minibatch) -> loss,
+            which replaces the cross-entropy.
+        on_all: a function of the same form, which is called with all images and labels. Its loss is
+            added to the loss of each step.
     """
     sets = list(uploads.values())
     if not any(len(u.labels) for u in sets):
@@ -242,8 +273,8 @@ def train_on_union(
         raise SettingError(
             "method",
             "min_examples",
-            "is more than any client has of any class, so no client sends an image: lower "
-            "it, or use fewer clients (partition.clients)",
+            "is above the number of examples that any client has of any class, so no client sends "
+            "an image: choose a lower number, or fewer clients (partition.clients)",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
@@ -265,20 +296,24 @@ SMALL_CLASS = ("all", "resample")
 
 
 class BatchIndices:
-    """B_c for every step and segment: `batch` examples without replacement.
+    """The real batch B_c of every step and (client, class) pair.
 
-    Classes smaller than the batch: "all" takes every example at every step (the exact mean, at less
-    cost); "resample" draws `batch` examples with replacement. A client's draws depend only on
-    (seed, round, client), not on the other clients of its group.
+    A batch has `batch` examples, drawn without replacement. If a class has fewer examples,
+    `small_class` decides. With "all" every example is used at every step, which gives the exact
+    mean at less cost. With "resample" `batch` examples are drawn with replacement. A client's draws
+    depend only on (seed, round, client), and not on the other clients of the group.
 
     Args:
-        clients, segments: the group and its (client, class) pairs.
-        steps: number of condensation steps.
+        clients, segments: the group of clients and its (client, class) pairs.
+        batch: the number of examples in a batch.
+        steps: the number of condensation steps.
+        seed, round: the seed and the round that determine the draws.
+        small_class: "all" or "resample".
 
     Attributes:
-        sizes: examples of each segment in a step, on the CPU.
-        segment: of each row, on the data's device.
-        divisors: `sizes` on the data's device, [S, 1].
+        sizes: the number of examples of each pair in a step, on the CPU.
+        segment: the index of the pair of each example in a step, on the data's device.
+        divisors: `sizes` as float32 on the data's device, [S, 1].
     """
 
     def __init__(
@@ -310,13 +345,19 @@ class BatchIndices:
         self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
-        """Returns one step's indices into the resident data [N]; their segments are `segment` [N]
-        at every step, ascending."""
+        """Returns the positions [N] in `clients.data` of the examples of one step.
+
+        The attribute `segment` has the indices of their (client, class) pairs, which are the same
+        at every step and ascending.
+        """
         return self._indices[step].to(torch.int64)
 
     def pieces(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """Yields a step's batch cut into pieces of at most `size` images: their rows and their
-        segments."""
+        """Yields the batch of a step in pieces of at most `size` images.
+
+        A piece consists of a slice of the batch and the slice of the (client, class) pairs in this
+        piece.
+        """
         for start in range(0, len(self._segment), size):
             segment = self._segment[start : start + size]
             yield slice(start, start + size), slice(int(segment[0]), int(segment[-1]) + 1)
@@ -325,8 +366,10 @@ class BatchIndices:
 def _draw(
     pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
 ) -> Tensor:
-    """Returns positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] if
-    the pool is small)."""
+    """Draws positions in the list of a class's examples, [steps, min(batch, pool)].
+
+    With "resample", the shape is [steps, batch] even if the class has fewer examples.
+    """
     if pool <= batch:
         if small_class == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)

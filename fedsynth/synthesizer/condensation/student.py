@@ -1,11 +1,11 @@
-"""Training of a network on a synthetic set only: mixup, and augmented images that a teacher
-relabels.
+"""Trains a network on a synthetic set only.
 
 The set and the teacher are released or public, so everything derived from them is post-processing.
-With few images a student sees little variety. A teacher can label any image, so copies that are
-shifted, rotated and deformed, or mixed in pairs, get their own labels (after Asano & Saeed 2023,
-arXiv 2112.00725). Without a teacher, copies keep their image's label, and labels are mixed in the
-same shares as images (mixup: Zhang et al. 2018, arXiv 1710.09412).
+
+With few images a student sees little variety. A teacher can label any image. Copies that are
+shifted, rotated and deformed, or mixed in pairs, therefore get labels from the teacher (after Asano
+& Saeed 2023, arXiv 2112.00725). Without a teacher, copies keep the label of the original image, and
+labels are mixed in the same shares as images (mixup: Zhang et al. 2018, arXiv 1710.09412).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ AT_ONCE = 48
 
 @dataclass(frozen=True)
 class StudentSettings:
-    """The settings of a student's training.
+    """The settings of the training of a student.
 
     Args:
-        steps: of AdamW; the learning rate falls to 0 by a cosine.
-        batch: images of a step.
-        learning_rate: the initial one.
-        weight_decay: AdamW's.
-        mixup: whether pairs are mixed, in shares uniform on [0, 1]: with a teacher every second
-            copy is such a mixture, which the teacher labels; without a teacher, or without copies,
-            batches and their labels are mixed.
-        views: augmented copies of each image.
-        flip: whether copies may be mirrored; not for classes that differ by left and right.
-        seed: of copies, batches and mixing.
+        steps: the number of AdamW's steps. The learning rate falls to 0 along a cosine.
+        batch: the number of images in a step.
+        learning_rate: the initial learning rate.
+        weight_decay: the weight decay of AdamW.
+        mixup: whether pairs of images are mixed, in shares uniform on [0, 1]. With a teacher and
+            copies, every second copy is such a mixture, which the teacher labels. Otherwise batches
+            and their labels are mixed.
+        views: the number of augmented copies of each image.
+        flip: whether copies may be mirrored. It should be False for classes that differ by left and
+            right.
+        seed: the seed of copies, batches and mixing.
 
     >>> StudentSettings(views=0).mixup
     True
@@ -71,11 +72,12 @@ def train_student(
 
     Args:
         student: any network from normalised images to logits.
-        images_NCHW: normalised, for example `SharedSet.normalised()`.
+        images_NCHW: normalised images, for example `SharedSet.normalised()`.
         labels: classes [N], or soft labels [N, classes].
-        settings: None: `StudentSettings()`.
-        teacher: relabels augmented copies by its softmax; None: they keep their image's label.
-        report: receives the number of finished steps and the total.
+        settings: the settings of the training. If None, they are `StudentSettings()`.
+        teacher: a network whose softmax labels the augmented copies. If None, copies keep the label
+            of the original image.
+        report: receives the number of finished steps and the total number.
 
     >>> from fedsynth import ModelSettings
     >>> from fedsynth.models.registry import build_model
@@ -110,8 +112,10 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Returns labels [N] as one-hot rows with the student's number of classes; rows [N, C]
-    unchanged."""
+    """Returns labels [N] as one-hot rows, one column for each of the student's classes.
+
+    Labels that are already rows [N, C] are returned unchanged.
+    """
     if labels.dim() == 2:
         return labels.float()
     mode = student.training
@@ -124,7 +128,10 @@ def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor
 def augmented(
     images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the images with their copies [(1 + views)·N, C, H, W], and rows of labels."""
+    """Returns the images with their augmented copies, and a row of labels for each.
+
+    The images have the shape [(1 + views)·N, C, H, W].
+    """
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
     images, rows = [images_NCHW], [shares_NC]
     segments = torch.arange(len(images_NCHW), device=images_NCHW.device)
@@ -145,7 +152,10 @@ def augmented(
 
 
 def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Returns the teacher's softmax [N, classes] and restores the teacher's mode."""
+    """Returns the teacher's softmax for the images, [N, classes].
+
+    The teacher's training mode is restored afterwards.
+    """
     mode = teacher.training
     teacher.eval()
     with torch.no_grad():
@@ -155,7 +165,9 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
-    """Returns share·values[first] + (1 − share)·values[second]; without shares only values[first].
+    """Returns share·values[first] + (1 − share)·values[second].
+
+    Without shares, returns values[first].
 
     >>> mixed(torch.tensor([2.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
     tensor([2.5000])

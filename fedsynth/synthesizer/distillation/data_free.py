@@ -1,8 +1,9 @@
-"""Distillation of one teacher into a student without data: FedKF's T2 at a single party (arXiv
-2207.10447, Sec. IV-B to IV-E, Table IV).
+"""Distillation of one teacher into a student without data.
 
-In each step, the generator descends L_G (Eq. 5) of the frozen teacher, and its images transfer the
-teacher's knowledge to the student by KL(teacher ‖ student) (Eq. 6).
+This is T2 of FedKF at a single party (arXiv 2207.10447, Sec. IV-B to IV-E, Table IV). In each step,
+the generator takes a step down L_G (Eq. 5), which is computed with the frozen teacher. Then the
+student learns the teacher's predictions on the generated images by minimising KL(teacher ‖ student)
+(Eq. 6).
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ class DataFreeDistiller:
     """Trains students of a teacher without any data (FedKF, Table IV).
 
     Args:
-        teacher: a trained classifier. Its features are those of `embed`, if it has that, otherwise
-            the input of its last linear layer.
-        images: the specification of the teacher's images, or their shape (C, H, W) if its inputs
-            are pixels in [0, 1].
-        steps: of generator and student.
-        batch: images of a step; the paper gives none.
-        learning_rate: of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero
-            by a cosine.
-        momentum: of the student's SGD.
-        generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR; values from 0.001 to 0.2 perform
-            similarly (docs/results.md).
-        one_hot_weight: λ1: 0.2 on EMNIST, 0.01 on CIFAR.
-        activation_weight: λ2: 0.02 on EMNIST, 0.002 on CIFAR.
-        kl_weight: of −KL(teacher ‖ student) in the generator's loss (the official code's
-            `g_use_kl`, which it sets to γ = 1 on CIFAR and omits on EMNIST).
-        latent: length of the generator's noise.
-        width: of the generator.
-        replay: additional student steps, in each step, on random earlier batches; the paper has 0.
-            A student's step costs little compared with a generator's, and the teacher's logits on
-            old images are still valid.
-        replay_batches: number of the last batches that `replay` draws from.
-        seed: of the generator's weights and noise.
+        teacher: a trained classifier. Its features are the output of `embed` if it has this method,
+            and otherwise the input of its last linear layer.
+        images: the specification of the teacher's images. It may be the shape (C, H, W) alone if
+            the teacher's inputs are pixels in [0, 1].
+        steps: the number of steps of the generator and of the student.
+        batch: the number of images in a step. The paper does not state it.
+        learning_rate: the learning rate of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8).
+            It falls to zero along a cosine.
+        momentum: the momentum of the student's SGD.
+        generator_lr: the learning rate of the generator's Adam, 0.2 on EMNIST and 0.02 on CIFAR.
+            Values from 0.001 to 0.2 perform similarly (docs/results.md).
+        one_hot_weight: λ1, which is 0.2 on EMNIST and 0.01 on CIFAR.
+        activation_weight: λ2, which is 0.02 on EMNIST and 0.002 on CIFAR.
+        kl_weight: the weight of −KL(teacher ‖ student) in the generator's loss. It is the official
+            code's `g_use_kl`, which is γ = 1 on CIFAR and left out on EMNIST.
+        latent: the length of the generator's noise vector.
+        width: the width of the generator, see `Generator`.
+        replay: the number of additional student steps in each step, on random earlier batches. The
+            paper has 0. A student's step costs little compared with a generator's step, and the
+            teacher's logits on earlier images remain valid.
+        replay_batches: the number of most recent batches from which `replay` draws.
+        seed: the seed of the generator's weights and noise.
 
     >>> from fedsynth import load_dataset, resolve, simulate
     >>> from fedsynth.evaluation.accuracy import accuracy
@@ -93,10 +94,10 @@ class DataFreeDistiller:
     def fit(
         self, student: nn.Module, report: Callable[[int, int], None] = lambda completed, total: None
     ) -> Generator:
-        """Trains `student`, in place, on the teacher's device; returns the generator.
+        """Trains `student` in place on the teacher's device, and returns the generator.
 
         Args:
-            student: any classifier of the same classes.
+            student: any classifier with the teacher's classes.
             report: receives (finished steps, total steps).
         """
         device = next(self.teacher.parameters()).device
@@ -128,7 +129,10 @@ class DataFreeDistiller:
         return generator
 
     def _generator_loss(self, x: Tensor, teacher: Any, student: nn.Module) -> Tensor:
-        """Returns L_G of generated images, and the term of `kl_weight`."""
+        """Returns the generator's loss L_G on generated images.
+
+        If `kl_weight` is not zero, the loss also contains the term −KL(teacher ‖ student).
+        """
         features, logits = features_and_logits(teacher, x)
         loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
         if self.kl_weight:
@@ -136,10 +140,13 @@ class DataFreeDistiller:
         return loss
 
     def facts(self, generator: Generator) -> dict[str, float]:
-        """Returns metrics of the teacher's predictions on a batch from a generator that `fit`
-        returned; a low class entropy indicates a collapse.
+        """Returns metrics of the teacher's predictions on generated images.
 
-        The names are those of `evaluation.generated.describe`.
+        A low class entropy indicates that the generator has collapsed to few classes. The names of
+        the metrics are those of `evaluation.generated.describe`.
+
+        Args:
+            generator: a generator that `fit` returned.
         """
         return describe(generator_tally(self.teacher, generator))
 
@@ -148,14 +155,17 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a classifier's features [N, D] and logits [N, C] of images.
 
     Raises:
-        ValueError: it has neither `embed` and `classifier` nor a linear layer.
+        ValueError: the classifier has neither `embed` and `classifier` nor a linear layer.
     """
     if hasattr(teacher, "embed") and hasattr(teacher, "classifier"):
         features = teacher.embed(x)
         return features, teacher.classifier(features)
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
-        raise ValueError("the teacher needs a linear layer, whose input is taken as its features")
+        raise ValueError(
+            "the teacher must have a linear layer, because the input of the last linear layer is "
+            "used as the features"
+        )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
         logits = teacher(x)

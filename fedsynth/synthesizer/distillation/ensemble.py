@@ -1,9 +1,9 @@
-"""Distillation of several models into one without data: the server of DENSE (Zhang et al. 2022,
-Algorithm 1) and FedHydra (Algorithm 1, Eqs. 12 to 19).
+"""Distillation of several models into one without data.
 
-An epoch draws noise z and labels y once. The generator takes several steps down
-L_CE + λ1·L_BN + λ2·L_AD on them, and then the student learns the ensemble's predictions P on the
-generated images. Everything here is computed only from the models.
+This is the server of DENSE (Zhang et al. 2022, Algorithm 1) and of FedHydra (Algorithm 1, Eqs. 12
+to 19). An epoch draws noise z and labels y once. The generator takes several steps down L_CE +
+λ1·L_BN + λ2·L_AD on them. Then the student learns the ensemble's predictions P on the generated
+images. Everything here is computed only from the models.
 """
 
 from __future__ import annotations
@@ -31,12 +31,19 @@ from fedsynth.synthesizer.distillation.losses import (
 from fedsynth.validation import check_choices, check_ranges
 
 Aggregate = Callable[[Tensor, Tensor], Tensor]
-"""(logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N, C]."""
+"""A function (logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N,
+C]."""
 
 
 class Batch(NamedTuple):
-    """Generated images x̂ [N, C, H, W], the ensemble's logits P on them [N, classes], their target
-    labels y [N], and the generator's loss on them."""
+    """A batch of generated images, with the ensemble's predictions.
+
+    Attributes:
+        images: the generated images x̂, [N, C, H, W].
+        logits: the ensemble's logits P for the images, [N, classes].
+        labels: the target labels y of the images, [N].
+        loss: the generator's loss on the images.
+    """
 
     images: Tensor
     logits: Tensor
@@ -45,7 +52,9 @@ class Batch(NamedTuple):
 
 
 def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns the averaging ensemble of DENSE (Eq. 1) and FedDF, [N, C].
+    """Returns the average of the models' logits, [N, C].
+
+    DENSE (Eq. 1) and FedDF use this ensemble.
 
     >>> average_of_logits(torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([0]))
     tensor([[0.5000, 1.5000]])
@@ -55,39 +64,45 @@ def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OneShotSettings:
-    """Settings with FedHydra's values, and reasons for those that the papers do not give.
+    """The settings of distillation from an ensemble. The defaults are FedHydra's values.
+
+    The reasons are given for values that the papers do not state.
 
     Args:
-        server_epochs: T_g.
-        generator_steps: T_G in an epoch.
-        generator_lr, generator_beta1: Adam's; β₁ is 0.5 in DENSE's public code.
-        generator_batch: images of an epoch's draw (DENSE's public default is 256).
-        latent, generator_width: of the generator: DENSE's public code has 256, and 64.
-        conditional: the label is an input of the generator; the papers' generators take only noise
-            and learn an epoch's labels with it.
-        generator_reset: train a new generator in each epoch, as in DENSE's public code.
-        learn_noise: Adam optimises the epoch's noise together with the generator (DENSE's public
-            code).
-        bn_weight, ad_weight: λ1, λ2.
-        only_disagreement: DENSE's L_AD.
-        student_images: which of an epoch's images the student is trained on. "all": those of every
-            generator step, a student step for each batch ("leverages all generated intermediate
-            images", FedHydra, Sec. 2); "last": one batch, generated after the last step (Algorithm
-            1 taken literally, with its one student step); "best": the batch of the step with the
-            lowest loss (DENSE's public code).
-        replay: train on the images of all epochs so far (DENSE's public code) instead of this
-            epoch's.
-        flips, crop: random views, see `Views`. The ensemble receives views while the generator is
-            trained. The student and its teacher receive new ones in each pass, cropped only if
-            images are in colour (DENSE's public code, which crops CIFAR for the student, and flips
-            digits, too).
-        hard_weight: β; the paper gives none: 1.
-        server_lr: of the student's SGD.
-        server_momentum: of the student's SGD: 0, as FedHydra's paper gives none (Sec. 4.1.4). With
-            a student step for every generator step, on images that hardly differ, momentum
-            accumulates the steps: at 0.9 students learn less at most skews, and their hidden units
-            may die (docs/results.md). DENSE's public code, which trains on each image among many
-            others (`replay`), has 0.9.
+        server_epochs: the number of epochs T_g.
+        generator_steps: the number of generator steps T_G in an epoch.
+        generator_lr, generator_beta1: the learning rate and β₁ of the generator's Adam. β₁ is 0.5
+            in DENSE's public code.
+        generator_batch: the number of images that an epoch draws. The default in DENSE's public
+            code is 256.
+        latent, generator_width: the length of the generator's noise vector and the generator's
+            width. DENSE's public code has 256 and 64.
+        conditional: whether the label is an input of the generator. The generators of the papers
+            take only noise and learn the labels of an epoch together with its noise.
+        generator_reset: whether each epoch trains a new generator, as in DENSE's public code.
+        learn_noise: whether Adam optimises the noise of an epoch together with the generator, as in
+            DENSE's public code.
+        bn_weight, ad_weight: the weights λ1 and λ2.
+        only_disagreement: whether L_AD is DENSE's, which counts only images on which the ensemble
+            and the student disagree.
+        student_images: the images of an epoch on which the student is trained. With "all" they are
+            those of every generator step, with a student step for each batch ("leverages all
+            generated intermediate images", FedHydra, Sec. 2). With "last" they are one batch,
+            generated after the last step (Algorithm 1 taken literally, with its one student step).
+            With "best" they are the batch of the step with the lowest loss (DENSE's public code).
+        replay: whether the student is trained on the images of all epochs so far, as in DENSE's
+            public code, instead of only those of the current epoch.
+        flips, crop: the random views of images, see `Views`. The ensemble receives views while the
+            generator is trained. The student and its teacher receive new views in each pass, which
+            are cropped only if images are in colour. DENSE's public code also crops CIFAR for the
+            student, and flips even digits.
+        hard_weight: the weight β. The paper gives none, so it is 1.
+        server_lr: the learning rate of the student's SGD.
+        server_momentum: the momentum of the student's SGD. It is 0, because FedHydra's paper gives
+            none (Sec. 4.1.4). If the student takes a step for every generator step, the images of
+            successive steps hardly differ, and momentum adds these steps up. With momentum 0.9,
+            students learn less at most skews, and their hidden units may die (docs/results.md).
+            DENSE's public code has 0.9, but trains on each image among many others (`replay`).
     """
 
     server_epochs: int = 200
@@ -126,20 +141,21 @@ class OneShotSettings:
 
 
 class OneShotDistillation:
-    """A generator and a student in training, alternately, one epoch at a time.
+    """Trains a generator and a student alternately, one epoch at a time.
 
     Args:
-        models: F_1 … F_m on the student's device, frozen and in evaluation mode.
+        models: the models F_1 … F_m on the student's device, frozen and in evaluation mode.
         aggregate: computes the ensemble's logits P.
-        student: F_g, trained in place.
-        spec: the data set's specification; only public facts of it are used.
-        targets: computes the logits that the student learns, if they are not P.
-        precision: of the networks' passes (`fedsynth.mixed_precision`).
+        student: the model F_g, which is trained in place.
+        spec: the data set's specification. Only public facts are read from it.
+        targets: computes the logits that the student learns. If None, the student learns P.
+        precision: the precision of the networks' passes (`fedsynth.mixed_precision`).
 
     Attributes:
-        tallies: of each epoch's images for the student, int64 [epochs, 3, classes], see
-            `evaluation.generated`; the student's predictions are those after the epoch.
-        state: all objects that an epoch changes and the next one needs (`resumable`).
+        tallies: counts of predictions on the student's images in each epoch, int64 [epochs, 3,
+            classes], see `evaluation.generated`. The student's predictions are made after the
+            epoch.
+        state: all objects that an epoch changes and that the next epoch needs (`resumable`).
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> models = [nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval() for _ in range(3)]
@@ -202,8 +218,10 @@ class OneShotDistillation:
             self.state |= {"generator": self._generator, "adam": self._adam}
 
     def train_generator(self, epoch: int) -> list[Batch]:
-        """Takes the generator's T_G steps of an epoch (FedHydra, Algorithm 1, lines 13 to 21);
-        returns the batches that the student learns from."""
+        """Takes the T_G generator steps of an epoch and returns the batches for the student.
+
+        The steps are lines 13 to 21 of FedHydra's Algorithm 1.
+        """
         settings = self._settings
         if settings.generator_reset and epoch:
             self._new_generator(*self._seeds, epoch)
@@ -229,7 +247,7 @@ class OneShotDistillation:
     def _generator_step(
         self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
     ) -> Batch:
-        """Takes one step down L_Gen; returns the images before it."""
+        """Takes one generator step down L_Gen and returns the images from before the step."""
         settings = self._settings
         with torch.enable_grad():
             x = self._generated(z, y)
@@ -246,8 +264,11 @@ class OneShotDistillation:
         return Batch(x.detach(), P.detach(), y, loss.detach())
 
     def train_student(self, epoch: int, batches: Sequence[Batch]) -> None:
-        """Takes a step down L_Glo = KL(P ‖ F_g) + β·CE(F_g, argmax P) for each batch (FedHydra, Eqs.
-        17 to 19), of earlier epochs, too, with `replay`; counts the epoch's predictions."""
+        """Takes one student step for each batch and counts the predictions of the epoch.
+
+        The loss is L_Glo = KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19). With
+        `replay`, the batches of earlier epochs are used, too.
+        """
         if not self._settings.replay:
             self._batches.clear()
         self._batches += batches
@@ -266,7 +287,10 @@ class OneShotDistillation:
 
     @torch.no_grad()
     def _images_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns images and target logits of one student step; new views, if there are any."""
+        """Returns the images and the target logits of one student step.
+
+        If the settings ask for views, new random views of the images are drawn.
+        """
         if not self._student_views and self._targets is None:
             return batch.images, batch.logits
         x = self._student_views(batch.images, self._spec, self._view_draws)
@@ -277,7 +301,7 @@ class OneShotDistillation:
             return widened(self._generator.normalised(z, y))  # y: only if it is conditional
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Returns the models' logits, [m, N, C]."""
+        """Returns the logits of all models, [m, N, C]."""
         with mixed(self._device, self._precision):
             return widened(torch.stack([model(x) for model in self._models]))
 
@@ -304,7 +328,10 @@ class OneShotDistillation:
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:
-    """Returns the batch with the lower loss, compared on the device; the first one on a tie."""
+    """Returns the batch with the lower loss, or the first batch if the losses are equal.
+
+    The losses are compared on the device.
+    """
     lower = second.loss < first.loss
     return Batch(
         torch.where(lower, second.images, first.images),

@@ -1,12 +1,12 @@
 """Generators of images for distillation without data, and FedGen's generator of embeddings.
 
-The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains
-without data): a linear layer to a small feature map, two doublings by upsampling with convolution,
-batch norm and leaky ReLU, one more convolution, a sigmoid. It outputs pixels in [0, 1];
-`normalised` returns network inputs. With `classes` it is conditional: a one-hot label is part of
-its input.
+The image generator is similar to DCGAN (Radford et al. 2016), in the form that DAFL (Chen et al.
+2019) trains without data. A linear layer makes a small feature map. The map is doubled twice by
+upsampling with convolution, batch norm and leaky ReLU. One more convolution and a sigmoid follow.
+The output is pixels in [0, 1], and `normalised` returns network inputs. With `classes` the
+generator is conditional, which means that a one-hot label is part of its input.
 
-It never accesses data: it learns only from released models.
+A generator never reads data. It learns only from released models.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fedsynth.seeding import forked_rng
 
 
 class DoublingConv2d(nn.Conv2d):
-    """`Upsample(2)` (nearest neighbour) and a 3×3 convolution with padding 1, as one operation.
+    """An upsampling layer and a convolution in one operation.
 
-    Equal pixels share a product: 4 products per pair of channels at an output pixel instead of 9,
-    and the enlarged image is never computed. Weights, their initialisation and, up to rounding,
-    results are those of the two layers.
+    It computes `Upsample(2)` (nearest neighbour) followed by a 3×3 convolution with padding 1.
+    Equal pixels share a product, so each pair of channels needs 4 products at an output pixel
+    instead of 9, and the enlarged image is never computed. The weights and their initialisation are
+    the same as those of the two layers, and the results are the same up to rounding.
 
     >>> x, layer = torch.rand(2, 4, 7, 7), DoublingConv2d(4, 3)
     >>> two = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(4, 3, 3, padding=1))
@@ -54,14 +55,18 @@ class DoublingConv2d(nn.Conv2d):
 
 
 class Generator(nn.Module):
-    """`forward`: noise [N, latent] (and labels [N]) to pixels [N, C, H, W] in [0, 1].
+    """A generator that maps noise [N, latent] to pixels [N, C, H, W] in [0, 1].
+
+    A conditional generator also takes labels [N].
 
     Args:
         images: the specification of the images, or their shape (C, H, W).
-        latent: length of z.
-        width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
-        classes: of a conditional generator; 0: none.
-        running: keep running statistics, for evaluation mode.
+        latent: the length of the noise vector z.
+        width: the number of channels of the last hidden layer (64 in DAFL). The layers before it
+            have twice as many.
+        classes: the number of classes of a conditional generator, or 0 for a generator without
+            labels.
+        running: whether batch norm keeps running statistics, which evaluation mode needs.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Generator(nn.Module):
     def forward(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
         if self.classes:
             if labels_N is None:
-                raise ValueError("a conditional generator needs labels")
+                raise ValueError("a conditional generator must be called with labels")
             z_NL = torch.cat([z_NL, F.one_hot(labels_N, self.classes).to(z_NL.dtype)], dim=1)
         h = self.start(z_NL).view(len(z_NL), self._wide, self._rows, self._columns)
         h = self.body(channels_last(h))
@@ -103,15 +108,17 @@ class Generator(nn.Module):
         return torch.sigmoid(widened(h[..., : self._spec.height, : self._spec.width]))
 
     def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
-        """Returns images as network inputs: (pixels − mean)/std."""
+        """Returns generated images as network inputs, (pixels − mean)/std."""
         pixels = self(z_NL, labels_N)
         mean, std = pixel_constants(self._spec, pixels.device)
         return (pixels - mean) / std
 
 
 class LatentGenerator(nn.Module):
-    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], with one hidden
-    layer (arXiv 2105.10056, and its public code)."""
+    """FedGen's generator G(y, ε) of embeddings (arXiv 2105.10056, and its public code).
+
+    It has one hidden layer and maps labels [N] and noise [N, noise] to embeddings [N, size].
+    """
 
     def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
         super().__init__()
@@ -130,8 +137,10 @@ class LatentGenerator(nn.Module):
 def make_latent_generator(
     classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256
 ) -> LatentGenerator:
-    """Returns a generator of embeddings whose weights depend only on the seed; the global RNG is
-    not changed."""
+    """Returns a generator of embeddings whose weights depend only on the seed.
+
+    The state of the global random generator does not change.
+    """
     with forked_rng(seed, "latent generator initialisation"):
         return LatentGenerator(classes, size, noise, hidden)
 
@@ -145,8 +154,9 @@ def make_generator(
     classes: int = 0,
     running: bool = True,
 ) -> Generator:
-    """Returns a `Generator` whose weights depend only on (seed, numbers); the global RNG is not
-    changed.
+    """Returns a `Generator` whose weights depend only on `seed` and `numbers`.
+
+    The state of the global random generator does not change.
 
     >>> make_generator((1, 28, 28), seed=0)(torch.randn(2, 100)).shape
     torch.Size([2, 1, 28, 28])
@@ -156,7 +166,10 @@ def make_generator(
 
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
-    """Takes one step of each optimiser down `loss`; gradients of other networks do not change."""
+    """Takes one step of each optimiser to reduce `loss`.
+
+    The gradients of other networks do not change.
+    """
     parameters = []
     for optimiser in optimisers:
         for group in optimiser.param_groups:

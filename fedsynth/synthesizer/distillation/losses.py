@@ -1,5 +1,7 @@
-"""Losses of distillation without data: FedKF's (arXiv 2207.10447, Eqs. 2 to 6), DENSE's and
-FedHydra's (Eqs. 14 to 19), and FedGen's term for diverse embeddings.
+"""Losses of distillation without data.
+
+They are FedKF's (arXiv 2207.10447, Eqs. 2 to 6), those of DENSE and FedHydra (Eqs. 14 to 19), and
+the term of FedGen that rewards diverse embeddings.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from fedsynth.models.batch_norm import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns −IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 if all classes are
-    predicted equally often.
+    """Returns the negative entropy of the mean prediction of a batch, divided by log C, in [−1, 0].
 
-    FedKF, Eq. 3, has −IE. The official code divides by log C, so that the term's weight relative to
-    the two others does not depend on the number of classes.
+    The value is −1 if all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official
+    code divides it by log C, so that its weight relative to the other two terms does not depend on
+    the number of classes.
     """
     mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
     negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
@@ -29,18 +31,19 @@ def information_entropy_loss(logits_NC: Tensor) -> Tensor:
 
 
 def one_hot_loss(logits_NC: Tensor) -> Tensor:
-    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): minimal if each prediction
-    is certain."""
+    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2).
+
+    The loss is minimal if each prediction is certain.
+    """
     return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
 
 
 def activation_loss(features_ND: Tensor) -> Tensor:
-    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4): minimal if features are
-    strong.
+    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4).
 
-    Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as
-    strong (84 times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes
-    with the strongest features.
+    The loss is minimal if features are strong. Eq. 4 prints −‖f‖₁, but the official code takes the
+    mean over the features. A sum is D times as strong (84 times for LeNet-5). It outweighs L_IE,
+    and the generator then collapses to the few classes with the strongest features.
     """
     return -features_ND.abs().mean()
 
@@ -48,8 +51,10 @@ def activation_loss(features_ND: Tensor) -> Tensor:
 def generator_loss(
     features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
 ) -> Tensor:
-    """Returns L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images
-    (FedKF, Eq. 5)."""
+    """Returns the generator's loss L_G = L_IE + λ1·L_OH + λ2·L_A (FedKF, Eq. 5).
+
+    It is computed from a teacher's features and logits on generated images.
+    """
     return (
         information_entropy_loss(logits_NC)
         + one_hot_weight * one_hot_loss(logits_NC)
@@ -58,8 +63,10 @@ def generator_loss(
 
 
 def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
-    """Returns KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq.
-    6)."""
+    """Returns KL(teacher ‖ student) between softmax predictions, averaged over the batch.
+
+    The inputs are logits (FedKF, Eq. 6).
+    """
     return F.kl_div(
         student_NC.log_softmax(dim=1),
         teacher_NC.log_softmax(dim=1),
@@ -69,8 +76,11 @@ def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
-    """Returns −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only
-    images on which the two disagree."""
+    """Returns −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15).
+
+    With `only_disagreement`, only images on which the ensemble and the student predict different
+    classes contribute (DENSE, Eq. 4).
+    """
     log_p = ensemble_NC.log_softmax(dim=1)
     log_q = student_NC.log_softmax(dim=1)
     divergence_N = (log_p.exp() * (log_p - log_q)).sum(dim=1)
@@ -81,7 +91,7 @@ def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreeme
 
 
 def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) -> Tensor:
-    """Returns KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
+    """Returns the student's loss KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
     return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(
         student_NC, ensemble_NC.argmax(dim=1)
     )
@@ -98,14 +108,16 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor | float]]:
-    """Looks at the inputs of all batch-norm layers inside the block. Yields a function to call after
-    one pass of each model, which returns
+    """Yields a function that returns the batch-norm loss of the models.
+
+    Inside the block, the inputs of all batch-norm layers are recorded. The function must be called
+    after one pass of each model. It returns
 
     L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
 
-    with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its
-    running ones; zero without such layers. (FedHydra's text describes the layers as the
-    generator's; they are the client models', as in DENSE.)
+    where μ_l(x) and σ²_l(x) are the statistics of the batch at the layer's input, and μ_{k,l} and
+    σ²_{k,l} are the layer's running statistics. Without such layers the loss is zero. FedHydra's
+    text says that the layers are the generator's, but they are the client models', as in DENSE.
     """
     terms: list[Tensor] = []
 
@@ -126,8 +138,11 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
 
 
 def diversity_loss(noise_NE: Tensor, embeddings_ND: Tensor) -> Tensor:
-    """Returns exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code):
-    small if different noise yields different embeddings."""
+    """Returns a loss that is small if different noise yields different embeddings.
+
+    The loss is exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D), as in FedGen's public
+    code.
+    """
     noise_distances = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2)
     distances = (embeddings_ND[:, None] - embeddings_ND[None]).abs().mean(dim=2)
     return (-(noise_distances * distances).mean()).exp()

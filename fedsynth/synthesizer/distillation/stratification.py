@@ -1,9 +1,9 @@
-"""FedHydra's model stratification (Algorithm 2) and stratified aggregation (Algorithm 3): Eqs. 2 to
-11.
+"""FedHydra's model stratification (Algorithm 2) and stratified aggregation (Algorithm 3).
 
-u_{k,j} measures how well client k's model can teach class j: the relative decrease of its loss
-while a new generator is trained on it. U is [C, m] (classes by clients); Ū_r weights clients for
-each class (rows sum to 1), Ū_c weights classes for each client (columns sum to 1).
+They implement Eqs. 2 to 11. u_{k,j} measures how well client k's model can teach class j. It is the
+relative decrease of the model's loss while a new generator is trained on the model. U is a matrix
+[C, m] of classes by clients. Ū_r weights the clients for each class, and its rows sum to 1. Ū_c
+weights the classes for each client, and its columns sum to 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedsynth.synthesizer.distillation.generator import Generator, descend, make
 from fedsynth.training.loop import State
 
 PAIRS = 64
-"""Generators whose weights, gradients and images are in memory at a time."""
+"""The number of generators whose weights, gradients and images are in memory at a time."""
 
 
 def pair_losses(
@@ -40,22 +40,30 @@ def pair_losses(
     batched: bool | None = None,
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
-    """Returns L_{k,j}, the losses of model k on images of its generator for class j, at every step
-    of the generator's training, [T_G, C, m] (Algorithm 2, lines 4 to 15).
+    """Trains a generator for each pair of a model and a class, and returns the losses of all steps.
 
-    All generators begin with the same weights and noise, so that their losses are comparable. Those
-    of up to PAIRS pairs are trained together; each model processes the images of its own C
+    L_{k,j} is the loss of model k on images that its generator makes for class j (Algorithm 2,
+    lines 4 to 15). The result has the shape [T_G, C, m].
+
+    All generators begin with the same weights and noise, so that their losses are comparable. The
+    generators of up to PAIRS pairs are trained together. Each model processes the images of its C
     generators in one pass.
 
     Args:
-        models: in evaluation mode; their weights are not changed.
+        models: the models in evaluation mode. Their weights are not changed.
+        spec: the data set's specification.
+        seed: the seed of the generators' weights and noise.
+        device: the device of all tensors.
         steps: T_G of Algorithm 2.
-        batch, latent, width: of the generators; the paper gives none.
-        learning_rate: Adam's. The paper has one rate for all generators, 1e-3; at ten times that,
-            losses fall far enough within 30 steps to distinguish clients (docs/results.md).
-        batched: run the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions
-            take several times as long as a loop.)
-        loop: (name, steps, what changes) -> 0, 1, …: `RoundContext.server_loop`, for checkpoints.
+        batch, latent, width: the batch size, noise length and width of the generators. The paper
+            does not state them.
+        learning_rate: the learning rate of Adam. The paper has one rate for all generators, 1e-3.
+            At ten times this rate, losses fall far enough within 30 steps to distinguish clients
+            (docs/results.md).
+        batched: whether the passes of all generators run as one. If None, they do on a GPU. On a
+            CPU, grouped convolutions take several times as long as a loop.
+        loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
+            `RoundContext.server_loop`, which saves checkpoints.
     """
     classes = spec.classes
     if batched is None:
@@ -88,7 +96,7 @@ def pair_losses(
 
 
 def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
-    """Returns the parameters of `count` generators that begin alike, each [count, …]."""
+    """Returns the parameters of `count` equal copies of a generator, each [count, …]."""
     stacked = {}
     for name, p in generator.named_parameters():
         stacked[name] = p.detach()[None].repeat(count, *[1] * p.dim()).requires_grad_()
@@ -96,7 +104,10 @@ def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
 
 
 def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
-    """Returns the images of all generators, whose parameters are stacked, [P, N, C, H, W]."""
+    """Returns the images of all generators, [P, N, C, H, W].
+
+    The parameters of the generators are stacked.
+    """
 
     def pixels(parameters: dict[str, Tensor]) -> Tensor:
         return functional_call(generator, parameters, (z,))
@@ -108,12 +119,12 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
-    """Returns U [C, m] = (max_t − min_t)/min_t of each pair's losses (Eqs. 2 and 3).
+    """Returns U [C, m] = (max_t − min_t)/min_t of the losses of each pair (Eqs. 2 and 3).
 
     Args:
-        losses_TCM: loss of every step, class and client.
-        floor: lower bound of the denominator, because a minimum near zero would outweigh all
-            others; the paper has none.
+        losses_TCM: the loss of every step, class and client.
+        floor: a lower bound of the denominator, because a minimum near zero would outweigh all
+            other values. The paper has no such bound.
 
     >>> guidance(torch.tensor([[[4.0, 2.0]], [[1.0, 2.0]]]))  # two steps, one class, two clients
     tensor([[3., 0.]])
@@ -123,7 +134,10 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Returns Ū_r: each row divided by its sum (Eqs. 4 and 5); a row of zeros becomes uniform."""
+    """Returns Ū_r, in which each row of U is divided by its sum (Eqs. 4 and 5).
+
+    A row of zeros becomes uniform.
+    """
     total = u_CM.sum(dim=1, keepdim=True)
     return torch.where(
         total > 0, u_CM / total.clamp_min(torch.finfo(u_CM.dtype).tiny), 1 / u_CM.shape[1]
@@ -131,20 +145,26 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def share_of_classes(u_CM: Tensor) -> Tensor:
-    """Returns each column divided by its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
+    """Divides each column of U by its sum (Eqs. 6 and 7).
+
+    A column of zeros becomes uniform.
+    """
     return share_of_clients(u_CM.T).T
 
 
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
     """Returns Ū_r and Ū_c, each [C, m].
 
-    "We first normalize each row of U … Then, we normalize each column of U" (Sec. 3.2): in place,
-    so columns are normalised after rows. A class that no model teaches easily then counts as much
-    as one that all teach easily. It also prevents that a client's weights concentrate on a few
-    classes where a loss falls to near zero, so that u, which is unbounded, is very large.
+    The paper says "We first normalize each row of U … Then, we normalize each column of U" (Sec.
+    3.2). This is taken to mean in place, so that columns are normalised after rows. A class that no
+    model teaches easily then counts as much as a class that all models teach easily. It also
+    prevents a client's weights from concentrating on a few classes. They would otherwise
+    concentrate where a loss falls to near zero, because u is unbounded and then very large.
 
     Args:
-        in_place: False: columns of the raw U, as Eq. 6 is printed.
+        u_CM: the matrix U.
+        in_place: whether columns are normalised after rows. If False, the columns of the original U
+            are normalised, as Eq. 6 is printed.
 
     >>> stratified_weights(torch.tensor([[3.0, 1.0], [0.0, 1.0]]))[0]  # Ū_r
     tensor([[0.7500, 0.2500],
@@ -160,6 +180,8 @@ def stratified_aggregation(
     """Returns P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
 
     Args:
+        logits_MNC: the logits F_k(x) of all models.
+        labels_N: the target labels y.
         by_class_CM: Ū_r.
         by_client_CM: Ū_c.
 
@@ -174,11 +196,11 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Returns log P, [N, C], with P the stratified aggregation of the models' probabilities softmax
-    F_k(x) instead of their logits. The softmax of log P is P divided by its sum.
+    """Returns log P, [N, C], where P aggregates the models' probabilities instead of their logits.
 
-    A weight then scales how much a client's vote for a class counts. With logits it scales the
-    logit, so that a class of small weight cannot win, however confident the client is.
+    P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
+    A weight then scales how much a client's vote for a class counts. With logits, a weight scales
+    the logit, so that a class of small weight cannot win, however confident the client is.
     """
     mixed = stratified_aggregation(logits_MNC.softmax(dim=2), labels_N, by_class_CM, by_client_CM)
     return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
