@@ -120,7 +120,10 @@ def test_an_own_map_is_looked_at_before_a_run_needs_it() -> None:
     """What it makes of one image must have its declared form, before any ledger is charged."""
     wrong: dict[str, tuple[Any, str]] = {
         "own-array": (lambda shape: torch.ones(3), "returns Tensor, but must return a"),
-        "own-width": (lambda shape: own(shape, dimension=2), "is 2, but the map.s function returned"),
+        "own-width": (
+            lambda shape: own(shape, dimension=2),
+            "is 2, but the map's function returned",
+        ),
         "own-numpy": (
             lambda shape: replace(own(shape), function=lambda x: np.zeros((len(x), 1))),  # type: ignore[arg-type,return-value]
             "must return a tensor .*, got ndarray",
@@ -179,7 +182,7 @@ def test_the_constants_are_medians_over_public_images() -> None:
         (lambda x: 3, "must return a tensor"),
         (lambda x: x, "one vector per image"),
         (lambda x: torch.zeros(len(x), 4), "the same vector for half"),
-        (lambda x: x.flatten(1) / 0, "not finite"),
+        (lambda x: x.flatten(1) / 0, "must return finite numbers"),
     ],
 )
 def test_what_makes_no_vectors_is_refused(function: Callable[[Tensor], Tensor], words: str) -> None:
