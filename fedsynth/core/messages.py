@@ -178,8 +178,7 @@ class Packed:
         unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if unused:
             raise MessageError(
-                f"a received {cls.__name__} message contains {unused[0]!r:.80}, which is not one "
-                "of its fields"
+                f"a received {cls.__name__} message contains an unexpected entry {unused[0]!r:.80}"
             )
         return cls(**values)
 
