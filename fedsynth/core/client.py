@@ -72,7 +72,7 @@ def _inputs(
 
 @dataclass(frozen=True)
 class ClientClassPairs:
-    """The (client, class) pairs to which the entries of a group's tensors belong.
+    """Identifies the (client, class) pairs whose data are in a group's tensors.
 
     Args:
         position: the client's position in the group, int64 [S] on the CPU.

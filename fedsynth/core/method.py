@@ -2,8 +2,9 @@
 
 In a round, `broadcast` makes the server's message from the server's state. `client_step` makes each
 client's upload and new memory from the message and the client's data. `server_step` makes the next
-state from the uploads. The engine decides how many clients share one call of `client_step`.
-Expensive steps therefore have a leading client axis, and a single client is a group of size one.
+state from the uploads. The engine decides how many clients share one call of `client_step`. The
+tensors of expensive steps therefore have a leading client axis, and a single client is a group of
+size one.
 
 The class attributes `downlink`, `upload` and `state` declare the types of the messages and of the
 state. The engine checks these types before it calls a step. A step names the declared types in its

@@ -123,7 +123,7 @@ class ReleaseSchedule:
     same_releases_every_round: ClassVar[bool] = True
 
     def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
-        """Returns those of `plans` that are released in this round, in the same order.
+        """Selects the plans that are released in this round, in the order of `plans`.
 
         By default these are all plans. A method overrides this hook if `same_releases_every_round`
         is False. The result must be public and fixed before any data are read.
@@ -139,8 +139,9 @@ class ReleaseSchedule:
     ) -> tuple[ReleasePlan, ...]:
         """Returns this client's release plans in this round.
 
-        By default they are the round's `plans`. A method may change a plan's number of steps or its
-        dimension according to public values, and the client is then charged for the changed plan.
+        By default they are the round's `plans`. A method may reduce a plan's number of steps or
+        change its dimension, according to public values. The client is then charged for the changed
+        plan.
         """
         return plans
 
@@ -189,7 +190,7 @@ class SyntheticImages:
         If True, verification requires that the run folder contains the images.
 
         Args:
-            counted: the rounds that were completed.
+            counted: the numbers of the rounds that were completed and not discarded.
         """
         return False
 

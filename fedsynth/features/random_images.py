@@ -79,8 +79,8 @@ def random_images(
 def spectral_noise(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
     """Draws Gaussian fields with power 1/f^α in random colours, [N, 3, H, W] in [0, 1].
 
-    Each image has its own α, which is uniform in [1.5, 3.5]. Each image is also stretched by a
-    random factor along one axis.
+    Each image has its own α, which is uniform in [1.5, 3.5]. The two axes of each image are also
+    scaled differently, by a random factor.
     """
     fields = _fields(count, 3, height, width, generator)
     return _levels(_mixed_colours(fields, generator), generator)

@@ -166,9 +166,9 @@ def _step_features(networks: Networks, seed: int, step: int, device: torch.devic
 
 
 def _segment(x: Tensor) -> Tensor:
-    """Returns a group index for each record.
+    """Returns the group index 0 for each record.
 
-    The index selects an augmentation and has no effect here, because nothing is augmented.
+    Group indices select augmentations, and nothing is augmented here.
     """
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 

@@ -29,8 +29,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
-"""A function (images, group index of each image) -> transformed images. A group has one
-transformation."""
+"""A function (images, group index of each image) -> transformed images. Images with the same group
+index get the same transformation."""
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
@@ -38,7 +38,7 @@ SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 class SiameseAugmentation:
     """The random transformations of one step, one for each group of images.
 
-    A group is usually a (client, class) pair or a class.
+    Images with the same group index get the same transformation.
 
     Args:
         segments: the number of groups.

@@ -239,11 +239,10 @@ def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
 def segment_means_vjp(
     features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True
 ) -> tuple[Tensor, VectorJacobian]:
-    """Returns the mean features of some (client, class) pairs [G, D], and a function that pulls
-    back.
+    """Computes the mean features of some (client, class) pairs, and prepares their backward pass.
 
-    The mean features are mean_{S_c} u. The function maps vectors v [V, G, D] to J_cᵀ v_c [V, G,
-    ipc, C, H, W], where J_c is the Jacobian of mean_{S_c} u.
+    Returns the means mean_{S_c} u [G, D], and a function that maps vectors v [V, G, D] to J_cᵀ v_c
+    [V, G, ipc, C, H, W]. J_c is the Jacobian of mean_{S_c} u.
     """
     shape = synthetic_SICHW[numbers_G].shape
     ipc = shape[1]
@@ -313,7 +312,7 @@ def segments_at_once(features: FeatureMap, x_NCHW: Tensor, ipc: int) -> int:
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
     """Returns the sum of the rows of each group, [segments, D].
 
-    The sums are a matrix product, which is deterministic on CUDA.
+    The sums are computed by a matrix product, which is deterministic on CUDA.
 
     Args:
         values_ND: the rows.

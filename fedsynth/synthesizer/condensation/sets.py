@@ -24,8 +24,8 @@ from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
 
 MAX_IPC = 100_000
-"""The largest number of images per class that the server may request. It exceeds that of any data
-set here."""
+"""The largest number of images per class that the server may request. No data set here has as
+many."""
 
 
 @dataclass(frozen=True)

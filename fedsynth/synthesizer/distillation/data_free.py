@@ -142,8 +142,8 @@ class DataFreeDistiller:
     def facts(self, generator: Generator) -> dict[str, float]:
         """Returns metrics of the teacher's predictions on generated images.
 
-        A low class entropy indicates that the generator has collapsed to few classes. The names of
-        the metrics are those of `evaluation.generated.describe`.
+        A low class entropy indicates that the generator has collapsed to few classes.
+        `evaluation.generated.describe` defines the metrics.
 
         Args:
             generator: a generator that `fit` returned.

@@ -1,7 +1,7 @@
 """Losses of distillation without data.
 
-They are FedKF's (arXiv 2207.10447, Eqs. 2 to 6), those of DENSE and FedHydra (Eqs. 14 to 19), and
-the term of FedGen that rewards diverse embeddings.
+They are the losses of FedKF (arXiv 2207.10447, Eqs. 2 to 6), DENSE and FedHydra (Eqs. 14 to 19),
+and the term of FedGen that rewards diverse embeddings.
 """
 
 from __future__ import annotations
