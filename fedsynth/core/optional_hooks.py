@@ -74,9 +74,9 @@ class SecureSums:
 
     @property
     def requires_secure_sum(self) -> bool:
-        """Whether the server sees only the sum of the clients' uploads.
+        """True if the server sees only the sum of the clients' uploads.
 
-        If True, the server's next state is computed by `from_sum`.
+        The server's next state is then computed by `from_sum`.
         """
         return False
 
@@ -178,7 +178,7 @@ class SyntheticImages:
 
     @property
     def plans_images(self) -> bool:
-        """Whether a run may end with synthetic images.
+        """True if a run may end with synthetic images.
 
         If False, `fedsynth verify` refuses a run folder that contains synthetic images.
         """

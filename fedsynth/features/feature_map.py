@@ -72,7 +72,7 @@ class FeatureMap:
         image_shape: the shape (C, H, W) of the input images.
         dimension: the dimension d of the vectors.
         norm_bound: a public bound in the units of the features. φ is clipped to this L2 norm before
-            sums are released. fedstats uses such a sum as the centre of the features.
+            sums are released. fedstats computes the centre of the features from such a sum.
         radius: R, a public constant in the same units. It is the approximate distance of an image's
             vector from the overall mean m. fedstats clips (φ − m)/R to norm 1.
         source: a text for the report that says where the two constants come from.

@@ -1,13 +1,14 @@
 """Mechanisms that compute the gradient of condensation from charged, noisy sums.
 
 The module also has the mechanism `paper`, which guarantees nothing. The mechanisms `residual` and
-`gradient` release sums at every step. The mechanism `features` releases once for each of M networks
+`gradient` release sums at every step. The mechanism `features` releases the following sums once for
+each of M networks, with the synthetic images at the time of the release:
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
-with the synthetic images at the time of the release. It also releases the counts n̂_c = n_c + N(0,
-σ_count²) once. The target of network m is s_{m,c} + R_{m,c} / max(n̂_c, floor). Later steps do not
-read the data, so any number of steps over the M networks is post-processing.
+It also releases the counts n̂_c = n_c + N(0, σ_count²) once. The target of network m is s_{m,c} +
+R_{m,c} / max(n̂_c, floor). Later steps do not read the data, so any number of steps over the M
+networks is post-processing.
 
 The sensitivity of `features` is as follows. s is public noise or computed from earlier releases, so
 u_m(x) − s is a function of x only. An example contributes to the sum of one class, which it changes
