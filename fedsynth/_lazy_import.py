@@ -16,12 +16,12 @@ Exports = tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]
 
 
 def lazy_exports(package: str, file: str, more: Mapping[str, str] | None = None) -> Exports:
-    """Returns a package's `__all__`, `__getattr__` and `__dir__`.
+    """Returns `__all__`, `__getattr__` and `__dir__` for a package that imports its names lazily.
 
     Args:
-        package: its name.
-        file: its `__init__.py`, which re-exports the names.
-        more: names in addition, with their modules.
+        package: the name of the package.
+        file: the `__init__.py` of the package, which re-exports the names.
+        more: additional names, each with the module that defines it.
     """
     modules = {**exported_names(Path(file)), **(more or {})}
     names = sorted(modules)

@@ -18,11 +18,11 @@ class FedsynthError(Exception):
 
 
 class UnknownNameError(FedsynthError):
-    """A method, data set, model or setting's value that does not exist.
+    """Raised for an unknown name of a method, data set or model, or an unknown value of a setting.
 
     Args:
-        text: one line, including what would be right.
-        section, key: the setting that has this value, if it belongs to a setting.
+        text: the message, in one line. It names valid alternatives.
+        section, key: the setting that has this value, or None if the name is not a setting's value.
     """
 
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
@@ -41,7 +41,7 @@ class SettingError(NamedSettingError, FedsynthError):
         section: section of a config file ("run", "data", "partition", "model", "method",
             "privacy"); None for an argument of a function or class that config files lack.
         key: the setting's name in the section.
-        reason: the rest of the sentence that begins with the setting.
+        reason: the rest of the sentence, which begins with the name of the setting.
         value: the setting's value, if the sentence is about this value.
 
     >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
@@ -74,20 +74,21 @@ class OutputError(FedsynthError):
 
 
 class CheckpointError(FedsynthError):
-    """A run that cannot be resumed: its checkpoint is damaged, or of other settings or data."""
+    """Raised if a run cannot be resumed, because its checkpoint is damaged or belongs to a run with
+    other settings or data."""
 
 
 class MessageError(FedsynthError):
-    """A message that cannot be sent, or bytes that are not the message that was expected."""
+    """Raised if a message cannot be sent, or if received bytes are not the expected message."""
 
 
 class UploadRejectedError(FedsynthError):
-    """An upload that its method's clients may not send.
+    """Raised for an upload that a client of the method may not send.
 
     Args:
-        field: the message's field, or the tensor in it.
-        reason: the rest of the sentence that begins with the field.
-        diverged: whether diverged training could also produce this upload.
+        field: the invalid field of the message, or the invalid tensor in the message.
+        reason: the rest of the sentence, which begins with the name of the field.
+        diverged: whether an honest client could send such an upload after diverged training.
     """
 
     def __init__(self, field: str, reason: str, *, diverged: bool = False) -> None:
@@ -118,9 +119,9 @@ def unknown_name(
     """Returns the error for a name that is not in `names`.
 
     Args:
-        kind: the kind of thing that it should name.
-        name: the name.
-        names: the valid names; the error suggests near matches or, if there are none, all of them.
+        kind: the kind of thing that the name stands for, such as "data set".
+        name: the unknown name.
+        names: the valid names. The error suggests similar names or, if there are none, lists all.
         section, key: the setting whose value is this name.
     """
     return UnknownNameError(

@@ -1,8 +1,8 @@
-"""Passes of networks in bfloat16, with weights, sums and losses in float32: `--precision bf16`.
+"""Runs networks in bfloat16, for the option `--precision bf16`.
 
-`torch.autocast` decides the precision of each operation: bfloat16 for convolutions and matrix
-products, the input's for the rest. Losses are computed in float32: callers pass a network's output
-through `widened` first.
+Weights, sums and losses stay in float32. `torch.autocast` computes convolutions and matrix products
+in bfloat16, and other operations in the precision of their inputs. Before a loss is computed, the
+output of the network must be converted to float32 by `widened`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context in which networks compute in `precision`; float32 changes nothing.
+    """Returns a context in which networks compute in `precision`. float32 changes nothing.
 
-    Weights are cast at each use. autocast's cache would keep cast weights until the outermost
-    context ends, which may be a caller's: they would be stale after an optimiser step inside it.
+    Weights are converted each time they are used. autocast's cache is off, because it would keep
+    converted weights until the outermost context ends. After an optimiser step, these would be old.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.rand(1, 2)
@@ -31,7 +31,7 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
 
 
 def widened(x: Tensor) -> Tensor:
-    """Returns a bfloat16 tensor in float32, any other tensor unchanged.
+    """Converts a bfloat16 tensor to float32. Returns other tensors unchanged.
 
     >>> widened(torch.zeros(1, dtype=torch.bfloat16)).dtype
     torch.float32

@@ -46,7 +46,7 @@ class OwnCode:
 
 
 def names_a_file(setting: str) -> bool:
-    """Returns whether this is `FILE.py:NAME`, and not a registered name.
+    """Returns True if a setting has the form `FILE.py:NAME` and is not a registered name.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -56,7 +56,7 @@ def names_a_file(setting: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Returns whether this is a custom file's label in config.toml, `FILE:NAME@HASH`.
+    """Returns True if a name has the form `FILE:NAME@HASH`, which config.toml has for custom files.
 
     >>> is_label("net.py:Net@0123456789ab"), is_label("convnet")
     (True, False)
@@ -67,14 +67,15 @@ def is_label(name: str) -> bool:
 def unloaded_file(
     section: str, key: str, label: str, labels: Iterable[str], register: str
 ) -> SettingError:
-    """Returns the error for a custom file that this process has not loaded, or only in another
-    version.
+    """Returns the error for a custom file that this process has not loaded.
+
+    The message differs if the process has loaded another version of the file.
 
     Args:
-        section, key: the setting that names it.
-        label: its value.
+        section, key: the setting that names the file.
+        label: the value of the setting.
         labels: the registered names.
-        register: the Python function that registers such a file's class or function.
+        register: the name of the Python function that registers a class or function of a file.
     """
     file = label.partition("@")[0]
     for other in labels:
@@ -92,14 +93,14 @@ def unloaded_file(
 
 
 def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
-    """Executes the file of `FILE.py:NAME`; returns the object NAME and the file's `OwnCode`.
+    """Executes a custom file, and returns the object with the given name and its `OwnCode`.
 
     Args:
-        section, key: the setting that names it.
-        setting: its value.
+        section, key: the setting that names the file.
+        setting: the value of the setting, `FILE.py:NAME`.
 
     Raises:
-        SettingError: the file cannot be read or executed, or has no such name.
+        SettingError: the file cannot be read or executed, or does not define the name.
     """
     file, _, name = setting.rpartition(":")
     path = Path(file)
@@ -120,9 +121,10 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
 
 
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
-    """Returns the file as a module, or the one of an earlier call with the same text.
+    """Executes a file as a module. Returns the earlier module if the text was executed before.
 
-    The text is compiled here: Python's own loader would run a cached `.pyc`, which is not hashed.
+    The text is compiled here, because Python's own loader could run a cached `.pyc` file instead,
+    which is not hashed.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
     if title in sys.modules:

@@ -1,9 +1,9 @@
-"""Reproducible randomness: every stream is derived from (run seed, purpose, numbers such as round
-and client).
+"""Creates reproducible random generators.
 
-Two streams of one run never share state, so adding a client, a round or a consumer does not shift
-the draws of others, and nothing reads or writes the global generators. The noise and the sampling
-masks of differential privacy do *not* come from here: see `fedsynth.privacy.randomness`.
+The seed of each generator is derived from the run's seed, a purpose, and numbers such as the round
+and the client. Two generators of one run never share state, so an additional client or round does
+not change the random numbers of the others. Global generators are not used. The noise and sampling
+masks of differential privacy do *not* come from here, but from `fedsynth.privacy.randomness`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 def torch_generator(
     seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """Returns a `torch.Generator` on `device` for one purpose; draws are equal only on devices of
-    one type."""
+    """Returns a PyTorch generator on `device` for one purpose.
+
+    Two devices give the same random numbers only if they are of the same type.
+    """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *numbers))
 
 
@@ -37,10 +39,11 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Runs code that takes no generator (module constructors, dropout) under a derived seed, and
-    then restores the global state.
+    """Returns a context in which PyTorch's global CPU generator has a derived seed.
 
-    Module constructors draw on the CPU, so only the CPU generator is forked.
+    Module constructors and dropout need this, because they accept no generator. After the context,
+    the generator has its previous state. Only the CPU generator is changed, because module
+    constructors draw on the CPU.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, purpose, *numbers))

@@ -1,4 +1,7 @@
-"""Reads and writes a run's config.toml, sections of plain values; the input is untrusted."""
+"""Reads and writes the config.toml of a run, which has sections of plain values.
+
+The files that are read are untrusted input.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def read_sections(path: Path) -> Sections:
     """Returns the sections of a TOML file, without checking their values.
 
     Raises:
-        ConfigFileError: it cannot be read, is not a regular file, or is not TOML with sections.
+        ConfigFileError: the file cannot be read, is not a regular file, or is not TOML with
+            sections.
     """
     try:
         sections = load_toml(path)
@@ -36,8 +40,10 @@ def read_sections(path: Path) -> Sections:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns sections of strings, numbers and booleans as TOML; `tomllib` reads back equal
-    values."""
+    """Formats sections of strings, numbers and booleans as TOML.
+
+    `tomllib` reads the same values from the text.
+    """
     lines = []
     for name, values in sections.items():
         lines.append(f"[{name}]")

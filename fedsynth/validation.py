@@ -1,6 +1,7 @@
 """Validation of settings: converts values to their fields' types and checks their ranges.
 
-A settings class names with `section` its section of a config file; errors name section and field.
+The attribute `section` of a settings class is the section of the config file. Error messages name
+the section and the field.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", st
 
 
 def section_of(settings: Any) -> str | None:
-    """Returns the config file section of these settings (or this class); None: they have none."""
+    """Returns the config file section of a settings object or class, or None without a section."""
     return getattr(settings, "section", None)
 
 
 def in_range(default: float, low: float, high: float = math.inf) -> Any:
-    """Returns a settings field with this default and closed range, which `check_fields` checks."""
+    """Declares a field of settings with a default and a closed range. `check_fields` checks it."""
     return field(default=default, metadata={"range": (low, high)})
 
 
 def one_of(default: str, *alternatives: str) -> Any:
-    """Returns a settings field with these choices, the default first; see `check_fields`."""
+    """Declares a field of settings with choices, the first being the default. `check_fields` checks
+    it."""
     return field(default=default, metadata={"choices": (default, *alternatives)})
 
 
@@ -53,7 +55,8 @@ def check_fields(settings: Any) -> None:
     A subclass that overrides only a default inherits the range of its base class.
 
     Raises:
-        SettingError: as `check_ranges` and `check_choices`.
+        SettingError: a value is outside its range.
+        UnknownNameError: a value is not one of its choices.
     """
     declared: dict[str, Mapping[str, Any]] = {}
     for cls in reversed(type(settings).__mro__):
@@ -68,14 +71,16 @@ def check_fields(settings: Any) -> None:
 
 
 def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
-    """Refuses a setting outside its closed range, not a number, or not whole where it must be.
+    """Raises an error if a setting is not a number, or is outside its closed range.
+
+    Fields of type int must be whole numbers.
 
     Args:
         settings: a dataclass.
-        ranges: field: (least, most). A field of type int takes only whole numbers.
+        ranges: the smallest and the largest value for each field.
 
     Raises:
-        SettingError: names the setting, its range and what was given.
+        SettingError: a value is not valid. The message names the setting and its range.
     """
     integers = {f.name for f in fields(settings) if f.type in (int, "int")}
     for name, (low, high) in ranges.items():
@@ -86,16 +91,17 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 def check_number(
     section: str | None, key: str, value: Any, low: float, high: float, *, integer: bool = False
 ) -> None:
-    """Refuses a value outside a closed range, not a number, or not whole where it must be.
+    """Raises an error if a value is not a number, or is outside a closed range.
 
     Args:
         section, key: the setting, see `SettingError`.
-        value: what was given.
-        low, high: the range. It ends at `LARGEST` (whole numbers) or `LARGEST_FLOAT`.
-        integer: whether it must be a whole number.
+        value: the value of the setting.
+        low, high: the range. It ends at the latest at `LARGEST` for whole numbers, and at
+            `LARGEST_FLOAT` for other numbers.
+        integer: whether the value must be a whole number.
 
     Raises:
-        SettingError: names the setting, its range and what was given.
+        SettingError: the value is not valid. The message names the setting and its range.
     """
     if integer and type(value) is not int:
         raise SettingError(section, key, f"must be a whole number, got {short_repr(value)}")
@@ -145,15 +151,17 @@ def check_choice(section: str | None, key: str, value: str, allowed: Sequence[st
 
 
 def check_embedding(method: str, model: nn.Module) -> None:
-    """Refuses a network without `embed` and a linear `classifier`, which together make its
-    logits.
+    """Raises an error if a network has no `embed` or no linear `classifier`.
+
+    Raises:
+        SettingError: the network lacks one of them.
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         reason = (
-            f"must be a network with `embed` and a linear `classifier`: {method} uses "
-            "embeddings and logits (a custom model needs embed(x), which returns [N, "
-            "embedding_size]; classifier, an nn.Linear(embedding_size, classes); and "
-            "embedding_size)"
+            f"must be a network with `embed` and a linear `classifier`, because {method} uses "
+            "embeddings and logits: a custom model needs embed(x), which returns [N, "
+            "embedding_size], the attribute embedding_size, and a classifier that is "
+            "nn.Linear(embedding_size, classes)"
         )
         raise SettingError("model", "name", reason)
 
@@ -175,7 +183,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
 
 
 def field_types(cls: Any) -> dict[str, type]:
-    """Returns the types of a dataclass's fields by name; of `X | None` and `X | Y`, X."""
+    """Returns the type of each field of a dataclass. For `X | None` and `X | Y`, this is X."""
     try:
         hints = get_type_hints(cls)
     except NameError:  # an annotation is only for type checkers: use the types of the defaults
@@ -196,8 +204,11 @@ def converted(
     of: str,
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Converts `values` to their `types`. Raises the errors of `from_mapping`, which also suggest
-    the settings of `also` (known, but already removed from `values`)."""
+    """Converts `values` to their `types`.
+
+    The errors are those of `from_mapping`. The error for an unknown name also suggests the names in
+    `also`, which are known settings that were already removed from `values`.
+    """
     result = {}
     for key, value in values.items():
         if key not in types:
@@ -210,7 +221,8 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
     """Converts `value` to `kind`, which is bool, int, float or str.
 
     Raises:
-        SettingError: it cannot be converted, is not finite, or exceeds `LARGEST` (`LARGEST_FLOAT`).
+        SettingError: the value cannot be converted, is not finite, or is larger than `LARGEST` (for
+            int) or `LARGEST_FLOAT` (for float).
     """
     try:
         if kind is bool:

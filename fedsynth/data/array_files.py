@@ -1,7 +1,7 @@
-"""Readers of files in torchvision's layout: idx (MNIST and similar), SVHN's .mat, CIFAR's pickles.
+"""Reads the array files of MNIST and similar data sets (idx), SVHN (.mat) and CIFAR (pickles).
 
-The files are untrusted input, so each reader checks sizes before it allocates memory, and raises a
-one-line error for a damaged file.
+The files have the names and folders that torchvision gives them. They are untrusted input, so each
+reader checks sizes before it allocates memory, and raises a one-line error for a damaged file.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SVHN_MD5 = {
 """The MD5 hashes of the published files, as torchvision lists them."""
 MAX_SVHN_BYTES = 2**28
 MAX_CIFAR_BYTES = 60_000 * (2 * 3072 + 256)
-"""Size limit of a batch file: all images, as text (two bytes for one) before protocol 3, with their
-labels and file names."""
+"""Size limit of a batch file. It allows for all 60,000 images with their labels and file names, and
+for two bytes per pixel, which pickles before protocol 3 need because they store bytes as text."""
 _HEADER_BYTES = 2**16  # for a header, and growth by compression
 
 
 def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
-    """Returns the uint8 array in an idx file; decompresses files whose names end in `.gz`.
+    """Reads the uint8 array in an idx file. A file whose name ends in `.gz` is decompressed.
 
     Args:
         path: the file.
-        ndim: the required number of axes.
-        max_bytes: size limit of the array; not much more is decompressed.
+        ndim: the number of axes that the array must have.
+        max_bytes: the size limit of the array. Reading stops soon after this limit.
 
     Raises:
-        DataFilesCorruptError: the file is damaged, or its array has another type, another number
-            of axes, or is too large.
+        DataFilesCorruptError: the file is damaged, or the array is not uint8, does not have `ndim`
+            axes, or is too large.
     """
     header = 4 + 4 * ndim
     try:
@@ -58,25 +58,26 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
         raise DataFilesCorruptError(
-            f"{path} is not an idx file of bytes: it starts with {content[:4].hex()}, not "
-            f"{magic.hex()}"
+            f"{path} is not an idx file of bytes: it starts with {content[:4].hex()}, but must "
+            f"start with {magic.hex()}"
         )
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
-            f"{path}: its header declares {shape}, {size:,} bytes, but it has "
-            f"{len(content) - header:,}; such a file has at most {max_bytes:,}"
+            f"{path} must have as many bytes of data as its header declares, and at most "
+            f"{max_bytes:,}: the header declares {shape} ({size:,} bytes), and the file has "
+            f"{len(content) - header:,}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
-    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] from X [32, 32, 3, N] and y [N, 1],
-    where 10 denotes the digit 0.
+    """Reads a file of SVHN, and returns images uint8 [N, 3, 32, 32] and labels int64 [N].
 
-    SciPy's reader crashes on some damaged files, so only files with the published hash are passed
-    to it.
+    The file stores the images as X [32, 32, 3, N] and the labels as y [N, 1], in which 10 stands
+    for the digit 0. SciPy reads the file only if its hash is the published hash, because SciPy
+    crashes on some damaged files.
 
     Raises:
         DataFilesCorruptError: the file is not the published file of this name.
@@ -91,7 +92,7 @@ def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
     expected = SVHN_MD5[path.name]
     if digest != expected:
         raise DataFilesCorruptError(
-            f"{path} is not the published file: its MD5 is {digest}, and should be {expected}"
+            f"{path} is not the published file: its MD5 is {digest}, but must be {expected}"
         )
     variables = loadmat(BytesIO(content), variable_names=("X", "y"))
     images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
@@ -99,15 +100,15 @@ def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
 
 
 def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
-    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] of one batch file.
+    """Reads one batch file of CIFAR, and returns images uint8 [N, 3, 32, 32] and labels int64 [N].
 
     Args:
-        path: a file of `cifar-10-batches-py` or `cifar-100-python`.
+        path: a file in `cifar-10-batches-py` or `cifar-100-python`.
         label_key: `labels` (CIFAR-10) or `fine_labels` (CIFAR-100).
 
     Raises:
-        DataFilesCorruptError: the file is not such a pickle, or needs more than numeric arrays and
-            plain containers.
+        DataFilesCorruptError: the file is not a CIFAR batch, or the pickle contains other objects
+            than byte arrays and plain containers.
     """
     try:
         batch: Any = read_pickle(read_regular(path, MAX_CIFAR_BYTES))
@@ -130,7 +131,7 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
     y = np.array(labels)
     if y.dtype != np.int64 or len(y) != len(x):
         raise DataFilesCorruptError(
-            f"{path}: {label_key!r} must be one integer of at most 64 bits for each image; there "
-            f"are {len(x)} images and {len(labels)} labels"
+            f"{path}: {label_key!r} must have one integer of at most 64 bits for each image, but "
+            f"there are {len(x)} images and {len(labels)} labels"
         )
     return x.reshape(-1, 3, 32, 32), y

@@ -1,9 +1,8 @@
-"""The public declaration of a user's images: the facts that a private run may use in addition to
-its releases.
+"""The declaration: a TOML file that states what is public about a user's images.
 
-It is a TOML file that a person checks and signs. Divisors, sampling rates, the shape of the
-releases and the privacy report depend on the declaration and never on the images themselves, so
-everything in it is public. `fedsynth data describe` proposes one.
+A person checks the file and signs it. A private run takes divisors, sampling rates, tensor shapes
+and the facts in its privacy report from the declaration, and never from the images. Everything in
+the declaration is therefore public. `fedsynth data describe` proposes a declaration for a folder.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from fedsynth.privacy.files import expand_home
 from fedsynth.toml_file import read_sections
 
 MEAN, STD = 0.5, 0.25
-"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a computed
-mean is an exact function of the images."""
+"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
+that is computed from the images would reveal exact information about them."""
 MAX_RATIO = 4
-"""The ratio from which a declared number no longer counts as a rounding of the true one."""
+"""How many times larger than the true number a declared number may be. Declared numbers are
+rounded, and a larger ratio cannot come from rounding."""
 
 
 def _distinct(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
-        raise ValueError("contains a name twice")
+        raise ValueError("must not contain the same name twice")
     return names
 
 
@@ -94,13 +94,14 @@ class Declaration:
     """The public facts about a user's images.
 
     Attributes:
-        spec: the data set's specification; `train_size` is the nominal number of images over all
-            sites, and `groups` the nominal number of users (0: not declared).
-        sites: the sites' names; empty if there are no sites.
-        most_images: an upper bound on the number of images over all sites.
-        ledger: the folder of the privacy ledgers for these images; None if not declared.
+        spec: the data set's specification. `train_size` is the declared number of images at all
+            sites together. `groups` is the declared number of users, or 0 if none is declared.
+        sites: the names of the sites. The tuple is empty if the data have no sites.
+        most_images: an upper bound on the number of images at all sites together.
+        ledger: the folder of the privacy ledgers for these images, or None if none is declared.
         person: the word for one person in the images, such as "patient".
-        signed_by: name and date of the person who checked it; empty if unsigned.
+        signed_by: the name of the person who checked the declaration, and the date. The string is
+            empty if nobody has signed it.
         path: the declaration file.
     """
 
@@ -117,8 +118,8 @@ def read_declaration(path: Path) -> Declaration:
     """Reads a declaration file.
 
     Raises:
-        DataFilesCorruptError: the file cannot be read or is not a valid declaration; the error
-            names the key.
+        DataFilesCorruptError: the file cannot be read or is not a valid declaration. The message
+            names the invalid key.
     """
     try:
         declared = _File.model_validate(read_sections(path))
@@ -143,7 +144,8 @@ def read_declaration(path: Path) -> Declaration:
         ) from None
     if declared.sizes.most_images < declared.sizes.images:
         raise DataFilesCorruptError(
-            f"{path}: sizes.most_images is an upper bound: it must be at least sizes.images"
+            f"sizes.most_images in {path} must not be smaller than sizes.images, because it is an "
+            "upper bound on the number of images"
         )
     ledger = None
     if declared.privacy.ledger.strip():
@@ -166,20 +168,20 @@ def require_signed(declaration: Declaration) -> None:
     """Raises an error if the declaration is unsigned.
 
     Raises:
-        DataError: the declaration is unsigned; the message explains how to sign it.
+        DataError: the declaration is unsigned. The message explains how to sign it.
     """
     if not declaration.signed_by:
         raise DataError(
-            f"{declaration.path} is not signed: all of it is public, so a person must check "
-            "each line and enter name and date under [signed_off]"
+            f"{declaration.path} is not signed: a person must check that every line may be public, "
+            "and then enter their name and the date under [signed_off]"
         )
 
 
 def require_declared(files: FolderFiles, declaration: Declaration) -> None:
-    """Checks that the classes and sites are those of the declaration.
+    """Checks that a folder has exactly the classes and sites that its declaration names.
 
     Raises:
-        DataError: one is not declared, or a declared one has no image.
+        DataError: a class or site is not declared, or a declared class or site has no image.
     """
     for kind, names, declared in (
         ("class", files.class_names, declaration.spec.class_names),
@@ -188,28 +190,30 @@ def require_declared(files: FolderFiles, declaration: Declaration) -> None:
         undeclared = sorted(set(names).difference(declared))
         if undeclared:
             raise DataError(
-                f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does not "
-                f"declare; declared: {one_line(', '.join(declared))}"
+                f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does "
+                f"not declare; it declares {one_line(', '.join(declared))}"
             )
         missing = sorted(set(declared).difference(names))
         if missing:
             raise DataError(
-                f"there is no image of the {kind} {one_line(missing[0])!r}, which "
-                f"{declaration.path} declares"
+                f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder "
+                "has no image of it"
             )
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
-    """Checks that there are no more images than the declared bound, and not far fewer images or
-    users than declared.
+    """Checks the numbers of images and users against the declaration.
+
+    There must not be more images than the declared upper bound. There must not be far fewer images
+    or users than declared: at least a fourth of the declared number (`MAX_RATIO`).
 
     Raises:
-        DataError: a count does not match; the message names the declaration's key.
+        DataError: a number does not match. The message names the key in the declaration.
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"there are more images than sizes.most_images in {declaration.path}: correct "
-            "the bound, and sign again"
+            f"there are more images than sizes.most_images in {declaration.path} allows: correct "
+            "this bound, and sign the file again"
         )
     users = declaration.spec.groups
     if train.groups is not None:
@@ -221,5 +225,5 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
         if count * MAX_RATIO < declared:
             raise DataError(
                 f"there are {count} {key}, but {declaration.path} declares {declared} in "
-                f"sizes.{key}: add the missing ones, or correct the number and sign again"
+                f"sizes.{key}: add the missing {key}, or correct the number and sign the file again"
             )

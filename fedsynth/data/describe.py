@@ -1,4 +1,4 @@
-"""A proposed declaration for a folder of images, for a person to check."""
+"""Proposes a declaration for a folder of images, which a person then checks and signs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fedsynth.data.registry import DatasetSpec
 
 @dataclass(frozen=True)
 class Described:
-    """A proposed declaration.
+    """A proposed declaration for a folder of images.
 
     Attributes:
-        toml: the declaration's text.
-        table: the exact number of images by site and class, which is private.
-        path: where runs look for the declaration.
+        toml: the text of the declaration.
+        table: a table with the exact number of images at each site in each class. It is private.
+        path: the file in which a run looks for the declaration.
     """
 
     toml: str
@@ -39,12 +39,12 @@ def describe_folder(
     """Reads all images of a folder, and proposes a declaration of public facts about them.
 
     Args:
-        settings: the folder, and the size that its images are resized to.
-        note: receives messages about skipped files.
-        name: the data set's name; None: the folder's name.
+        settings: the folder, and the size to which its images are resized.
+        note: a function that receives messages about skipped files.
+        name: the name of the data set. If it is None, the folder's name is used.
 
     Raises:
-        DataError: as for `load_folder`.
+        DataError: in the same cases as `load_folder`.
     """
     data = read_folder(settings, note, name or "", declaration=None)
     sites = find_files(Path(settings.folder)).site_names
@@ -73,7 +73,9 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds `count` to 1, 2 or 5 times a power of ten: the nearest, or the next higher if `up`.
+    """Rounds `count` to a number that is 1, 2 or 5 times a power of ten.
+
+    The result is the nearest such number, or the next higher one if `up` is true.
 
     >>> coarse(570), coarse(640, up=True), coarse(3)
     (500, 1000, 2)
@@ -85,13 +87,13 @@ def coarse(count: float, *, up: bool = False) -> int:
 
 
 def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -> str:
-    """Returns a proposed declaration as TOML text, for a person to check.
+    """Returns the TOML text of a proposed declaration, which a person must check.
 
     Args:
-        spec: the specification read from the images.
-        sites: the sites' names.
-        images: the number of images; it is rounded before it is written.
-        users: the number of people in the images (0: unknown); also rounded.
+        spec: the specification that was read from the images.
+        sites: the names of the sites.
+        images: the number of images. The text contains the rounded number.
+        users: the number of people in the images, or 0 if it is unknown. It is rounded as well.
     """
 
     def toml(value: Any) -> str:

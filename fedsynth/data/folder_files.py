@@ -1,9 +1,9 @@
-"""The files of a user's folder of images: SITE/CLASS/files, CLASS/files, or a manifest.
+"""Finds the images in a user's folder, with the class, site and user of each image.
 
-A manifest is a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and
-optionally `site` (the hospital, the client) and `user` (the patient). Without a manifest, a file
-users.csv may give each image's user. Every file in it that is not read is counted, so that
-nothing is ignored silently.
+The folder has the layout SITE/CLASS/files or CLASS/files, or it contains a manifest. A manifest is
+a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and optionally `site`
+(the hospital or client) and `user` (the patient). Without a manifest, a file users.csv may name the
+user of each image. Files that are not images are counted, so that nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 
 MANIFEST = "manifest.csv"
 LEDGERS = "fedsynth-ledger"
-"""The ledger folder, which may be inside the images' folder."""
+"""The name of the folder with privacy ledgers, which may be inside the folder of images."""
 DECLARATION = "fedsynth.toml"
 IMAGE = "image"
 HIDDEN = "hidden"
@@ -49,12 +49,17 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _DECIMAL = re.compile(r"[+-]?[0-9]+([.,][0-9]+)?")
 
 Names = npt.NDArray[Any]
-"""Strings [N], an array of Python objects."""
+"""An array of N strings, stored as Python objects."""
 
 
 class Entry(NamedTuple):
-    """A file, link or empty folder: its path relative to the root, and its kind (`IMAGE`, `HIDDEN`,
-    `BROKEN_LINK`, `EMPTY`, or the extension of another file)."""
+    """A file, link or empty folder below the folder of images.
+
+    Attributes:
+        kind: `IMAGE`, `HIDDEN`, `BROKEN_LINK`, `EMPTY`, `NO_EXTENSION`, `NOT_DECLARED` or
+            `NO_USER`. Another file's kind is its extension.
+        path: the path relative to the folder of images.
+    """
 
     kind: str
     path: PurePosixPath
@@ -66,13 +71,14 @@ class FolderFiles:
 
     Attributes:
         root: the folder.
-        paths: the images' paths, relative to the folder, with `/`.
+        paths: the path of each image relative to the folder, with `/`.
         labels: the class name of each image.
-        sites: the site name of each image; empty strings if the folder has no sites.
-        users: the user name of each image; empty strings if unknown.
-        excluded: the other contents of the folder; a run refuses them unless a setting skips them.
-        ignored: contents that are always skipped: hidden files, and empty folders of classes that other
-            sites have.
+        sites: the site name of each image. The names are empty strings if there are no sites.
+        users: the user name of each image, or an empty string if it is not known.
+        excluded: the files that are not images. A run refuses the folder because of them, unless a
+            setting skips them.
+        ignored: the hidden files, and the empty folders of classes that have images elsewhere. They
+            are always skipped.
     """
 
     root: Path
@@ -85,21 +91,21 @@ class FolderFiles:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Returns the class names, in order."""
+        """The names of the classes, each once, in order."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """Returns the site names, in order; empty if the folder has no sites."""
+        """The names of the sites, each once, in order. Empty if the folder has no sites."""
         return in_order(self.sites[self.sites != ""])
 
     @property
     def full_paths(self) -> list[Path]:
-        """Returns the files' full paths."""
+        """The full path of each image."""
         return list(map(self.root.joinpath, self.paths))
 
     def select(self, rows: npt.NDArray[Any]) -> FolderFiles:
-        """Returns the images at the given positions, or where a mask is true."""
+        """Returns the images at the given positions, or those for which a mask is true."""
         return replace(
             self,
             paths=self.paths[rows],
@@ -110,16 +116,17 @@ class FolderFiles:
 
 
 def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
-    """Finds the images of a folder, or of a manifest.
+    """Finds the images in a folder, or those that a manifest lists.
 
     Args:
         folder: the folder (with or without a manifest.csv), or the manifest itself.
-        ledger: a folder that may be inside it and contains no images.
+        ledger: the folder of the ledgers. It is not searched for images.
 
     Raises:
-        DataFilesMissingError: there is no folder, or no image in it.
+        DataFilesMissingError: the folder does not exist, or contains no image.
         DataFilesCorruptError: a list cannot be read, or the folder layout is unknown.
-        DataError: two classes or sites have almost the same name, or sites are named like splits.
+        DataError: two names of classes or sites are spellings of one name, or the sites are named
+            like splits ("train" and "test").
     """
     if not folder.exists():
         raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
@@ -127,7 +134,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     if manifest.exists():
         files = _files_in_manifest(manifest)
         if not len(files.paths):
-            raise DataFilesMissingError(f"{manifest} lists no image")
+            raise DataFilesMissingError(f"{manifest} lists no image: add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
     _refuse_similar_names("classes", files.class_names)
@@ -136,15 +143,16 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
 
 
 def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool) -> FolderFiles:
-    """Finds the images of declared classes for a private run; ignores sites, and may find none.
+    """Finds the images of declared classes for a private run.
 
-    Whether a file is included depends only on that file, and no file causes an error for the
-    others. Skipped files are counted in `excluded`.
+    Sites are ignored, and the result may be empty. Whether a file is included depends only on that
+    file, and no image file causes an error. Skipped files are listed in `excluded`.
 
     Args:
         folder: see `find_files`.
         classes: the names of the declared classes.
-        by_user: keep only images with a known user; otherwise user names are dropped.
+        by_user: whether to keep only images whose user is known. If it is false, all images are
+            kept and the names of users are dropped.
 
     Raises:
         DataFilesCorruptError: a list or a folder cannot be read.
@@ -176,12 +184,13 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
 
 
 def manifest_of(folder: Path) -> Path:
-    """Returns the path of a folder's manifest, which may be the given path itself."""
+    """Returns the path of the manifest of a folder. A path of a file is returned unchanged."""
     return folder if folder.is_file() else folder / MANIFEST
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the distinct names, sorted as numbers if all are numbers, else by name."""
+    """Returns each name once. The names are sorted as numbers if all of them are numbers, and
+    otherwise as text."""
     distinct = sorted(set(names))
     if all(map(_NUMBER.fullmatch, distinct)):
         distinct.sort(key=int)
@@ -189,7 +198,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def counted(entries: Iterable[Entry]) -> str:
-    """Describes entries by kind, with the number of each and an example."""
+    """Describes how many entries of each kind there are, with an example of each kind."""
     paths: dict[str, list[PurePosixPath]] = {}
     for kind, path in sorted(entries):
         paths.setdefault(kind, []).append(path)
@@ -216,8 +225,8 @@ def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
         other = spellings.setdefault(spelling, name)
         if other != name:
             raise DataError(
-                f"two {kind} have the names {other!r} and {name!r}: if they are the same, "
-                "rename one of the folders (or labels)"
+                f"two {kind} have the names {other!r} and {name!r}, which are too similar: rename "
+                "one of the folders (or labels), to the other name if both are the same"
             )
 
 
@@ -225,15 +234,15 @@ def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
 
 
 def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
-    """Lists all files below a folder, by path. Linked folders are followed.
+    """Lists all files and empty folders below a folder, sorted by path. Links are followed.
 
     Args:
         root: the folder. Its declaration and its list of users are not listed.
-        omitted: folders that are omitted.
+        omitted: folders that are not searched.
 
     Raises:
-        DataFilesCorruptError: a folder cannot be listed, or is reached twice (by a link to another
-            folder in the tree, or to one that contains the link).
+        DataFilesCorruptError: a folder cannot be listed, or a link leads to a folder that is
+            searched anyway, so that its images would count twice.
     """
     entries: list[Entry] = []
     visited: dict[tuple[int, int], str] = {}
@@ -242,8 +251,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         other = visited.setdefault((status.st_dev, status.st_ino), folder)
         if other != folder:
             raise DataFilesCorruptError(
-                f"a link makes {one_line(folder)} and {one_line(other)} the same folder, so its "
-                "images would count twice: remove the link"
+                f"a link makes {one_line(folder)} and {one_line(other)} the same folder, so the "
+                "images in it would count twice: remove the link"
             )
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -278,7 +287,10 @@ def _kind(file: Path) -> str:
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
-    """Returns the images, labelled by their folders' names, and the other entries."""
+    """Labels each image with the name of the folder that contains it.
+
+    All entries that are not images in a subfolder become `excluded`.
+    """
     paths = []
     labels = []
     excluded = []
@@ -318,30 +330,33 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
 
 
 def _refuse_splits(root: Path, sites: Collection[str]) -> None:
-    """Raises an error if the sites look like splits: a run would then train on test images."""
+    """Raises an error if the sites are named like splits, such as "train" and "test".
+
+    A run would treat them as sites, and so train on the test images.
+    """
     if _SPLITS.issuperset(map(str.casefold, sites)):
         raise DataError(
             f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be "
-            "sites: if they are splits, use one as training folder and the other as test "
-            "folder"
+            "sites: if they are splits, name one as data.folder and the other as data.test_folder, "
+            "and otherwise rename them"
         )
 
 
 def _depth(root: Path, entries: Sequence[Entry]) -> int:
-    """Returns the depth of the images: 2 (CLASS/file) or 3 (SITE/CLASS/file)."""
+    """Returns the number of parts in the images' paths: 2 for CLASS/file, 3 for SITE/CLASS/file."""
     images: dict[int, PurePosixPath] = {}  # an image of each depth
     for entry in entries:
         if entry.kind == IMAGE:
             images.setdefault(len(entry.path.parts), entry.path)
     if not images:
         raise DataFilesMissingError(
-            f"no image ({', '.join(EXTENSIONS)}) in {one_line(root)} ("
+            f"there is no image ({', '.join(EXTENSIONS)}) in {one_line(root)} ("
             f"{counted(entries) or 'it is empty'}); {_LAYOUT}"
         )
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
             f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}; {_LAYOUT}, "
-            "the same layout everywhere"
+            "and the same layout in all folders"
         )
     return min(images)
 
@@ -355,7 +370,7 @@ def _files_in_manifest(file: Path) -> FolderFiles:
     for location, row in read_table(file, ("path", "label"), ("site", "user")):
         path = _path_on_disk(root, row["path"])
         if path in rows:
-            raise DataFilesCorruptError(f"{location}: lists {one_line(path)} twice")
+            raise DataFilesCorruptError(f"{location}: lists {one_line(path)} twice: remove a line")
         rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(rows)
     facts = np.array(list(map(rows.__getitem__, paths)), dtype=object).reshape(-1, 3)
@@ -363,7 +378,10 @@ def _files_in_manifest(file: Path) -> FolderFiles:
 
 
 def _path_on_disk(root: Path, path: str) -> str:
-    """Returns a path with its accents encoded as on disk; unchanged if no such file exists."""
+    """Returns a path in the Unicode form (NFC or NFD) in which the file exists.
+
+    Returns the path unchanged if the file does not exist.
+    """
     for form in ("NFC", "NFD"):
         candidate = unicodedata.normalize(form, path)
         if (root / candidate).exists():

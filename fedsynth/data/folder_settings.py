@@ -24,22 +24,26 @@ class FolderSettings:
     """The settings of a run that trains on images in a folder.
 
     Args:
-        folder: your own images: SITE/CLASS/files (each site is a client), CLASS/files (with a
-            partition), or a folder with a manifest.csv of path, label, site, user. Also the
-            manifest itself. JPEG, PNG, BMP and WebP.
-        test_folder: your own images to test on, in the same layouts; sites are ignored.
-        test: the test images are "public", "private" (default) or "none" (not used). With
-            differential privacy, metrics on private ones are only in `simulation_only`.
-        image_size: size of all images after resizing: 64, or 64x48 (height x width). Default: the
-            declared size, or that of the images if all have the same.
-        channels: 1 (grey) or 3 (colour). Default (0): the declared number, or 1 if all images
-            are grey.
+        folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv.
+            In the first layout each site is a client, and in the second the partition divides the
+            images. A manifest has the columns path, label, site and user, and may be given itself.
+            Images may be JPEG, PNG, BMP or WebP files.
+        test_folder: the folder with your own test images, in one of the same layouts. Its sites are
+            ignored.
+        test: whether your test images are "public" or "private" (the default), or "none" to use
+            none. With differential privacy, metrics on private test images are reported only as
+            `simulation_only`.
+        image_size: the size to which all images are resized, such as 64, or 64x48 (height x width).
+            The default is the declared size or, without a declaration, the size that all images
+            have.
+        channels: the number of channels, 1 (grey) or 3 (colour). The default, 0, takes the declared
+            number or, without a declaration, 1 if all images are grey and otherwise 3.
         skip_corrupt: skip files that cannot be read, and list them.
-        declaration: the file that states what is public about the images, as `fedsynth data
-            describe` proposes it (default: fedsynth.toml in their folder). A run with differential
-            privacy requires a signed one.
-        skip_other: skip everything that is not an image (other files, broken links, empty folders)
-            and report the count.
+        declaration: the file that states what is public about the images (default: fedsynth.toml in
+            their folder). `fedsynth data describe` proposes it. A run with differential privacy
+            requires a signed declaration.
+        skip_other: skip everything that is not an image (other files, broken links, empty folders),
+            and report how many there are.
 
     Raises:
         SettingError: a value is invalid.
@@ -74,14 +78,14 @@ class FolderSettings:
             check_choice("data", "test", self.test, TEST_KINDS)
         if self.test in ("public", "private") and not self.test_folder:
             raise SettingError(
-                "data", "test", "needs test images: set data.test_folder", value=self.test
+                "data", "test", "requires test images: set data.test_folder", value=self.test
             )
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
         self.size()
 
     def size(self) -> tuple[int, int] | None:
-        """Returns height and width, or None if `image_size` is not set.
+        """Returns the height and width of the images, or None if `image_size` is not set.
 
         Raises:
             SettingError: `image_size` is invalid.
@@ -103,10 +107,11 @@ class FolderSettings:
         return height, width
 
     def declared(self) -> Declaration | None:
-        """Returns the declaration of these images, or None if there is none.
+        """Reads the declaration of these images. Returns None if the images have no declaration.
 
         Raises:
-            DataFilesCorruptError: it is damaged, or the settings name one that does not exist.
+            DataFilesCorruptError: the declaration is damaged, or the settings name a declaration
+                that does not exist.
         """
         if self.declaration:
             return read_declaration(Path(self.declaration))
@@ -117,13 +122,16 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the default path of the declaration for a folder or manifest."""
+    """Returns the default path of the declaration: next to the manifest, or in the folder."""
     return manifest_of(folder).with_name(DECLARATION)
 
 
 def default_name(folder: str) -> str:
-    """Returns the name of a data set for which no declaration gives one: that of its folder or
-    manifest."""
+    """Returns the name of a data set that has no declaration.
+
+    It is the name of the folder or manifest. If a published data set has this name, "own" is put
+    before it.
+    """
     name = one_line(Path(folder).name.removesuffix(".csv") or "images")
     if is_known(name):
         return f"own {name}"

@@ -1,4 +1,4 @@
-"""Decoding of image files, which are untrusted input, into arrays of one size."""
+"""Decodes image files into arrays of one size. The files are untrusted input."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ from fedsynth.privacy.files import read_regular
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-"""The formats that Pillow may decode. Pillow detects the format from the content, whatever the
-file's extension, and would start Ghostscript for some others."""
+"""The formats that Pillow may decode. Pillow detects the format from the content of a file and not
+from its extension. For some formats that are not listed here it would start Ghostscript."""
 MAX_PIXELS = 2**25
-"""The maximum size of an image: a photograph of 33 megapixels, 134 MB decoded."""
+"""The maximum number of pixels of an image. A decoded image of this size takes up to 134 MB."""
 MAX_IMAGE_BYTES = 3 * MAX_PIXELS
 MAX_SCANS = 100
-"""The maximum number of scans in a JPEG file. Each scan is one more pass over the whole image;
-cameras and editors write about ten."""
+"""The maximum number of scans in a JPEG file. The decoder passes over the whole image once for each
+scan. Cameras and editors write about ten scans."""
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
 _LEVELS_OF_16_BITS = 65535 / 255
-"""One 8-bit level in 16-bit levels."""
+"""The number of 16-bit levels that correspond to one 8-bit level."""
 _EXIF_ORIENTATION = 0x0112
 
 
 class ImageHeader(NamedTuple):
-    """The header of an image file: its upright size in pixels, and whether it is grey."""
+    """The facts in the header of an image file.
+
+    Attributes:
+        height, width: the size in pixels after the image is turned upright.
+        grey: whether the image is grey.
+    """
 
     height: int
     width: int
@@ -47,8 +52,9 @@ class ImageHeader(NamedTuple):
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Returns the image files of a folder, sorted by name and without hidden files. Returns an
-    empty list if the folder does not exist.
+    """Lists the image files of a folder by name, without hidden files.
+
+    The list is empty if the folder does not exist.
 
     Raises:
         DataFilesCorruptError: the folder cannot be listed.
@@ -63,7 +69,11 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, str]]:
-    """Returns the headers of the readable files, and the other files' faults by position."""
+    """Reads the headers of image files.
+
+    Returns the headers of the files that can be read, and a dictionary from the position of each
+    other file to a description of its fault.
+    """
     headers, faults = _attempt(_read_header, paths)
     return list(filter(None, headers)), faults
 
@@ -71,12 +81,15 @@ def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, st
 def read_pixels(
     paths: Sequence[Path], channels: int, height: int, width: int
 ) -> tuple[Bytes, dict[int, str]]:
-    """Reads images as [N, channels, height, width]; also returns the faults of unreadable files,
-    by position. Unreadable images are black.
+    """Decodes image files into one array, uint8 [N, channels, height, width].
 
     Images of another size are resized (Lanczos), without keeping their aspect ratio. Grey images
-    are converted to colour with three equal channels, colour images to grey by luma, and 16-bit
-    levels to 8 bits. Transparency is dropped; photographs are turned upright by their EXIF data.
+    become colour images with three equal channels, and colour images become grey by luma. 16-bit
+    levels are scaled to 8 bits. Transparency is dropped, and photographs are turned upright
+    according to their EXIF data.
+
+    Returns the images, and a dictionary from the position of each file that cannot be read to a
+    description of its fault. The images of these files are black.
     """
     images = np.zeros((len(paths), channels, height, width), np.uint8)
 
@@ -90,9 +103,9 @@ def read_pixels(
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
-    """Reads a published data set's images, [N, C, H, W].
+    """Decodes the image files of a published data set, uint8 [N, C, H, W].
 
-    Images of another size are resized (Lanczos) if `resize`, else refused.
+    If `resize` is true, images of another size are resized (Lanczos). Otherwise they are refused.
 
     Raises:
         DataFilesCorruptError: a file is not an image, or does not have the data set's size.
@@ -116,30 +129,38 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
 
 @contextmanager
 def opened_image(path: Path) -> Iterator[Image.Image]:
-    """Opens an image file and reads its header; large images are decoded one at a time.
+    """Opens an image file and reads its header.
+
+    A lock ensures that only one large image is decoded at a time.
 
     Raises:
-        OSError: the file cannot be read, or is not an image. A damaged file may raise any
-            exception, both here and when it is decoded.
+        OSError: the file cannot be read or is not an image.
+        ValueError: the file is empty, or has too many pixels or scans.
+        Exception: a damaged file may raise any exception, here or when it is decoded.
     """
     content = read_regular(path, MAX_IMAGE_BYTES)
     if not content:
         raise ValueError("it is empty: 0 bytes")
     if content.count(b"\xff\xda") > MAX_SCANS and content.startswith(b"\xff\xd8"):
-        raise ValueError(f"it is a JPEG file of more than {MAX_SCANS} scans")
+        raise ValueError(f"it is a JPEG file with more than {MAX_SCANS} scans: save it again")
     with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads only the header
         pixels = image.width * image.height
         if pixels > MAX_PIXELS:
             raise ValueError(
-                f"it is {image.width}×{image.height}, more than {MAX_PIXELS:,} pixels: reduce it"
+                f"it is {image.width}×{image.height}, more than {MAX_PIXELS:,} pixels: "
+                "reduce its size"
             )
         with _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext():
             yield image
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
-    """Returns the results of `read`, None where it failed, and the faults by position. Uses
-    threads, because decoding releases the interpreter's lock."""
+    """Calls `read` for each item, and continues if a call fails.
+
+    Returns the results, with None for each failed call, and a dictionary from the position of each
+    failed item to a description of its fault. The calls run in threads, because image decoding
+    releases the interpreter's lock.
+    """
     faults: dict[int, str] = {}
 
     def read_or_note(numbered: tuple[int, T]) -> Any:
@@ -168,7 +189,7 @@ def _read_header(path: Path) -> ImageHeader:
 
 
 def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
-    """Decodes an image in the requested mode and size: [channels, height, width]."""
+    """Decodes an image as an array uint8 [channels, height, width]."""
     mode = {1: "L", 3: "RGB"}[channels]
     plain = image.convert(mode).resize((width, height), Image.Resampling.LANCZOS)
     return np.asarray(plain, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
@@ -179,7 +200,10 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scales 16-bit levels to 8 bits: Pillow's own conversion would clip all above 255."""
+    """Scales the levels of a 16-bit image to 8 bits. Returns other images unchanged.
+
+    Pillow's own conversion would clip all levels above 255.
+    """
     if not _has_16_bits(image):
         return image
     levels = np.asarray(image).astype(np.float64).clip(0, 65535)

@@ -1,8 +1,9 @@
-"""Readers of data sets that are folders of image files: Tiny-ImageNet and CINIC-10 by class, at
-their published size; Office-Caltech-10 and DomainNet-10 by domain and class, resized to 64×64.
+"""Reads the published data sets that are folders of image files.
 
-A reader returns the training and test splits. For a data set of several domains, a file users.csv
-in its folder gives the user of each training image (`fedsynth.data.record_table`).
+Tiny-ImageNet and CINIC-10 have a folder for each class, and keep their published image size.
+Office-Caltech-10 and DomainNet-10 have folders for domains and classes, and their images are
+resized to 64×64. For these two, a file users.csv in the data set's folder may name the user of each
+training image (`fedsynth.data.record_table`). Each reader returns a training and a test split.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _DOMAINNET_LINE = re.compile(r"(?P<domain>[a-z]+)/(?P<name>[^/]+)/(?P<file>[^/]+
 
 
 class LabelledFile(NamedTuple):
-    """An image file, the number of its class and, if the data set has domains, of its domain."""
+    """An image file with the numbers of its class and domain.
+
+    The domain is 0 if the data set has no domains.
+    """
 
     path: Path
     label: int
@@ -46,11 +50,13 @@ class LabelledFile(NamedTuple):
 
 
 def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads Tiny-ImageNet: tiny-imagenet-200/train/WNID/images/* for training, and val/images/*, as
-    listed in val/val_annotations.txt, for testing, because `test` has no labels.
+    """Reads Tiny-ImageNet.
 
-    Class c is the c-th of the sorted WordNet numbers in wnids.txt, as in readers that sort folder
-    names (the file has another order). Grey images become colour images with three equal channels.
+    The training images are tiny-imagenet-200/train/WNID/images/*. The test images are val/images/*,
+    with the labels in val/val_annotations.txt, because the images in `test` have no labels. Classes
+    are numbered in the sorted order of the WordNet numbers in wnids.txt. The file has another
+    order, but other readers also sort the names of the class folders. Grey images become colour
+    images with three equal channels.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: a list or an image is missing or invalid.
@@ -76,8 +82,8 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             test.append(LabelledFile(path, number_of[match["name"]]))
         elif line.strip():
             raise DataFilesCorruptError(
-                f"{annotations}, line {number}: expected FILE, tab, one of the WordNet numbers, "
-                f"got {line[:80]!r}"
+                f"{annotations}, line {number}: expected a file name, a tab and a WordNet number "
+                f"of wnids.txt, got {line[:80]!r}"
             )
     if not test:
         raise DataFilesCorruptError(f"{annotations} lists no image: unpack the data set again")
@@ -85,11 +91,12 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads CINIC-10: CINIC-10/train/CLASS/*.png for training and CINIC-10/test/CLASS/*.png for
-    testing. CINIC-10/valid, of the same size, is not used.
+    """Reads CINIC-10.
 
-    The authors call merging train and valid an option; federated papers use only train (90,000
-    images).
+    The training images are CINIC-10/train/CLASS/*.png, and the test images are
+    CINIC-10/test/CLASS/*.png. The images in CINIC-10/valid are not used. The authors of CINIC-10
+    mention that valid may be merged into train, but federated papers use only the 90,000 images of
+    train.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image
@@ -105,12 +112,15 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 OTHER_NAMES = {"backpack": "back_pack"}
-"""The other spelling of a class folder in some releases of Office-Caltech-10."""
+"""The names of class folders that are spelled differently in some releases of Office-Caltech-10."""
 
 
 def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads Office-Caltech-10, office_caltech_10/DOMAIN/CLASS/*. There is no official split: every
-    fifth image of a domain and class, by file name, is a test image."""
+    """Reads Office-Caltech-10 from office_caltech_10/DOMAIN/CLASS/*.
+
+    The data set has no official split. In each domain and class, every fifth image in the order of
+    file names is a test image.
+    """
     train: list[LabelledFile] = []
     test: list[LabelledFile] = []
     for number, domain in enumerate(spec.domains):
@@ -126,8 +136,11 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads DomainNet-10 by the official lists domainnet/DOMAIN_train.txt and DOMAIN_test.txt of
-    "DOMAIN/CLASS/FILE number", which are next to the unpacked folders."""
+    """Reads DomainNet-10 according to the official lists of training and test images.
+
+    The lists are domainnet/DOMAIN_train.txt and domainnet/DOMAIN_test.txt, next to the unpacked
+    folders. Their lines have the form "DOMAIN/CLASS/FILE number".
+    """
     folder = root / "domainnet"
     train: list[LabelledFile] = []
     test: list[LabelledFile] = []
@@ -140,8 +153,11 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 def read_domainnet_list(
     folder: Path, split: str, domain: int, spec: DatasetSpec
 ) -> list[LabelledFile]:
-    """Returns the listed files of the ten classes. The class comes from the folder's name, because
-    the lists number all 345 classes."""
+    """Returns the files of the ten classes in the list of one domain and split.
+
+    The class is taken from the folder in the path. The number in the list is not used, because it
+    counts all 345 classes of DomainNet.
+    """
     path = folder / f"{spec.domains[domain]}_{split}.txt"
     files = []
     for number, line in enumerate(read_lines(path, spec.name, _DOMAINNET), 1):
@@ -161,19 +177,20 @@ def read_domainnet_list(
 def _files_of_class(
     folder: Path, label: int, spec: DatasetSpec, instructions: str, domain: int = 0
 ) -> list[LabelledFile]:
-    """Returns the images of a class's folder, sorted by file name."""
+    """Returns the image files in the folder of one class, sorted by name."""
     files = [LabelledFile(path, label, domain) for path in images_in(folder)]
     if not files:
-        raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {instructions}")
+        raise DataFilesMissingError(f"{spec.name}: there is no image in {folder}; {instructions}")
     return files
 
 
 def _load(
     files: Sequence[LabelledFile], spec: DatasetSpec, users_folder: Path | None = None
 ) -> Split:
-    """Reads a split; with each image's user if `users_folder` has a users.csv.
+    """Reads the images of one split.
 
-    Images of data sets with domains are resized; the other data sets have one size.
+    If `users_folder` contains a users.csv, the split also has the user of each image. Images are
+    resized only if the data set has domains, because the other data sets have one image size.
     """
     paths, labels, domains = zip(*files, strict=True)
     images = read_images(paths, spec, resize=bool(spec.domains))

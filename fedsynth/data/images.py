@@ -1,9 +1,9 @@
-"""Images as uint8 tensors with their labels, and conversion between pixels and model inputs.
+"""Holds images with their labels, converts pixels to model inputs, and hashes records.
 
-Keyed hashes of records' bytes, which identify a record regardless of its position and owner.
-
-Without the key, a hash reveals nothing about its record. With the key, anyone who has the record
-can recompute it.
+`ImageData` holds images as uint8 tensors. `normalise` and `denormalise` convert between pixels and
+model inputs. `record_digests` computes a keyed hash of each record, which identifies the record
+regardless of its position and owner. Without the key, a hash reveals nothing about its record. With
+the key, anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """uint8 images [N, C, H, W] and int64 labels [N] on the images' device, checked on creation.
+    """Images with their labels and, optionally, domains and groups.
 
-    Two objects are equal only if they are the same object (comparing tensors has no single
-    answer).
+    The tensors are checked on creation. Labels, domains and groups are converted to int64 and moved
+    to the device of the images. Two `ImageData` objects are equal only if they are the same object.
 
     Args:
         images: uint8 [N, C, H, W].
-        labels: integers [N] in [0, classes); become int64.
-        spec: the images' specification.
-        domains: positions [N] in `spec.domains` (few, with names), if the data set has domains;
-            become int64.
-        groups: numbers [N] ≥ 0 of writers, devices or patients (many, without names), not
-            necessarily all of them; become int64.
-        may_be_empty: whether zero examples are allowed, for runs in which an error would reveal
-            that a data owner has none.
+        labels: integers [N] in [0, classes).
+        spec: the specification of the images.
+        domains: integers [N], the position of each image's domain in `spec.domains`. Only for data
+            sets with domains, such as the hospitals or styles that the images come from.
+        groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
+            from. A number may have no image.
+        may_be_empty: whether zero examples are allowed. Private runs allow this if an error would
+            reveal that a data owner has no examples.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
@@ -73,8 +73,8 @@ class ImageData:
         spec = self.spec
         if self.images.dtype != torch.uint8:
             raise DataError(
-                f"{spec.name}: images must be uint8, or floating point in [0, 1] for from_arrays, "
-                f"got {_dtype(self.images)}"
+                f"{spec.name}: images must be uint8 (from_arrays also accepts floating point in "
+                f"[0, 1]), got {_dtype(self.images)}"
             )
         if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
@@ -99,13 +99,16 @@ class ImageData:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> ImageData:
-        """Returns the examples on `device`; returns this object if they are already there."""
+        """Returns the examples on `device`, without a copy if they are already there."""
         if self.images.device == self.labels.device == torch.device(device):
             return self
         return self._map(lambda array: array.to(device))
 
     def subset(self, indices: Array) -> ImageData:
-        """Returns the examples at `indices` (integers [M], in this order, repeats allowed).
+        """Returns the examples at the given positions, in the given order.
+
+        Args:
+            indices: integers [M] in [0, N). A position may occur several times.
 
         Raises:
             DataError: `indices` is not a vector of integers in [0, N), or is empty.
@@ -124,7 +127,10 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """Returns `domains` and `groups` for `partition`, int64 [N] on the CPU."""
+        """Returns `domains` and `groups` as NumPy arrays, int64 [N], for `partition`.
+
+        Each is None if the data set does not have it.
+        """
         domains = self.domains.cpu().numpy() if self.domains is not None else None
         groups = self.groups.cpu().numpy() if self.groups is not None else None
         return domains, groups
@@ -144,18 +150,18 @@ def from_arrays(
     """Builds `ImageData` from arrays of images and labels.
 
     Args:
-        images: [N, C, H, W], or [N, H, W] when the spec has one channel. uint8, or floating point
-            in [0, 1] (rounded to the nearest of the 256 levels).
+        images: [N, C, H, W], or [N, H, W] if the specification has one channel. The pixels are
+            uint8, or floating point in [0, 1]. The latter are rounded to the nearest of 256 levels.
         labels: integers [N] in [0, classes).
         spec: the specification that the images must match.
-        domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each
-            image comes from.
-        groups: integers [N] ≥ 0: the writer, device or patient that each image comes from;
-            partition `natural` makes each a client.
+        domains: integers [N], the position in `spec.domains` of the hospital, scanner or style that
+            each image comes from.
+        groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
+            from. The partition `natural` makes a client of each group.
 
     Raises:
-        DataError: the arrays are anything else, or have NaN or infinite pixels; the message gives
-            actual and expected values.
+        DataError: an array has another type, shape or range, or a pixel is NaN or infinite. The
+            message gives the actual and the expected values.
 
     >>> import numpy as np
     >>> from fedsynth.data.registry import dataset_spec
@@ -178,28 +184,32 @@ def from_arrays(
 def require_all_classes(data: ImageData) -> None:
     """Raises an error if a class has no training example.
 
-    It reads exact counts, so it is only for runs without differential privacy.
+    The check uses the exact numbers of examples, so only runs without differential privacy may call
+    it.
 
     Raises:
-        DataError: a class has no example; the message names the absent classes.
+        DataError: a class has no example. The message names up to five such classes.
     """
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
         names = map(data.spec.class_names.__getitem__, absent[:5])
+        more = " and other classes" * (len(absent) > 5)
         raise DataError(
-            f"{data.spec.name}: the training set has no example of {len(absent)} of the classes: "
-            f"{', '.join(names)}"
+            f"{data.spec.name}: the training set must have an example of each class, but has "
+            f"none of {', '.join(names)}{more}"
         )
 
 
 def normalise(
     images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Returns (x/255 − mean)/std per channel: uint8 [N, C, H, W] → `dtype` [N, C, H, W] on the same
-    device. The computation is in float32, whatever `dtype` is.
+    """Converts uint8 images [N, C, H, W] to model inputs, (x/255 − mean)/std for each channel.
+
+    The result has the shape and device of the images and the type `dtype`. The computation is in
+    float32, whatever `dtype` is.
 
     Raises:
-        DataError: the images are not uint8, or do not have the spec's number of channels.
+        DataError: the images are not uint8, or their number of channels is not that of `spec`.
     """
     _check_channels(images_uint8, spec, "uint8", images_uint8.dtype == torch.uint8)
     mean, std = pixel_constants(spec, images_uint8.device)
@@ -207,12 +217,13 @@ def normalise(
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Inverts `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0, 255]
-    and rounded.
+    """Converts model inputs back to images, uint8 [N, C, H, W]. This is the inverse of `normalise`.
+
+    Values are rounded, and clamped to [0, 255].
 
     Raises:
-        DataError: `x` is not floating point, does not have the spec's number of channels, or has
-            NaN or infinite values.
+        DataError: `x` is not floating point, its number of channels is not that of `spec`, or it
+            contains NaN or infinite values.
     """
     _check_channels(x, spec, "floating point", x.is_floating_point())
     _check_finite(x, spec)
@@ -221,8 +232,10 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of pixels in [0, 1] by channel, float32 [1, C, 1, 1]
-    each; cached for each device."""
+    """Returns the mean and the standard deviation of each channel, for pixels in [0, 1].
+
+    Both are float32 [1, C, 1, 1] on `device`. They are cached, so they must not be changed.
+    """
     return _constants(spec.mean, spec.std, device)
 
 
@@ -230,8 +243,11 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Returns tensors [1, C, 1, 1]. They are cached, because copying them to a GPU again would
-    synchronise inside the training loop."""
+    """Returns the mean and standard deviation as tensors [1, C, 1, 1].
+
+    The tensors are cached, because a new copy to a GPU in each step would make the training loop
+    wait for the GPU.
+    """
     # a tensor created in inference mode could not be used by autograd later
     with torch.inference_mode(False):
         shape = (1, len(mean), 1, 1)
@@ -246,7 +262,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def _as_tensor(array: Array, what: str) -> Tensor:
-    """Returns a copy, so that later writes to the array do not change the data set."""
+    """Copies an array to a new tensor, so that later changes to the array change no data."""
     if isinstance(array, Tensor):
         return array.detach().clone()
     try:
@@ -260,7 +276,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
 def _checked_numbers(
     what: str, numbers: Tensor, count: int, spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Returns numbers [count] in [0, limit) as int64."""
+    """Converts numbers to int64, after a check of their shape [count] and range [0, limit)."""
     if numbers.shape != (count,):
         raise DataError(f"{spec.name}: {what} must have shape [{count}], got {list(numbers.shape)}")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
@@ -269,7 +285,7 @@ def _checked_numbers(
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
-            f"{spec.name}: {what} must be in [0, {limit}); {len(wrong)} are not, the first is "
+            f"{spec.name}: {what} must be in [0, {limit}), but {len(wrong)} are not, such as "
             f"{int(wrong[0])}"
         )
     return wide
@@ -296,7 +312,7 @@ def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
-            f"{spec.name}: floating-point images must be in [0, 1]; {outside} of {x.numel()} "
+            f"{spec.name}: floating-point images must be in [0, 1], but {outside} of {x.numel()} "
             "values are not"
         )
     return (x.float() * 255).round().to(torch.uint8)
@@ -315,20 +331,19 @@ def record_digests(
     *,
     labels: bool = True,
 ) -> npt.NDArray[np.uint8]:
-    """Returns the keyed hash of each record at `positions`.
+    """Computes a keyed hash of each record at `positions`, uint8 [N, size].
 
-    It depends only on the record's stored pixels (uint8, row by row) and, with `labels`, its label;
-    it does not depend on the record's position, on other records, or on the device.
+    The hash is BLAKE2b (RFC 7693) of the record's pixels (uint8, row by row) and, if `labels` is
+    true, of its label. It does not depend on the record's position, on other records or on the
+    device.
 
     Args:
         data: the images and labels, on any device.
-        positions: integers [N], the records' positions.
-        key: up to 64 bytes; must be secret if others must not compute the hashes.
-        size: bytes of a hash, 1 to 64. With 16, the probability of a collision among 10⁶ records is
-            about 10⁻²⁷.
-
-    Returns:
-        BLAKE2b (RFC 7693), keyed: uint8 [N, size].
+        positions: integers [N], the positions of the records.
+        key: up to 64 bytes. The key must be secret if nobody else may compute the hashes.
+        size: the number of bytes of a hash, 1 to 64. With 16 bytes, two of 10⁶ records have the
+            same hash with a probability of about 10⁻²⁷.
+        labels: whether the hash depends on the label.
     """
     chosen = np.asarray(positions, np.int64)
     digests = np.empty((len(chosen), size), np.uint8)

@@ -1,8 +1,8 @@
-"""Label skew: the matrices of class counts per client [K, C] for the partitions of `COUNTS`.
+"""Computes how many examples of each class each client gets, for partitions with label skew.
 
-`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079); the
-former is used for FedDM's tables and many others. `dominant` and `missing` are FedFM's (Ye et al.,
-2023, arXiv 2210.07615).
+Each rule returns a matrix of counts [K, C], with a row for each client. `dirichlet` and `quantity`
+are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079). Many papers use `dirichlet`, among
+them FedDM. `dominant` and `missing` are rules of FedFM (Ye et al., 2023, arXiv 2210.07615).
 """
 
 from __future__ import annotations
@@ -20,30 +20,35 @@ from fedsynth.errors import PartitionError
 Rng = np.random.Generator
 
 MAX_TRIES = 5_000
-"""The maximum number of draws of the whole partition: 1.5 s for 10 classes, about 15 s for 100."""
+"""The maximum number of times that a whole partition is drawn. This takes 1.5 s for 10
+classes, and about 15 s for 100."""
 _MAX_ALPHA = 1e12
-"""Above this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow."""
+"""The largest α that is used. Above it, all shares are 1/K to six digits, and NumPy's gamma sampler
+would overflow."""
 _FITTING_STEPS = 3_000
 _SUM_TOLERANCE = 1e-6
-"""Tolerance of fitted sums, in examples; below 1, the rounding has a solution."""
+"""Tolerance of fitted sums, in examples. It must be below 1, so that rounding has a solution."""
 _INTEGER_TOLERANCE = 1e-6
 """A number this close to an integer counts as one."""
 
 
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """NIID-Bench's label skew: Dirichlet shares of each class, none for clients with ≥ N/K
-    examples; redrawn while a client has fewer than `min_size` examples.
+    """Draws counts [K, C] by the rule `dirichlet` or `quantity` of NIID-Bench.
+
+    Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, clients that
+    have N/K examples or more get none of the next class. The partition is drawn again while a
+    client has fewer than `min_size` examples.
 
     Raises:
-        PartitionError: no draw satisfies `min_size`.
+        PartitionError: no draw gives each client `min_size` examples.
     """
     K = settings.clients
     min_size = settings.min_size
     total = int(sizes.sum())
     if K * min_size > total:
         raise PartitionError(
-            f"{K} clients of at least {min_size} examples need {K * min_size}, but there are "
-            f"{total}: lower min_size or clients"
+            f"{K} clients with at least {min_size} examples each need {K * min_size} examples, but "
+            f"there are {total}: lower min_size or clients"
         )
     masked = settings.kind == "dirichlet"
     for _ in range(MAX_TRIES):
@@ -59,8 +64,11 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
 def dirichlet_once(
     sizes: IntArray, settings: PartitionSettings, rng: Rng, *, masked: bool = False
 ) -> IntArray:
-    """Draws counts [K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. If `masked`,
-    p = 0 for clients with ≥ N/K examples."""
+    """Draws counts [K, C] once, with Dirichlet shares of each class.
+
+    For each class, p ~ Dir(α·1_K), and the n_c examples are cut at ⌊cumsum(p)·n_c⌋. If `masked` is
+    true, p = 0 for clients with ≥ N/K examples.
+    """
     K = settings.clients
     total = int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
@@ -86,31 +94,34 @@ def dirichlet_once(
 
 
 def classes_per_client(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Gives each client c classes."""
+    """Returns counts [K, C] in which each client has examples of `classes_per_client` classes."""
     return _held_classes(
         sizes, settings.clients, settings.classes_per_client, "classes_per_client", rng
     )
 
 
 def missing_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Gives each client all classes but m. A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients, and
-    never at all of them."""
+    """Returns counts [K, C] in which each client has all classes except m (`missing_classes`).
+
+    A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients. At least one client has it.
+    """
     per_client = int(np.count_nonzero(sizes)) - settings.missing_classes
     return _held_classes(sizes, settings.clients, per_client, "missing_classes", rng)
 
 
 def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts of clients of equal size, with the fraction `dominant_share` of each client's
-    examples in its `dominant_classes` dominant classes: FedFM's NIID-2.
+    """Returns counts [K, C] in which few classes dominate at each client (FedFM's NIID-2).
 
-    A client has N/K examples, share·N/(K·m) of them in each of its m dominant classes. The rest is
-    spread over the other classes as evenly as the classes' totals allow: equal numbers, fitted to
-    the sums by iterative proportional fitting (Deming and Stephan, 1940). All numbers, including
-    the clients' sizes, are then rounded up or down such that every example is assigned. If classes
-    have equal sizes and each dominates equally often, the fit changes nothing.
+    All clients have N/K examples. A client has share·N/(K·m) examples of each of its m dominant
+    classes, where m is `dominant_classes` and the share is `dominant_share`. Its other examples are
+    spread over the other classes as evenly as the class sizes allow. For this, equal numbers are
+    fitted to the required sums by iterative proportional fitting (Deming and Stephan, 1940). All
+    numbers, including the clients' sizes, are then rounded up or down so that every example is
+    assigned. If all classes have equal sizes and dominate equally often, the fit changes nothing.
 
     Raises:
-        PartitionError: the share is not above the even one, or the class totals do not allow it.
+        PartitionError: the share is not larger than in an even partition, or the class sizes do not
+            allow it.
     """
     clients = settings.clients
     per_client = settings.dominant_classes
@@ -121,12 +132,13 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     size = sizes.sum() / clients
     if per_client >= C:
         raise PartitionError(
-            f"dominant_classes is {per_client}, but only {C} classes have examples: lower it"
+            f"dominant_classes must be below {C}, the number of classes with examples, got "
+            f"{per_client}"
         )
     if share <= per_client / C:
         raise PartitionError(
-            f"dominant_share {share:g} must be above {per_client / C:g}, the even share of "
-            f"{per_client} of {C} classes: raise it"
+            f"dominant_share must be above {per_client / C:g}, the share of {per_client} of {C} "
+            f"classes in an even partition, got {share:g}"
         )
     holds = _take(_places(clients, per_client, C, rng), clients, per_client, rng)
     dominant = holds * (share * size / per_client)
@@ -134,10 +146,9 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     if remaining.min() < -_SUM_TOLERANCE:
         j = int(remaining.argmin())
         raise PartitionError(
-            f"class {int(present[j])} has {int(totals[j])} examples, but dominating "
-            f"{int(holds[:, j].sum())} of {clients} clients takes "
-            f"{totals[j] - remaining[j]:.0f}: lower dominant_share, or raise "
-            "dominant_classes or clients"
+            f"class {int(present[j])} has {int(totals[j])} examples, but needs "
+            f"{totals[j] - remaining[j]:.0f} to dominate at {int(holds[:, j].sum())} of {clients} "
+            "clients: lower dominant_share, or raise dominant_classes or clients"
         )
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -146,15 +157,15 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
 
 
 def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts as in FedKF's public code: Dirichlet shares of each class, with the
-    largest share for a client that dominates no class yet.
+    """Draws counts [K, C] by the rule of FedKF's public code.
 
-    For each class, p ~ Dir(α·1) over the clients. The largest share goes to a client that is not
-    yet the largest holder of a class; once every client is one, all are eligible again. So with
-    K ≤ C every client dominates at least one class, whereas plain Dirichlet leaves some clients
-    with almost nothing. With K > C, clients form groups of C (the last has the rest). Each group
-    gets its share of every class, and the rule holds within the group. A client gets ⌊p·n_c⌋
-    examples, and one random client gets the few left over by rounding.
+    For each class, p ~ Dir(α·1) over the clients. The largest share goes to a random client that
+    has not yet received the largest share of a class. When every client has received one, all are
+    eligible again. With K ≤ C, every client therefore dominates at least one class, whereas the
+    plain Dirichlet rule leaves some clients with almost nothing. With K > C, the clients form
+    groups of C, and the last group has the remaining clients. Each group gets its share of every
+    class, and the rule applies within the group. A client gets ⌊p·n_c⌋ examples, and one random
+    client gets the few examples that remain after rounding down.
 
     The public code redraws p until its largest entry belongs to an eligible client. As the entries
     are exchangeable, a single draw has the same distribution if its largest entry is swapped with
@@ -185,7 +196,7 @@ def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) 
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """Returns ⌊share·total⌋ for each share; a random entry gets the remainder."""
+    """Returns ⌊share·total⌋ for each share, and adds the remainder to a random entry."""
     numbers: IntArray = np.floor(shares * total).astype(np.int64)
     numbers[rng.integers(len(numbers))] += total - numbers.sum()
     return numbers
@@ -194,15 +205,15 @@ def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
 def _held_classes(
     sizes: IntArray, clients: int, per_client: int, setting: str, rng: Rng
 ) -> IntArray:
-    """Returns counts [K, C] in which every client has `per_client` classes, and a class's examples
-    are split evenly (±1) among its holders.
+    """Returns counts [K, C] in which every client has examples of `per_client` classes.
 
-    Every class with examples has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders.
+    The examples of a class are split evenly (±1) among the clients that have this class. Every
+    class with examples is given to ⌊Kc/C⌋ or ⌈Kc/C⌉ clients.
 
     Args:
-        sizes: examples of each class [C]; only classes with examples count.
-        clients: K.
-        per_client: c.
+        sizes: the number of examples of each class [C]. Classes without examples are ignored.
+        clients: the number of clients K.
+        per_client: the number of classes c of each client.
         setting: the setting that determines c, for the error messages.
 
     Raises:
@@ -211,7 +222,9 @@ def _held_classes(
     present = np.flatnonzero(sizes)
     C = len(present)
     if not 1 <= per_client <= C:
-        raise PartitionError(f"only {C} classes have examples: lower {setting}")
+        raise PartitionError(
+            f"{setting} is too large, because only {C} classes have examples: lower {setting}"
+        )
     if clients * per_client < C:
         raise PartitionError(
             f"{clients} clients with {per_client} classes each cannot cover {C} classes: raise "
@@ -222,8 +235,9 @@ def _held_classes(
     if len(short):
         label = int(present[short[0]])
         raise PartitionError(
-            f"class {label} has {int(sizes[label])} examples for the {int(places[short[0]])} "
-            f"clients that must hold it: lower clients or change {setting}"
+            f"class {label} has {int(sizes[label])} examples, too few for the "
+            f"{int(places[short[0]])} clients that must have this class: lower clients or change "
+            f"{setting}"
         )
     holds = _take(places, clients, per_client, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -236,19 +250,21 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Returns the number of holders of each class: equal up to one, with the larger ones drawn at
-    random."""
+    """Returns the number of clients that each class is given to.
+
+    The numbers differ by at most one, and the classes with the larger number are drawn at random.
+    """
     places = np.full(classes, clients * per_client // classes)
     places[rng.permutation(classes)[: clients * per_client % classes]] += 1
     return places
 
 
 def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDArray[np.bool_]:
-    """Assigns classes to clients, bool [K, C].
+    """Assigns classes to clients. Returns a matrix bool [K, C].
 
-    Clients, in random order, take the classes with the most places left; ties are broken at random.
-    This keeps the numbers of places left within one of each other, so every client gets
-    `per_client` different classes. With K·c = C the clients' classes are disjoint.
+    In random order, each client takes the classes that still have the most places. Ties are broken
+    at random. The numbers of remaining places therefore differ by at most one, so every client gets
+    `per_client` different classes. If K·c = C, no two clients have a class in common.
     """
     remaining = places.copy()
     classes = len(places)
@@ -261,8 +277,10 @@ def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDAr
 
 
 def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
-    """Returns numbers ≥ 0 [K, C] with these sums, as even as possible, and zero where not
-    `allowed`."""
+    """Returns numbers ≥ 0 [K, C] with the given row and column sums.
+
+    The numbers are as even as possible, and zero where `allowed` is false.
+    """
     x = allowed.astype(np.float64)
     for _ in range(_FITTING_STEPS):
         x *= _ratio(columns, x.sum(axis=0))
@@ -273,23 +291,24 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
         ):
             return x
     raise PartitionError(
-        "the class sizes are too small for this share of dominant classes with clients of "
-        "equal size: lower dominant_share, or raise dominant_classes or clients"
+        "no partition with clients of equal size has this dominant_share, because some classes are "
+        "too small: lower dominant_share, or raise dominant_classes or clients"
     )
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
-    """Returns `numerator` / `denominator`, and 0 where `denominator` is 0."""
+    """Divides two arrays. The result is 0 where `denominator` is 0."""
     return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator > 0)
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:
-    """Rounds `x` [K, C] up or down, such that its column sums are `columns` and its row sums differ
-    by at most one. All rows of `x` have the same sum.
+    """Rounds `x` [K, C] up or down, so that the column sums are `columns` and the row sums differ
+    by at most one.
 
-    The units lost by rounding down are a flow from clients to classes, of at most one unit per
-    cell. Every client has ⌊N/K⌋ examples in total, and N mod K of them have one more. The
-    fractional parts of `x` are such a flow of full size, so an integral maximum flow has that size.
+    All rows of `x` must have the same sum. The function first rounds down, and then finds a maximum
+    flow from clients to classes that tells which numbers to raise by one. Every client has ⌊N/K⌋
+    examples in total, and N mod K clients have one more. The fractional parts of `x` are such a
+    flow, so an integral flow of the same size exists.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow
@@ -329,4 +348,4 @@ COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {
     "missing": missing_classes,
     "dominant": dominant_classes,
 }
-"""The functions from class sizes [C] to counts [K, C], by kind."""
+"""The function for each kind of partition, which computes counts [K, C] from class sizes [C]."""

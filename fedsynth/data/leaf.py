@@ -1,13 +1,12 @@
-"""Reader of FEMNIST as written by LEAF's scripts: handwritten characters in JSON files, by writer
+"""Reads FEMNIST, handwritten characters grouped by writer, from the JSON files that LEAF writes
 (Caldas et al., 2018, arXiv 1812.01097).
 
-`femnist/train/*.json` and `femnist/test/*.json` are copies of LEAF's data/femnist/data/train and
-test. Each file is {"users": [writer], "num_samples": [n], "user_data": {writer: {"x": [[784 numbers
-in [0, 1]]], "y": [0 … 61]}}}.
+The files `femnist/train/*.json` and `femnist/test/*.json` are copies of those in LEAF's folders
+data/femnist/data/train and data/femnist/data/test. Each file has the form {"users": [writer],
+"num_samples": [n], "user_data": {writer: {"x": [[784 numbers in [0, 1]]], "y": [0 … 61]}}}.
 
-As in LEAF, ink is dark on a white background, with white = 1 (NIST's scans, reduced to 28×28 and
-divided by 255); MNIST and EMNIST are white on black. Labels 0–9 are digits, 10–35 upper-case and
-36–61 lower-case letters.
+As in LEAF, the characters are black (0) on white (1), whereas MNIST and EMNIST are white on black.
+Labels 0–9 are digits, 10–35 are upper-case letters, and 36–61 are lower-case letters.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LEAF = (
     "femnist/ there"
 )
 MAX_JSON_BYTES = 2**30
-"""Size limit of a JSON file; LEAF writes a file of about 250 MB for each hundred writers."""
+"""Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers."""
 
 Writers = dict[str, tuple[Bytes, IntArray]]
 
@@ -54,14 +53,14 @@ class _LeafFile(BaseModel):
 
 
 def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads both splits, writer by writer; `groups` numbers the training split's writers, sorted by
-    name.
+    """Reads the training and test splits of FEMNIST, whose groups are the writers.
 
-    Writers with only test examples (LEAF's `-t user`) get the numbers after those.
+    The writers of the training split are numbered in the order of their names. Writers who have
+    only test examples, as LEAF's option `-t user` creates them, get the next numbers.
 
     Raises:
-        DataFilesMissingError: no such file.
-        DataFilesCorruptError: a file is not as described above.
+        DataFilesMissingError: a split has no JSON file.
+        DataFilesCorruptError: a file does not have the form that LEAF writes.
     """
     train = _read_writers(root / "femnist" / "train", spec)
     test = _read_writers(root / "femnist" / "test", spec)
@@ -88,7 +87,7 @@ def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
     except OSError as error:
         raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
     if not paths:
-        raise DataFilesMissingError(f"{spec.name}: no *.json in {folder}; {_LEAF}")
+        raise DataFilesMissingError(f"{spec.name}: there is no *.json in {folder}; {_LEAF}")
     writers: Writers = {}
     for path in paths:
         file_writers = _read_file(path, spec)
@@ -103,7 +102,10 @@ def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
 
 
 def _read_file(path: Path, spec: DatasetSpec) -> Writers:
-    """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n] of each writer."""
+    """Reads a JSON file, and returns the images and labels of each writer by name.
+
+    Images are uint8 [n, 1, 28, 28], with the values x of the file scaled to rint(255x).
+    """
     try:
         content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
     except ValidationError as error:
@@ -121,8 +123,8 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
         lengths = set(map(len, data.x))
         if lengths != {pixels} or not len(data.x) == len(data.y) == sizes[name]:
             raise DataFilesCorruptError(
-                f"{path}, writer {one_line(repr(name), 80)}: x must be num_samples images of "
-                f"{pixels} numbers, and y as many labels"
+                f"{path}, writer {one_line(repr(name), 80)}: x must have num_samples images of "
+                f"{pixels} numbers each, and y must have num_samples labels"
             )
         if max(data.y) >= spec.classes:
             raise DataFilesCorruptError(

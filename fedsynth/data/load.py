@@ -1,8 +1,8 @@
-"""Loading of named data sets, with checks of their structure. Files in torchvision's layout are
-read here, data sets in folders by their readers.
+"""Loads the data sets that have a name, and checks their structure.
 
-The checks are of structure, not of checksums: a mirror may have compressed or re-encoded the files,
-which is fine as long as their content is valid.
+This module reads files in torchvision's layout. `image_folders` and `leaf` read the other data
+sets. Most files are checked by their structure and not by a checksum, because a mirror may have
+compressed or encoded them in another way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
-"""The only data set that the package ships; digits.LICENSE.txt names its authors and licence."""
+"""The only data set that is part of the package. digits.LICENSE.txt names the authors and the
+licence."""
 _DOWNLOAD = "download it with --download (download=True)"
 
 
@@ -37,17 +38,18 @@ def load_dataset(
     """Loads the training and test splits of a named data set, on the CPU.
 
     Args:
-        name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` comes with the
-            package and the synthetic ones are computed, so they need no files.
-        root: the data folder; None uses the environment variable FEDSYNTH_DATA.
-        download: fetch missing files through torchvision. Existing files are never replaced.
+        name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` is part of the
+            package and synthetic data sets are computed, so both need no files.
+        root: the data folder. None uses the environment variable FEDSYNTH_DATA.
+        download: whether to download missing files through torchvision. Existing files are never
+            replaced.
 
     Returns:
-        Training and test examples.
+        The training examples and the test examples.
 
     Raises:
-        UnknownNameError: no such data set.
-        DataFilesMissingError: no folder was given, a file is missing, or the download failed.
+        UnknownNameError: no data set has this name.
+        DataFilesMissingError: no folder is set, a file is missing, or the download failed.
         DataFilesCorruptError: a file is damaged or has unexpected content.
 
     >>> train, test = load_dataset("digits")
@@ -69,7 +71,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
     advice = f"{reader.instructions} (set its folder with data.data_root or {ROOT_VARIABLE})"
     if not root:
         raise DataFilesMissingError(
-            f"{spec.name}: the data folder with {reader.required[0]} is not set: {advice}"
+            f"{spec.name} needs a data folder with {reader.required[0]}, but none is set: {advice}"
         )
     folder = expanded(root)
     missing = missing_files(spec.name, folder)
@@ -77,13 +79,14 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
         _download(spec.name, folder)
         missing = missing_files(spec.name, folder)
     if missing:
-        raise DataFilesMissingError(f"{spec.name}: no {missing[0]} in {folder}; {advice}")
+        raise DataFilesMissingError(f"{spec.name}: there is no {missing[0]} in {folder}; {advice}")
     return reader.read(spec, folder)
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """Returns the files and folders of the data set `name` that `folder` lacks, as relative paths;
-    empty if the data set needs no files.
+    """Lists the files and folders that the data set `name` needs and that are missing in `folder`.
+
+    Paths are relative to `folder`. The list is empty if the data set needs no files.
 
     Raises:
         DataFilesMissingError: the folder cannot be read.
@@ -100,7 +103,7 @@ def missing_files(name: str, folder: Path) -> list[str]:
 
 
 def _locate(path: Path) -> Path:
-    """Returns the path of the compressed file if only that one exists."""
+    """Returns the path of the compressed file if only the compressed file exists."""
     compressed = path.with_name(f"{path.name}.gz")
     if compressed.exists() and not path.exists():
         return compressed
@@ -108,10 +111,10 @@ def _locate(path: Path) -> Path:
 
 
 def _download(name: str, root: Path) -> None:
-    """Fetches a data set through torchvision, which has the addresses and checksums.
+    """Downloads a data set through torchvision, which knows the addresses and checksums.
 
     Raises:
-        DataFilesMissingError: the download failed; the message gives the reason.
+        DataFilesMissingError: the download failed. The message gives the reason.
     """
     from torchvision import datasets
 
@@ -129,7 +132,7 @@ def _download(name: str, root: Path) -> None:
 
 
 def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
-    """Converts a split without a copy: some data sets fill much of the memory."""
+    """Converts a split to `ImageData` without a copy, because some data sets are large."""
     try:
         data = ImageData(torch.from_numpy(split.images), torch.from_numpy(split.labels), spec)
         if split.domains is not None:
@@ -142,8 +145,11 @@ def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
 
 
 def _read_digits() -> tuple[Split, Split]:
-    """Reads the digits of the package: levels 0..16 become 0..255; every fifth example
-    (index % 5 == 4) is a test example."""
+    """Reads the handwritten digits that are part of the package.
+
+    Pixel values 0 to 16 are scaled to 0 to 255. Every fifth example (index % 5 == 4) is a test
+    example.
+    """
     with np.load(DIGITS) as file:
         images = np.rint(file["images"] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         labels = file["labels"].astype(np.int64)
@@ -154,8 +160,11 @@ def _read_digits() -> tuple[Split, Split]:
 def _read_mnist(
     spec: DatasetSpec, root: Path, folder: str, prefixes: tuple[str, str]
 ) -> tuple[Split, Split]:
-    """Reads MNIST or a data set in its format, of which EMNIST's letters are stored transposed and
-    their labels start at 1."""
+    """Reads MNIST or a data set that has MNIST's file format.
+
+    The images of EMNIST's letters are transposed, and 1 is subtracted from their labels, because
+    their files store transposed images and labels that start at 1.
+    """
     limit = spec.train_size + spec.test_size
     splits = []
     for prefix in prefixes:
@@ -224,4 +233,4 @@ _DOWNLOADS: dict[str, tuple[str, list[tuple[str, ...]]]] = {
     "cifar100": ("CIFAR100", [()]),
     "svhn": ("SVHN", [("train",), ("test",)]),
 }
-"""torchvision's class for each data set, and the arguments of its calls."""
+"""The name of torchvision's class for each data set, and the arguments with which it is called."""

@@ -1,4 +1,4 @@
-"""Loading a folder of images as data for a run: `load_folder`."""
+"""Loads a folder of images as the data of a run."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class FolderData:
-    """A folder of images as `simulate(settings, data=...)` takes it.
+    """The images of a folder, in the form that `simulate(settings, data=...)` accepts.
 
     Attributes:
         train: the training images, with their users if known.
         test: the test images, or None.
-        test_kind: "public", "private" or "none".
-        sites: for each site, the positions of its images; None if the folder has no sites. The
-            run's partition then divides the images.
-        names: the sites' names as used in ledger names.
-        skipped: image files that could not be read.
-        left_out: a description of everything that was left out; empty if nothing was.
+        test_kind: whether the test images are "public" or "private", or "none" without test images.
+        sites: the positions of each site's images in `train`, or None if the folder has no sites.
+            Without sites, the run's partition divides the images.
+        names: the name of each site, in the form that is used in the names of ledgers.
+        skipped: the image files that could not be read.
+        left_out: a description of everything that was left out, or an empty string.
         declaration: the public facts about the images, or None.
 
     >>> from fedsynth import FolderData, load_dataset
@@ -81,25 +81,30 @@ def load_folder(
     """Loads a folder of images for `simulate(settings, data=...)`.
 
     Args:
-        folder: SITE/CLASS/files (each site is a client), CLASS/files, or a folder with a
-            manifest.csv of the columns path, label and, optionally, site and user; also the
-            manifest itself. JPEG, PNG, BMP and WebP of any size, grey or colour.
-        image_size: the size that every image is resized to: 64, or "64x48" (height x width). None:
-            the declared size, or that of the images if all have the same.
-        channels: 1 or 3. None: the declared number, or 1 if all images are grey.
-        test_folder: the test images, in the same layouts.
-        test: "public" or "private" (default) test images.
-        skip_corrupt: skip image files that cannot be read; a warning names them.
-        skip_other: skip everything that is not an image (other files, broken links, empty folders);
-            a warning gives the count.
-        declaration: the file that states what is public about the images (`fedsynth data describe`
-            proposes it). None: fedsynth.toml in the folder, if it exists. A private run needs one.
+        folder: a folder with the layout SITE/CLASS/files or CLASS/files, or with a manifest.csv, or
+            the manifest itself. Each site is a client. A manifest has the columns path and label
+            and, optionally, site and user. Images are JPEG, PNG, BMP or WebP files of any size, in
+            grey or colour.
+        image_size: the size to which every image is resized: 64, or "64x48" (height x width). None
+            uses the declared size or, without a declaration, the size that all images have.
+        channels: 1 (grey) or 3 (colour). None uses the declared number or, without a declaration, 1
+            if all images are grey and otherwise 3.
+        test_folder: a folder with the test images, in one of the same layouts.
+        test: whether the test images are "public" or "private" (the default), or "none" to use
+            none.
+        skip_corrupt: skip image files that cannot be read. A warning names them.
+        skip_other: skip everything that is not an image (other files, broken links, empty folders).
+            A warning gives their number.
+        declaration: the file that states what is public about the images. `fedsynth data describe`
+            proposes it. None uses fedsynth.toml in the folder, if this file exists. A private run
+            needs a declaration.
 
     Raises:
         DataFilesMissingError: the folder does not exist or contains no image.
         DataFilesCorruptError: a file or list cannot be read, or the layout is unknown.
-        DataError: a file is not an image; sizes differ and `image_size` is not set; classes, sites
-            or counts differ from the declaration; or a file is in both the training and test set.
+        DataError: a file is not an image, the images have several sizes and `image_size` is not
+            set, the classes, sites or counts differ from the declaration, or a file is in both the
+            training set and the test set.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -132,13 +137,16 @@ def read_folder(
     *,
     declaration: Declaration | None,
 ) -> FolderData:
-    """Reads the images that the settings name; raises the same errors as `load_folder`.
+    """Reads the training and test images that the settings name.
+
+    The errors are those of `load_folder`.
 
     Args:
-        settings: the folder's settings.
-        note: receives warnings about skipped files and other problems.
-        name: the data set's name if no declaration gives one; empty: the folder's name.
-        declaration: the images' declaration, if any.
+        settings: the folders, and the rules for reading them.
+        note: a function that receives warnings about skipped files and other problems.
+        name: the name of the data set, which is used only without a declaration. If it is empty,
+            the folder's name is used.
+        declaration: the declaration of the training images, or None.
     """
     files = _find(Path(settings.folder), note, settings.skip_other, declaration)
     kind = settings.test or ("private" if settings.test_folder else "none")
@@ -178,10 +186,11 @@ def read_folder(
 def _find(
     folder: Path, note: Note, skip_other: bool, declaration: Declaration | None = None
 ) -> FolderFiles:
-    """Finds a folder's images, and counts its other contents.
+    """Finds the images of a folder, and reports the number of other files.
 
     Raises:
-        DataError: the folder has other contents and `skip_other` is false, or as for `find_files`.
+        DataError: the folder contains other files and `skip_other` is false, or `find_files`
+            refuses the folder.
     """
     files = find_files(folder, getattr(declaration, "ledger", None))
     if files.ignored:
@@ -193,31 +202,33 @@ def _find(
         )
         if not skip_other:
             raise DataError(
-                f"{problem}; convert them to PNG, remove them, list the images in a "
-                "manifest.csv, or skip them with --skip-other (data.skip_other=True)"
+                f"{problem}; convert these files to PNG, remove them, list only the images in a "
+                "manifest.csv, or skip the files with --skip-other (data.skip_other=True)"
             )
-        note(f"{problem}; they are skipped")
+        note(f"{problem}; these files are skipped")
     return files
 
 
 def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
-    """Checks that no file is both a training and a test image; notes people who are in both sets.
+    """Checks that no file is both a training image and a test image.
+
+    A warning gives the number of people who have images in both sets.
 
     Raises:
-        DataError: the sets overlap; the message names the first file.
+        DataError: the two sets have a file in common. The message names the first such file.
     """
     shared = set(map(Path.resolve, train.full_paths)) & set(map(Path.resolve, test.full_paths))
     if shared:
         raise DataError(
             f"{len(shared)} of {len(test.paths)} test images are among the training images, such "
-            f"as {one_line(min(shared))}: name folders that do not overlap"
+            f"as {one_line(min(shared))}: use a test folder without training images"
         )
     people = set(test.users) - {""}
     in_both = people & set(train.users)
     if in_both:
         note(
             f"warning: {len(in_both)} of {len(people)} people (users, patients) in the test images "
-            "also have training images: the accuracy may not hold for new people"
+            "also have training images, so the accuracy for new people may be lower"
         )
 
 
@@ -225,31 +236,37 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
 
 
 def _declared_spec(settings: FolderSettings, declaration: Declaration) -> DatasetSpec:
-    """Returns the declared specification.
+    """Returns the declared specification, after a check that the settings agree with it.
 
     Raises:
-        SettingError: a setting differs from it.
+        SettingError: `image_size` or `channels` differs from the declared value.
     """
     spec = declaration.spec
     declared_size = (spec.height, spec.width)
     if settings.size() not in (None, declared_size):
         raise SettingError(
-            "data", "image_size", f"differs from the value in {declaration.path}: {declared_size}"
+            "data",
+            "image_size",
+            f"must be {spec.height}x{spec.width}, as in {declaration.path}, or not be set",
         )
     if settings.channels not in (0, spec.channels):
         raise SettingError(
-            "data", "channels", f"differs from the value in {declaration.path}: {spec.channels}"
+            "data",
+            "channels",
+            f"must be {spec.channels}, as in {declaration.path}, or not be set",
         )
     return spec
 
 
 def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> DatasetSpec:
-    """Returns a specification with the classes of the files, and the size and channels of the
-    settings or else of the files.
+    """Derives a specification from the files of a folder that has no declaration.
+
+    The classes are those of the files. The image size and the channels come from the settings or,
+    if they are not set, from the headers of the files.
 
     Raises:
         DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
-        DataError: the images have several sizes, and the settings do not choose one.
+        DataError: the images have several sizes, and `image_size` is not set.
     """
     size = settings.size()
     channels = settings.channels
@@ -261,8 +278,8 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
         if size is None and len(sizes) > 1:
             (height, width), _ = sizes.most_common(1)[0]
             raise DataError(
-                f"the images in {settings.folder} have {len(sizes)} sizes (most are "
-                f"{height}×{width}): set the size to resize them to, such as data.image_size=64"
+                f"the images in {settings.folder} have {len(sizes)} different sizes (most are "
+                f"{height}×{width}): set a common size, such as data.image_size=64"
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
@@ -288,14 +305,18 @@ def _read(
     skip_corrupt: bool,
     may_be_empty: bool = False,
 ) -> tuple[ImageData, FolderFiles, tuple[str, ...]]:
-    """Returns the images, the files they were read from, and the skipped files."""
+    """Reads images. Returns the data, the files that could be read, and the names of the skipped
+    files."""
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
-            f"{files.root} has a class {one_line(undefined[0])!r} that {spec.name} does not have"
+            f"the folder {files.root} has a class {one_line(undefined[0])!r}, but the data set "
+            f"{spec.name} has no such class"
         )
     if spec.channels not in (1, 3):
-        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
+        raise DataError(
+            f"the data set {spec.name} has {spec.channels} channels, but image files have 1 or 3"
+        )
     images, faults = read_pixels(files.full_paths, *spec.image_shape)
     if not may_be_empty:
         _check_faults(files, faults, skip_corrupt=skip_corrupt)
@@ -318,13 +339,16 @@ def _read(
 
 
 def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: bool) -> None:
-    """Raises an error for unreadable files, unless they may be skipped and others are readable."""
+    """Raises an error if files cannot be read.
+
+    Raises no error if unreadable files may be skipped and at least one file can be read.
+    """
     if not faults or (skip_corrupt and len(faults) < len(files.paths)):
         return
     raise DataFilesCorruptError(
         f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read, such as "
-        f"{'; '.join(_descriptions(files, faults)[:5])}; repair or remove them, or skip them with "
-        "--skip-corrupt (data.skip_corrupt=True)"
+        f"{'; '.join(_descriptions(files, faults)[:5])}: repair these files, remove them, or skip "
+        "them with --skip-corrupt (data.skip_corrupt=True)"
     )
 
 
@@ -340,32 +364,34 @@ def read_as(
     skip_corrupt: bool = False,
     skip_other: bool = False,
 ) -> ImageData:
-    """Reads a folder's images with the size and channels of a given specification.
+    """Reads the images of a folder, and resizes them to the size of a given specification.
 
-    A class of the specification that the folder lacks has no images.
+    The folder may lack some of the specification's classes.
 
     Args:
-        folder, skip_corrupt, skip_other: as for `load_folder`.
-        spec: the specification; its class names are only compared with the folder's, never used as
-            paths.
-        note: see `read_folder`.
+        folder, skip_corrupt, skip_other: see `load_folder`.
+        spec: the specification. Its class names are compared with those of the folder, and are
+            never used as paths.
+        note: a function that receives warnings about skipped files.
 
     Raises:
-        DataError: the folder has a class that the specification lacks, or as for `load_folder`.
+        DataError: the folder has a class that the specification does not have, or the folder cannot
+            be read for a reason that `load_folder` lists.
     """
     files = _find(folder, note, skip_other)
     return _read(files, spec, note, skip_corrupt=skip_corrupt)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
-    """Reads a data owner's images for a private run; the result may be empty.
+    """Reads the images of one data owner for a private run.
 
-    Each file is accepted or skipped independently: one that cannot be read, or has no declared
-    class, is skipped without an error, because an error would reveal that the file exists.
+    The result may be empty. A file that cannot be read, or whose class is not declared, is skipped
+    without an error, because an error would reveal that the file exists. Whether a file is skipped
+    does not depend on other files.
 
     Args:
         folder, spec, note: see `read_as`.
-        by_user: skip images without a known user.
+        by_user: whether to skip images whose user is not known.
 
     Raises:
         DataFilesCorruptError: a list or a folder cannot be read.
@@ -375,14 +401,20 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
         note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
     data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
     if not len(data):
-        note(f"{one_line(folder)} has no image of the run's classes: this client adds only noise")
+        note(
+            f"{one_line(folder)} has no image of the run's classes, so this client contributes "
+            "only noise"
+        )
     return data
 
 
 def _by_site(
     files: FolderFiles, declaration: Declaration | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
-    """Returns each site's image positions, and its name as used in ledger names."""
+    """Returns the positions of each site's images, and the sites' names as ledgers use them.
+
+    Returns (None, None) if the images have no sites.
+    """
     names = files.site_names
     if declaration is not None and names:
         names = declaration.sites  # none if all images are declared to be one owner's
@@ -395,10 +427,11 @@ def _by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns sites' names for clients and ledgers, with `_` for each character not allowed there.
+    """Converts the names of sites to names that clients and ledgers may have.
 
-    A changed name ends with a hash of the original name. Sites added later therefore do not change
-    it, and each ledger stays with its site.
+    Each character that is not allowed becomes `_`, and a name that was changed ends with a hash of
+    the original name. The result for one site therefore does not depend on the other sites, unless
+    two names differ only in case or in such characters.
 
     >>> site_names(["Nord", "Süd"])
     ('Nord', 'S_d-be833b')

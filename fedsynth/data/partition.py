@@ -1,6 +1,7 @@
-"""Partitions of a label array over clients, by the field's common rules. Every rule is seeded.
+"""Divides the examples of a data set among clients, by the rules that are common in the literature.
 
-`label_skew.py` computes matrices of class counts per client.
+Every rule is reproducible from a seed. For rules with label skew, `label_skew.py` computes how many
+examples of each class each client gets.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ def partition(
     domains: npt.NDArray[np.integer] | None = None,
     groups: npt.NDArray[np.integer] | None = None,
 ) -> list[IntArray]:
-    """Returns sorted index arrays, one per client. Every example is assigned exactly once, except
-    by `natural` with fewer clients than groups, and with `subset` below 1.
+    """Divides examples among clients. Returns a sorted array of positions for each client.
 
-    With `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and `quantity` at
-    `min_size` 0, a client's array may be empty.
+    Every example is given to exactly one client, with two exceptions. If `subset` is below 1, only
+    some examples are used. If the rule is `natural` and there are fewer clients than groups, only
+    some groups are used. A client may get no example if the rule is `dirichlet-plain` or
+    `dirichlet-dominant`, or if `min_size` is 0 with `dirichlet` or `quantity`.
 
     Args:
         labels: integers [N] in [0, classes).
-        settings: the rule and its numbers.
-        classes: number of classes C, including those without examples.
-        domains: integers [N], for `domain`; client k has domain k mod D of the D that occur.
-        groups: integers [N], for `natural`, which uses `domains` if this is None; clients are in
-            the order of their groups' numbers.
+        settings: the rule and its parameters.
+        classes: the number of classes C, including classes without examples.
+        domains: integers [N], the domain of each example. The rule `domain` needs them, and gives
+            client k the domain k mod D, where D is the number of domains with examples.
+        groups: integers [N], the group of each example. The rule `natural` makes clients of groups,
+            in the order of the groups' numbers. If `groups` is None, it makes clients of domains.
 
     Raises:
-        DataError: labels are not integers [N] in [0, classes).
-        PartitionError: there are more clients than examples, or the rule cannot be satisfied; the
-            message names what to change.
+        DataError: `labels` are not integers [N] in [0, classes).
+        PartitionError: there are more clients than examples, or the rule cannot be satisfied. The
+            message names the setting to change.
     """
     y = np.asarray(labels)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
@@ -54,7 +57,8 @@ def partition(
     y = y.astype(np.int64)
     if settings.kind == EXPLICIT:
         raise PartitionError(
-            "the partition 'given' needs the clients' indices: pass them to simulate(parts=...)"
+            "the partition 'given' needs the positions of each client's examples: pass them to "
+            "simulate(parts=...)"
         )
     if settings.subset < 1:
         subset = _subset(y, settings)
@@ -85,8 +89,10 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Returns the sorted positions of round(subset · n_c) random examples of each class, at least
-    one."""
+    """Draws round(subset · n_c) examples of each class, but at least one.
+
+    Returns their sorted positions.
+    """
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = []
     for label in np.unique(y):
@@ -96,10 +102,13 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
-    """Checks that clients' index arrays are disjoint integers in [0, examples), without duplicates.
+    """Checks the positions of each client's examples.
+
+    They must be integers in [0, examples), and no position may occur twice, neither at one client
+    nor at two.
 
     Raises:
-        PartitionError: they are not; the message names the client.
+        PartitionError: the positions are not valid. The message names the client.
     """
     if not len(parts):
         raise PartitionError("parts must name at least one client")
@@ -116,8 +125,8 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(
-                f"client {client}: an index occurs twice: each example belongs to at most "
-                "one client"
+                f"client {client}: an index occurs twice, but each example may belong to only one "
+                "client, and only once"
             )
         assigned[indices] = True
 
@@ -125,7 +134,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
 def count_matrix(
     labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int
 ) -> IntArray:
-    """Returns the number of examples by client and class: int64 [K, C]."""
+    """Counts the examples of each class at each client, int64 [K, C]."""
     counts = np.zeros((len(parts), classes), dtype=np.int64)
     for row, part in zip(counts, parts, strict=True):
         row[:] = np.bincount(labels[part], minlength=classes)
@@ -135,12 +144,14 @@ def count_matrix(
 def _of_domains(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Gives client k examples of domain k mod D; a domain's examples are split evenly (±1) among
-    its clients."""
+    """Gives client k examples of domain k mod D.
+
+    If several clients have the same domain, its examples are split evenly (±1) among them.
+    """
     if domains is None:
         raise PartitionError(
-            "this data set has no domains: choose another partition than domain, or a data "
-            "set with domains"
+            "the partition 'domain' needs a data set with domains, which this data set does not "
+            "have: choose another partition or data set"
         )
     present = np.unique(domains)
     if settings.clients % len(present):
@@ -162,11 +173,11 @@ def _of_domains(
 def _of_groups(
     groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Gives client k the k-th group, in order of number, of K random groups."""
+    """Draws K random groups, and gives one to each client, in the order of the groups' numbers."""
     if groups is None:
         raise PartitionError(
-            "this data set has no groups: choose another partition than natural, or a data "
-            "set with groups, such as femnist or synthetic(1,1)"
+            "the partition 'natural' needs a data set with groups, which this data set does not "
+            "have: choose another partition, or a data set such as femnist or synthetic(1,1)"
         )
     present = np.unique(groups)
     if settings.clients > len(present):
@@ -182,7 +193,7 @@ def _of_groups(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals each class's examples, shuffled, to the clients, as many as `counts` [K, C] gives."""
+    """Gives each client as many random examples of each class as `counts` [K, C] states."""
     pieces = []
     for c, class_counts in enumerate(counts.T):
         positions = rng.permutation(np.flatnonzero(y == c))

@@ -1,4 +1,4 @@
-"""The settings of a partition of a data set over clients: its kind and parameters."""
+"""The settings that determine how a data set is divided among clients."""
 
 from __future__ import annotations
 
@@ -27,42 +27,46 @@ MOST_CLIENTS = 200_000
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """The settings of a partition of examples over clients.
+    """The settings that determine how examples are divided among clients.
 
     Args:
-        kind: the rule.
-            `iid`: at random, sizes equal (±1).
-            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws.
-            `dirichlet-plain`: the same without balance mask and redraws.
-            `dirichlet-dominant`: Dirichlet shares of each class, the largest for a client that
-            dominates none yet (FedKF's public code, and so its paper's tables).
-            `classes`: c classes per client, each class split evenly among those that have it.
-            `missing`: the complement: m classes are missing at each client, every class at about
-            equally many clients.
-            `dominant`: clients of equal size; a fixed share of each client's examples is of its few
-            dominant classes, the rest of all others.
-            `quantity`: quantity skew: Dirichlet sizes, the same class mix for all.
-            `domain`: feature skew: each client has examples of one domain; several clients of a
-            domain share its examples evenly.
-            `natural`: clients come with the data (writers, devices; domains if the data set has
-            no such groups): each is one group. With fewer clients than groups, a random subset of
-            the groups is used, as LEAF subsamples writers.
-        clients: number of clients K ≥ 1.
-        alpha: concentration > 0 of the three Dirichlet kinds and of `quantity`; smaller is more
-            skewed.
-        classes_per_client: classes of each client in `classes`, ≥ 1.
-        missing_classes: classes that each client lacks in `missing`, ≥ 1.
-        dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
-        dominant_share: share in (0, 1) of a client's examples in its dominant classes.
-            FedFM's public code, for 10 clients: 0.46 of 1, 10 and 20 classes on CIFAR-10, CIFAR-100
-            and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
-        min_size: minimum number of examples ≥ 0 of a client, in `dirichlet` and `quantity`.
-        subset: share of each class's examples that is used, drawn at random. FedKF uses 10 % of
+        kind: the rule by which the examples are divided.
+            `iid` divides them at random into equal sizes (±1).
+            `dirichlet` draws Dirichlet shares of each class. Clients that already have N/K examples
+            get no more classes, and the partition is drawn again until each has `min_size`.
+            `dirichlet-plain` draws Dirichlet shares of each class once, without these two rules.
+            `dirichlet-dominant` draws Dirichlet shares of each class, and gives the largest share
+            to a client that does not yet have the largest share of a class. FedKF's public code
+            does this, and therefore the tables in its paper.
+            `classes` gives each client a fixed number of classes, and splits each class evenly
+            among the clients that have it.
+            `missing` gives each client all classes except a fixed number. Every class is missing at
+            about equally many clients.
+            `dominant` makes clients of equal size. A fixed share of each client's examples comes
+            from its few dominant classes, and the rest comes from all other classes.
+            `quantity` draws the sizes of the clients from a Dirichlet distribution. All clients
+            have about the same mix of classes.
+            `domain` gives each client examples of one domain. Several clients with the same domain
+            share its examples evenly.
+            `natural` makes a client of each group in the data, such as a writer or device. If the
+            data set has no groups, it makes a client of each domain. With fewer clients than
+            groups, it draws the groups at random, as LEAF draws writers.
+        clients: the number of clients K ≥ 1.
+        alpha: the concentration > 0 of the Dirichlet kinds and of `quantity`. A smaller value gives
+            a more skewed partition.
+        classes_per_client: the number of classes ≥ 1 of each client, for `classes`.
+        missing_classes: the number of classes ≥ 1 that each client lacks, for `missing`.
+        dominant_classes: the number of dominant classes ≥ 1 of each client, for `dominant`.
+        dominant_share: the share in (0, 1) of a client's examples in its dominant classes.
+            FedFM's public code, with 10 clients, uses a share of 0.46 with 1, 10 and 20 dominant
+            classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, and 0.5 with 1 class on CINIC-10.
+        min_size: the minimum number of examples ≥ 0 of a client, for `dirichlet` and `quantity`.
+        subset: the share of each class's examples that is used, drawn at random. FedKF uses 10 % of
             EMNIST.
-        local_test: share of each client's examples in its own test split (for AMP, FM, WLP).
-            They are drawn one by one; FedKF: 0.2. The data set's test set is unchanged (the paper
-            does not state whether it pools the two).
-        seed: the partition's seed; None uses the run's seed (0 outside a run).
+        local_test: the share of each client's examples in its local test split (for AMP, FM, WLP).
+            The choice is made independently for each example. FedKF uses 0.2. The test set of the
+            data set stays unchanged. The paper does not state whether it merges the two.
+        seed: the seed of the partition. None uses the run's seed, or 0 outside a run.
 
     Raises:
         UnknownNameError: `kind` is unknown.
@@ -118,8 +122,11 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """Returns the number of pieces of the data set: K, or the published number of groups if the
-    clients are a subset of them (`natural`)."""
+    """Returns the number of parts into which the whole data set is divided.
+
+    This is the number of clients K. With `natural`, it is the published number of groups (or
+    domains) if that is larger, because the clients are then a sample of the groups.
+    """
     return max(
         settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0
     )

@@ -1,13 +1,13 @@
-"""A safe reader for pickles of plain containers and byte arrays: a file cannot import, call or
-build anything.
+"""Reads pickles of plain containers and byte arrays safely.
 
-A pickle is a program for a machine that can call anything. `pickletools` only lists its
-instructions; this module executes the few that CIFAR's files need, on Python's built-in containers.
-Calls of NumPy are mapped to the functions below. This covers the published files (protocol 2,
-Python 2) and the same data written by newer Python and NumPy (protocols 2 to 5).
+Python's own unpickler may call any function that a file names. This module instead lists the
+instructions of a pickle with `pickletools`, and executes only the few that CIFAR's files need. They
+create built-in containers. Calls of NumPy functions are replaced by functions of this module, so a
+file cannot import or call anything else. The published files (protocol 2, Python 2) can be read,
+and also the same data written by newer versions of Python and NumPy (protocols 2 to 5).
 
-Time and memory are bounded by the file's size: arguments never reach beyond the file's end, nothing
-is copied by reference, and instructions are counted.
+Time and memory are bounded by the size of the file. Instructions have a maximum number, and no
+argument can reach beyond the end of the file.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
 
 
 class PickledArray:
-    """A byte array in a pickle, which is created before it is filled.
+    """A byte array in a pickle. A pickle creates an array first, and fills it later.
 
     Attributes:
-        value: the array, or None until it is filled.
+        value: the array, or None before it is filled.
     """
 
     value: npt.NDArray[np.uint8] | None = None
 
 
 class _Uint8:
-    """The only dtype that an array may have."""
+    """The type uint8, which is the only type that arrays in a pickle may have."""
 
 
 def read_pickle(content: bytes) -> object:
-    """Returns the content of a pickle: None, bool, int, str, bytes, list, tuple, dict and
-    `PickledArray`.
+    """Reads a pickle of None, bool, int, str, bytes, list, tuple, dict and byte arrays.
 
-    Strings of Python 2 become str, with a character for each byte (latin-1).
+    Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
+    each byte (latin-1).
 
     Raises:
-        ValueError, TypeError: the pickle has an instruction or a name that such files do not need,
-            or an instruction is truncated or malformed.
+        ValueError, TypeError: the pickle has an instruction or a name that CIFAR's files do not
+            need, or an instruction is truncated or malformed.
     """
     file = io.BytesIO(content)
     machine = _Machine()
@@ -63,7 +63,7 @@ def read_pickle(content: bytes) -> object:
 
 
 class _Machine:
-    """The stack, its marks and the memo, as the pickle protocol describes them."""
+    """Executes instructions of a pickle on the stack, marks and memo of the pickle protocol."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -143,11 +143,11 @@ def _call(function: object, arguments: object) -> object:
 
 
 def _build(target: object, state: object) -> object:
-    """Fills an array, or ignores the state of its dtype."""
+    """Fills an array. The state of a data type is ignored."""
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
-        raise ValueError("it sets the state of a value that has none")
+        raise ValueError("it fills a value that is not an empty array")
     if type(state) is not tuple or len(state) != 5:
         raise ValueError("it has an array without its five parts")
     _, shape, kind, by_columns, content = state
@@ -176,7 +176,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Returns bytes, which protocols before 3 store as encoded text."""
+    """Converts text to the bytes that it stands for. Protocols before 3 store bytes as text."""
     if encoding != "latin1":
         raise ValueError("it encodes text in a way that is not used for bytes")
     return text.encode("latin1")

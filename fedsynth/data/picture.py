@@ -1,4 +1,4 @@
-"""Tables and heat maps of partitions, and grids of images; needs only Pillow."""
+"""Draws tables and heat maps of partitions, and grids of images, with Pillow."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Numbers = npt.NDArray[Any]
 
 MAX_ROWS, MAX_COLUMNS = 40, 26
 TOP_CLASSES = 6
-"""Classes that a row lists if there are too many for columns."""
+"""The number of classes that a row lists if there are too many classes for one column each."""
 GREY, WHITE, DARK_BLUE = 200, (255, 255, 255), (8, 48, 107)
 FONT_SIZE, CELL_HEIGHT, MARGIN = 16, 26, 12
 MAX_NAME = 12
 """The maximum number of characters of a name in a picture."""
 MAX_WIDTH, MAX_HEIGHT = 1500, 2000
-"""The largest heat map, in pixels, that prints the number in each cell."""
+"""The width and height in pixels up to which a heat map shows the number in each cell."""
 MIN_IMAGE_SIDE = 48
 _FONT = ImageFont.load_default(FONT_SIZE)
 
 
 def partition_table(counts: Counts) -> str:
-    """Returns a plain text table of a count matrix [K, C]: clients are rows, classes columns.
+    """Formats a matrix of counts [K, C] as a text table with a row for each client.
 
-    With more than 26 classes, a row lists the client's largest classes instead. With more than 40
-    clients, the middle ones are omitted. The last line is the total of all clients.
+    Each class has a column. With more than 26 classes, a row lists the client's largest classes
+    instead. With more than 40 clients, the rows in the middle are omitted. The last line summarises
+    all clients.
     """
     matrix = np.asarray(counts)
     K, C = matrix.shape
@@ -71,14 +72,15 @@ def _spread(values: Numbers) -> str:
 
 
 def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -> None:
-    """Draws a heat map of a count matrix [K, C]: clients are rows, classes columns. Darker cells
-    have larger counts; white is zero.
+    """Draws a heat map of a matrix of counts [K, C], with clients as rows and classes as columns.
+
+    Darker cells have larger counts, and white cells have none.
 
     Args:
-        counts: examples of each class at each client.
+        counts: the number of examples of each class at each client.
         path: the PNG file.
-        class_names: column labels. Without them, or if there is no room for them, the classes'
-            numbers are used.
+        class_names: the labels of the columns. Without names, or if there is no room for them, the
+            columns are labelled with the numbers of the classes.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -101,8 +103,10 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
 
 
 def shares_png(matrix_CM: Numbers, path: Path, title: str, class_names: Sequence[str] = ()) -> None:
-    """Draws a heat map of non-negative numbers, [classes, clients]: classes are rows, labelled by
-    name if there are names. Darker cells are larger; numbers have two digits.
+    """Draws a heat map of non-negative numbers [classes, clients], with classes as rows.
+
+    Rows are labelled with the class names or, without names, with numbers. Darker cells have larger
+    numbers. The numbers in the cells have two significant digits.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -123,7 +127,10 @@ def _heat_map(
     row_names: Sequence[str],
     column_names: Sequence[str],
 ) -> None:
-    """Draws numbers from 0 (white) to 1 (dark) as cells, with texts if there is room for them."""
+    """Draws a heat map of numbers from 0 (white) to 1 (dark).
+
+    The texts are drawn in the cells if there is room for them.
+    """
     R, C = shares_RC.shape
     rows = list(map(_shortened, row_names))
     columns = list(map(_shortened, column_names))
@@ -170,13 +177,13 @@ def by_class(
 
     Args:
         images_uint8_NCHW: the images.
-        labels_N: their classes.
+        labels_N: the class of each image.
         class_names: the names of all classes.
-        columns: the maximum number of images in a row. Only a class's first images are shown;
-            shorter rows are filled with grey.
+        columns: the number of images in a row. If a class has more images, only the first ones are
+            shown. If it has fewer, the row is filled with grey.
 
     Returns:
-        The images [rows · columns, C, H, W], and the rows' names.
+        The images [rows · columns, C, H, W], and the name of each row.
     """
     labels = labels_N.unique().tolist()
     rows = images_uint8_NCHW.new_full((len(labels), columns, *images_uint8_NCHW.shape[1:]), GREY)
@@ -191,8 +198,10 @@ def by_class(
 def image_grid_png(
     images_uint8_NCHW: Tensor, path: Path, columns: int, row_names: Sequence[str] = ()
 ) -> None:
-    """Draws grey or colour images in one picture, `columns` in a row, with thin lines between them.
-    Small images are scaled up; row names are on the left.
+    """Draws images as a grid in one picture, with `columns` images in each row.
+
+    Images may be grey or coloured. Thin lines separate them, and small images are scaled up. The
+    names of the rows are on the left.
 
     Raises:
         OutputError: `path` cannot be written.

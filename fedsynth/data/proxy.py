@@ -1,4 +1,4 @@
-"""Public images of another data set, converted to a run's image shape, for FedDF's distillation."""
+"""Provides public images of another data set as model inputs, for FedDF's distillation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
-    """Draws images of uniformly random pixels from the run's seed: public by construction."""
+    """Draws images of uniformly random pixels from the run's seed. They are public, because they
+    depend on no data."""
     generator = torch_generator(seed, "noise proxy")
     pixels = torch.randint(
         256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8
@@ -24,8 +25,15 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
 
 
 class ProxyImages:
-    """Images of `data` converted to the inputs of a network for `spec`: grey repeated or colour
-    averaged (ITU-R 601), resized, and normalised by `spec`."""
+    """Converts images of one data set to the inputs of a network for another data set.
+
+    Grey images are repeated in all channels, and colour images are averaged to grey (ITU-R 601), as
+    the other data set requires. Images are then resized, and normalised with its constants.
+
+    Args:
+        data: the images to convert.
+        spec: the specification of the data set for which the network was built.
+    """
 
     def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
         self._pixels = data.images
@@ -35,7 +43,7 @@ class ProxyImages:
         return len(self._pixels)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Returns normalised images [N, C, H, W] at these positions."""
+        """Returns the images at the given positions as normalised inputs [N, C, H, W]."""
         x = self._pixels[indices].float()
         if x.shape[1] == 3 and self._spec.channels == 1:
             x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)

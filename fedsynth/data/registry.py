@@ -1,9 +1,9 @@
 """The data sets that fedsynth knows by name. This module does not import torch, because the
 command line's `--help` needs it.
 
-Everything in a `DatasetSpec` is a published constant (datasets.toml). Nothing is computed from the
-actual examples, so all of it may be used under differential privacy, such as the size of the
-training split as a public divisor, and the normalisation constants.
+Every value in a `DatasetSpec` is a published constant from datasets.toml. No value is computed from
+the examples, so runs with differential privacy may use all of them. Examples are the size of the
+training split, which is used as a divisor, and the constants for normalisation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The shape, sizes and constants of a data set; `from_arrays` needs one for custom images.
+    """The shape, sizes and constants of a data set.
+
+    To use custom images, pass their specification to `from_arrays`.
 
     Args:
         name: the name in reports and file names.
-        channels: C of an image [C, H, W].
-        height: H, pixels.
-        width: W, pixels.
-        classes: number of classes.
-        train_size: published number of training examples, never read from the data.
-        test_size: published number of test examples, never read from the data.
+        channels: the number of channels C of an image [C, H, W].
+        height: the height H of an image in pixels.
+        width: the width W of an image in pixels.
+        classes: the number of classes.
+        train_size: the published number of training examples, which is never read from the data.
+        test_size: the published number of test examples, which is never read from the data.
         mean: the mean of each channel, for pixels in [0, 1].
         std: the standard deviation of each channel, for pixels in [0, 1].
-        class_names: one for each class.
+        class_names: the name of each class.
         source: the origin of the data.
-        domains: names of the domains that examples come from, if the data set has domains.
-        groups: the published number of writers or devices (0: unknown), which gives their nominal
-            size.
+        domains: the names of the domains that examples come from, if the data set has domains.
+        groups: the published number of writers or devices, or 0 if it is unknown. The nominal
+            number of examples of a writer is computed from it.
 
     Raises:
         SettingError: a size is not positive, constants or names do not match `channels` and
@@ -108,7 +110,10 @@ _TUPLES = ("mean", "std", "class_names", "domains")
 def custom_spec(
     name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any
 ) -> DatasetSpec:
-    """Returns the specification of images that are no published data set, with other `facts`."""
+    """Creates the specification of images that are not a published data set.
+
+    `facts` are further fields of `DatasetSpec`.
+    """
     channels, height, width = image_shape
     names = tuple(class_names)
     sizes = {"classes": len(names), "train_size": 1, "test_size": 1}
@@ -116,8 +121,9 @@ def custom_spec(
 
 
 def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
-    """Returns a specification unchanged, and for a shape (C, H, W) that of images whose network
-    inputs are pixels in [0, 1].
+    """Converts the shape of images to a specification. Returns a specification unchanged.
+
+    For a shape (C, H, W), the inputs of networks are pixels in [0, 1] without normalisation.
 
     >>> as_spec((1, 28, 28)).image_shape
     (1, 28, 28)
@@ -165,8 +171,10 @@ _SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
 
 
 def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] | None:
-    """Returns (α, β) of `synthetic(α,β)`, (None, None) for `synthetic(iid)`, and None for any other
-    name."""
+    """Returns the parameters (α, β) in the name of a synthetic data set.
+
+    Returns (None, None) for `synthetic(iid)`, and None for the name of any other data set.
+    """
     match = _SYNTHETIC.fullmatch(name)
     if match is None:
         return None
@@ -213,21 +221,22 @@ numbers from 0 to 99.9999."""
 
 
 def is_known(name: str) -> bool:
-    """Returns whether this is the name of a published data set."""
+    """Returns True if `name` is the name of a published data set."""
     return name in DATASETS or synthetic_parameters(name) is not None
 
 
 def is_published(spec: DatasetSpec) -> bool:
-    """Returns whether this is a named data set's specification, whose records are public."""
+    """Returns True if `spec` belongs to a published data set, whose records are public."""
     return is_known(spec.name) and dataset_spec(spec.name) == spec
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """Returns the spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers of
-    up to four decimals.
+    """Returns the specification of the data set with this name.
+
+    The name is one of `DATASETS`, or `synthetic(α,β)` with numbers of up to four decimals.
 
     Raises:
-        UnknownNameError: no such data set; the message names close matches.
+        UnknownNameError: no data set has this name. The message suggests similar names.
     """
     parameters = synthetic_parameters(name)
     if parameters is not None:

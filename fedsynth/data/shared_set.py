@@ -41,27 +41,27 @@ UNITS = "float32; 0 is black, 1 is white; values outside are not cut off"
 NORMALISED = "float32, normalised: (x - mean) / std of x whose black is 0 and white 1"
 BYTES = "uint8; 0 is black, 255 is white"
 MAX_VALUE = 1e6
-"""Limit of absolute pixel values, both raw and normalised: larger ones are not images, and would
-overflow in training."""
+"""The largest absolute value of a pixel, both raw and normalised. Larger values do not belong to
+images, and would overflow in training."""
 SUM_TOLERANCE = 0.01
-"""Tolerance of the sum of an image's soft labels, which is 1: they may be rounded to 16 bits."""
+"""How far the sum of an image's soft labels may differ from 1, because they may be rounded."""
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 
 
 @dataclass(frozen=True, eq=False)
 class SharedSet:
-    """A synthetic set.
+    """A set of synthetic images with labels.
 
     Attributes:
-        images: float32 [N, C, H, W] in pixel units: 0 is black and 1 is white. Learned images may
-            have values outside [0, 1]; they are not clipped, as models train better that way.
-        labels: int64 [N].
-        soft_labels: float32 [N, classes], or None.
-        clients: int64 [N], the client that made each image; None: one owner made all.
-        spec: the images' specification; `train_size` is the number of synthetic images.
-        epsilon, delta: the guarantee for each example (or user) of the private data; None: there is
-            no guarantee.
+        images: float32 [N, C, H, W], where 0 is black and 1 is white. Learned images may have
+            values outside [0, 1]. They are not clipped, because models train better without it.
+        labels: int64 [N], the class of each image.
+        soft_labels: float32 [N, classes], the class probabilities of each image, or None.
+        clients: int64 [N], the client that made each image, or None if one owner made all images.
+        spec: the specification of the images. `train_size` is the number of synthetic images.
+        epsilon, delta: the guarantee for each example (or user) of the private data. Both are None
+            if there is no guarantee.
 
     >>> import tempfile
     >>> from fedsynth import load_synthetic, owner_settings, synthesize
@@ -94,11 +94,12 @@ class SharedSet:
 
 
 def load_synthetic(folder: str | Path) -> SharedSet:
-    """Loads the synthetic set in an exported folder, and checks its files' hashes.
+    """Loads the synthetic set in an exported folder, and checks the hashes of all files.
 
     Raises:
-        DataFilesMissingError: the folder or a listed file does not exist.
-        DataFilesCorruptError: a file was changed or is not listed, or the tensors are damaged.
+        DataFilesMissingError: the folder, or a file that SHA256SUMS lists, does not exist.
+        DataFilesCorruptError: a file was changed, SHA256SUMS does not list it, or the tensors are
+            damaged.
 
     >>> load_synthetic("/no/such/folder")
     Traceback (most recent call last):
@@ -132,13 +133,13 @@ def write_set(
 
     Args:
         file: the safetensors file.
-        images: [N, C, H, W], in the units of `pixels`.
-        labels: int64 [N].
-        spec: the images' specification.
-        pixels: `UNITS`, `NORMALISED` or `BYTES`.
+        images: the images [N, C, H, W], with values as `pixels` describes them.
+        labels: int64 [N], the class of each image.
+        spec: the specification of the images.
+        pixels: the meaning of pixel values: `UNITS`, `NORMALISED` or `BYTES`.
         clients: int64 [N], the client that made each image.
-        soft_labels: float32 [N, classes].
-        facts: more metadata.
+        soft_labels: float32 [N, classes], the class probabilities of each image.
+        facts: additional metadata.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.
@@ -152,7 +153,7 @@ def write_set(
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
-    """Returns the metadata about the images for a set's file."""
+    """Returns the metadata that the file of a synthetic set states about its images."""
     return {
         "format": FORMAT,
         "pixels": pixels,
@@ -164,7 +165,7 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
 
 
 class _Metadata(BaseModel):
-    """The metadata of a set's file, text by key."""
+    """The metadata in the file of a synthetic set."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -180,10 +181,10 @@ class _Metadata(BaseModel):
 
 
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
-    """Builds a synthetic set, in pixel units, from a file's tensors and metadata.
+    """Builds a synthetic set from the tensors and metadata of a file.
 
     Raises:
-        ValueError: something is missing, inconsistent, or has invalid values.
+        ValueError: a tensor or a key of the metadata is missing, inconsistent or invalid.
     """
     try:
         facts = _Metadata.model_validate(metadata)
@@ -208,7 +209,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     except FedsynthError as error:
         raise ValueError(f"it does not describe its images: {one_line(error)}") from None
     if (facts.epsilon is None) != (facts.delta is None):
-        raise ValueError("it has only one of ε and δ")
+        raise ValueError("it must state both ε and δ, or neither")
     _check_labels(tensors, count, spec.classes)
     synthetic = SharedSet(
         _in_pixel_units(images, facts.pixels, spec),
@@ -244,7 +245,7 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     """Checks the labels, soft labels and clients of the images.
 
     Raises:
-        ValueError: as for `shared_set`.
+        ValueError: the labels, soft labels or clients are missing, inconsistent or invalid.
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
@@ -271,17 +272,17 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
 
 
 def write_hashes(root: Path) -> None:
-    """Writes SHA256SUMS for all other files of a folder."""
+    """Writes the file SHA256SUMS, which lists the hashes of all other files in a folder."""
     with (root / SUMS).open("w", encoding="utf-8") as file:
         for name in plain_files(root, leave_out=(SUMS,)):
             file.write(f"{file_hash(root / name)}  {name}\n")
 
 
 def check_hashes(root: Path) -> None:
-    """Raises an error if a folder's files differ from its SHA256SUMS.
+    """Compares the files of a folder with its SHA256SUMS.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: as for `load_synthetic`.
+        DataFilesMissingError, DataFilesCorruptError: in the same cases as `load_synthetic`.
     """
     listed = {}
     try:

@@ -1,4 +1,4 @@
-"""The interface of the data sets that are read from folders."""
+"""Defines the readers of published data sets and the splits that they return."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from fedsynth.privacy.files import read_text
 
 @dataclass(frozen=True)
 class Split:
-    """Images [N, C, H, W] and labels [N] of one split; `domains` and `groups` [N] if the data set
-    records where examples come from."""
+    """The images [N, C, H, W] and labels [N] of one split.
+
+    `domains` and `groups` [N] state the origin of each example. They are None if the data set does
+    not have them.
+    """
 
     images: Bytes
     labels: IntArray
@@ -29,9 +32,10 @@ class Reader:
     """The reader of a data set in a folder.
 
     Attributes:
-        required: the required files and folders in the data folder.
-        instructions: tells the user what to put there and where to get it.
-        read: returns the training and test splits, given the specification and the data folder.
+        required: the files and folders that must be in the data folder.
+        instructions: a text that tells the user where to get these files and where to put them.
+        read: a function that reads the training and test splits. Its arguments are the
+            specification and the data folder.
     """
 
     required: tuple[str, ...]
@@ -40,11 +44,11 @@ class Reader:
 
 
 def read_lines(path: Path, name: str, instructions: str) -> list[str]:
-    """Returns the lines of a text file of the data set `name`.
+    """Reads the lines of a text file that belongs to the data set `name`.
 
     Raises:
-        DataFilesMissingError: no such file; the message includes the instructions.
-        DataFilesCorruptError: not a text file.
+        DataFilesMissingError: the file does not exist. The message includes the instructions.
+        DataFilesCorruptError: the file is not a text file.
     """
     try:
         return read_text(path, MAX_LIST_BYTES).splitlines()

@@ -41,11 +41,10 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 
 
 def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
-    """Generates the training and test splits of the data set that `spec` names, device by device;
-    `groups` are the devices.
+    """Generates the training and test splits of a synthetic data set. Its groups are the devices.
 
     Raises:
-        ValueError: `spec` does not name such a data set.
+        ValueError: `spec` is not the specification of a synthetic data set.
     """
     parameters = synthetic_parameters(spec.name)
     if parameters is None:
@@ -74,14 +73,17 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
 
 
 def device_sizes() -> IntArray:
-    """Returns the number of examples of each device, [30]: a few devices have most of them."""
+    """Returns the number of examples of each device, [30]. A few devices have most examples."""
     return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
 
 
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Draws inputs [n, 60], W [60, 10] and b [10] of a device; α and β None: the i.i.d. variant."""
+    """Draws the inputs [n, 60], weights W [60, 10] and bias b [10] of one device.
+
+    If α or β is None, all devices have the same W and b, as in `synthetic(iid)`.
+    """
     rng = numpy_generator(SEED, "synthetic device", device)
     if alpha is None or beta is None:
         shared = numpy_generator(SEED, "synthetic iid model")
@@ -97,10 +99,10 @@ def draw_device(
 
 
 def to_levels(x: Floats, spec: DatasetSpec) -> Bytes:
-    """Rounds numbers to the nearest of the 256 levels, uint8."""
+    """Rounds inputs to the nearest of 256 pixel values, uint8."""
     return np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
 
 
 def from_levels(levels: Bytes, spec: DatasetSpec) -> Floats:
-    """Normalises levels as `normalise` does, in double precision."""
+    """Converts pixel values to inputs as `normalise` does, but in double precision."""
     return (levels / 255 - spec.mean[0]) / spec.std[0]

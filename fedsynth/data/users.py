@@ -1,8 +1,10 @@
-"""Users: the people (writers, patients, card holders) whose records a data set holds, for runs with
-user-level protection.
+"""Handles the users of a data set: the people, such as writers or patients, whose records it has.
 
-`ImageData.groups` gives the user of each record. For folders of images it is read from a file
-`users.csv` with the columns `path` and `user`; LEAF's files name their writers.
+Runs that protect users need to know the user of each record, which `ImageData.groups` states. For
+folders of images, a file `users.csv` with the columns `path` and `user` gives the users. LEAF's
+files name the writers.
+
+The module also splits the records of each client into a training split and a test split.
 """
 
 from __future__ import annotations
@@ -22,24 +24,25 @@ def users_of(data: ImageData) -> IntArray:
     """Returns the user of each record, int64 [N].
 
     Raises:
-        DataError: the data have no users.
+        DataError: the data set does not state the users of its records.
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} does not name the users of its records: to protect users, "
-            f"pass groups= to from_arrays, or put a file {USERS_FILE} next to the image "
-            "folders"
+            f"{data.spec.name} must state each record's user, because this run protects users: "
+            f"pass groups= to from_arrays, or put a file {USERS_FILE} next to the image folders"
         )
     users: IntArray = data.groups.cpu().numpy()
     return users
 
 
 def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
-    """Checks that no user has records at two clients: the guarantee holds for users of one client.
+    """Checks that no user has records at two clients.
+
+    The guarantee for users holds only if all records of a user are at one client.
 
     Raises:
-        PartitionError: a user has records at two clients; the message names both.
-        DataError: the data have no users.
+        PartitionError: a user has records at two clients. The message names both clients.
+        DataError: the data set does not state the users of its records.
     """
     users = users_of(data)
     home: dict[int, int] = {}
@@ -48,17 +51,18 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} have records of the same user, who would "
-                    "be protected at each client separately: divide the data by user "
+                    f"clients {other} and {client} have records of the same user, so the guarantee "
+                    "would not hold for all records of this user: divide the data by user "
                     "(partition.kind=natural or domain, or custom `parts`)"
                 )
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
-    """Returns at most `limit` records of each user, sorted: those with the smallest keyed hashes.
+    """Chooses at most `limit` records of each user. Returns their positions, sorted.
 
-    The choice depends only on a user's own records and the public seed, so an additional user does
-    not change it for others. Of equal records the first ones are kept.
+    The records with the smallest keyed hashes are chosen. The choice for a user depends only on the
+    records of this user and on the public seed, so an additional user does not change it. If a user
+    has equal records, the first ones are chosen.
     """
     part = np.asarray(part, np.int64)
     users = users_of(data)[part]
@@ -74,12 +78,11 @@ def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """Returns a keyed hash for each record at `positions`, computed from all of those records that
-    belong to the same user: uint8 [N, size].
+    """Computes a keyed hash of the user of each record at `positions`, uint8 [N, size].
 
-    The hash depends on the hashes of the user's records, in any order, and not on the user's
-    number. Numbers follow the sorted names of all users, so an additional user would renumber
-    others.
+    The hash is computed from all records at `positions` that belong to the user, in any order. It
+    does not depend on the number of the user, because an additional user may change the numbers of
+    the others.
     """
     chosen = np.asarray(positions, np.int64)
     users = users_of(data)[chosen]
@@ -96,18 +99,23 @@ def user_digests(
 def hold_out(
     parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Returns (training split, test split) of each client, sorted; each record is in the test split
-    with probability `share`.
+    """Divides the records of each client into a training split and a test split.
 
-    A record's split depends on the seed and the record's bytes, not on its position: with
-    differential privacy, one additional record anywhere in the data must not move others between
-    splits. Equal records are in the same split, so no test record is also trained on.
+    Each record is put into the test split with probability `share`. The split of a record depends
+    on the seed and on the record's bytes, but not on its position. With differential privacy, an
+    additional record must not move other records between the splits. Equal records are in the same
+    split, so no test record is used for training.
 
     Args:
-        parts: for each client the positions of its records in `data`.
-        seed: public; another one gives another split.
-        by_user: keep all records of a user (`data.groups`) in one split, chosen by a hash of all of
-            them: for user-level protection.
+        parts: the positions of each client's records in `data`.
+        share: the probability with which a record is put into the test split.
+        seed: the public seed of the split.
+        data: the images of all clients.
+        by_user: whether all records of a user (`data.groups`) stay in one split, for runs that
+            protect users. The split then depends on a hash of all of them.
+
+    Returns:
+        The training positions and the test positions of each client, sorted.
     """
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
     digests = {True: user_digests, False: record_digests}[by_user]

@@ -1,8 +1,8 @@
 """AlexNet with batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on
 Office-Caltech-10 and DomainNet.
 
-Krizhevsky's five convolutions in torchvision's widths, each with batch norm, then two hidden layers
-of 1024 units with batch norm; no dropout.
+The network has the five convolutions of AlexNet with torchvision's widths, and then two hidden
+layers of 1024 units. Batch norm follows each of these layers. There is no dropout.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MIN_SIDE = 63  # a smaller side leaves a pooling layer without output
 
 
 class AlexNet(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """AlexNet, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        norm: "batch", or "group" (for DP-SGD).
+        norm: "batch", or "group" for DP-SGD.
 
     Raises:
-        SettingError: images below 63×63.
+        SettingError: the images are smaller than 63×63.
     """
 
     stage_names = ("pool1", "pool2", "layer3", "layer4", "pool5")
@@ -62,7 +62,7 @@ class AlexNet(EmbeddingNetwork):
         self.largest_activation = 64 * (1 + (height - 7) // 4) * (1 + (width - 7) // 4)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, 1024]."""
+        """Computes the embeddings of normalised images, [N, 1024]."""
         x = self.pool2(self.layer2(self.pool1(self.layer1(x_NCHW))))
         x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
         return self.hidden2(self.hidden1(torch.flatten(x, 1)))

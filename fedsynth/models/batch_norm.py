@@ -1,14 +1,12 @@
-"""Batch norm in condensation: many clients in one pass, with separate statistics.
+"""Batch norm for condensation, in which one pass may contain the images of several clients.
 
-Distribution matching with batch norm uses the statistics of the current batch: one client's real
-images, or its synthetic ones. If a pass contains several clients, each image is normalised only by
-the statistics of its own group of images; real and synthetic images never share a pass. Running
-statistics are neither used nor updated.
+Distribution matching with batch norm uses the statistics of the current batch, which consists of
+one client's real images or of its synthetic images. If a pass contains several clients, each image
+is normalised only by the statistics of its group of images. Real and synthetic images are never in
+one pass. Running statistics are neither used nor updated.
 
-A batch's mean and variance for each channel, differentiable, in few passes over its maps.
-
-`torch.var_mean` with autograd takes several passes, and its reduction is slow on a CPU: forward and
-backward together take ten times as long (docs/speed.md).
+`batch_statistics` computes the mean and variance of each channel, with gradients, in few passes
+over memory. `torch.var_mean` with autograd needs ten times as long on a CPU (docs/speed.md).
 """
 
 from __future__ import annotations
@@ -25,8 +23,10 @@ from fedsynth.mixed_precision import widened
 
 
 class SharedStatistics(nn.Module):
-    """The groups of images that share statistics in the next pass; one object for all layers of a
-    network."""
+    """States which images of the next pass share statistics.
+
+    All batch norms of a network use the same object.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class SharedStatistics(nn.Module):
 
     @staticmethod
     def of(network: nn.Module) -> SharedStatistics:
-        """Returns the network's instance.
+        """Returns the object that the batch norms of a network use.
 
         Raises:
-            ValueError: the network does not come from `with_grouped_statistics`.
+            ValueError: the network was not made by `with_grouped_statistics`.
         """
         for module in network.modules():
             if isinstance(module, SharedStatistics):
@@ -46,15 +46,17 @@ class SharedStatistics(nn.Module):
         raise ValueError("the network has no grouped batch norm")
 
     def assign(self, group_N: Tensor, groups: int) -> None:
-        """Sets the group (0, 1, …, groups − 1) of each image [N] of the next pass."""
+        """Sets the group of each image in the next pass: integers [N] in [0, groups)."""
         self.group_N = group_N
         members = (torch.arange(groups, device=group_N.device)[:, None] == group_N[None, :]).float()
         self.weights_GN = members / members.sum(dim=1, keepdim=True).clamp_min(1)
 
 
 class GroupedBatchNorm(nn.Module):
-    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images; it shares
-    the layer's affine parameters."""
+    """Batch norm that normalises each group of images by the statistics of this group.
+
+    The input is [N, C, H, W] or [N, C]. The affine parameters are shared with `layer`.
+    """
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
         super().__init__()
@@ -74,18 +76,20 @@ class GroupedBatchNorm(nn.Module):
         return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
-        """Returns the group's mean for each image, [N, C]."""
+        """Returns, for each image, the mean over the images of its group, [N, C]."""
         return (self.shared.weights_GN @ values_NC)[self.shared.group_N]
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Returns whether a network has a batch norm."""
+    """Returns True if a network has a batch norm layer."""
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """Returns a copy in which each batch norm is a `GroupedBatchNorm`, with its parameters in the
-    same order; a network without batch norm itself."""
+    """Returns a copy of a network in which each batch norm is a `GroupedBatchNorm`.
+
+    The order of the parameters stays the same. A network without batch norm is returned itself.
+    """
     if not has_batch_norm(network):
         return network
     network = copy.deepcopy(network)
@@ -98,10 +102,10 @@ def with_grouped_statistics(network: nn.Module) -> nn.Module:
 
 
 def batch_statistics(x_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns means [C] and biased variances [C] over all axes but the second.
+    """Computes the mean [C] and the biased variance [C] of each channel, over all other axes.
 
-    They are float32 for feature maps in float32 or bfloat16, and float64 for float64. They are
-    differentiable once, and not under `vmap`.
+    The results are float32 for inputs in float32 or bfloat16, and float64 for inputs in float64.
+    They can be differentiated once, and not under `vmap`.
 
     >>> mean, variance = batch_statistics(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     >>> mean.tolist(), variance.tolist()
@@ -120,8 +124,10 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """∂mean/∂x = 1/n and ∂variance/∂x = 2·(x − mean)/n: batch norm's own kernel, with a
-        variance of 1."""
+        """Computes the gradient from ∂mean/∂x = 1/n and ∂variance/∂x = 2·(x − mean)/n.
+
+        The kernel of batch norm, called with a variance of 1, computes this sum.
+        """
         x, mean = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         by_mean, by_variance = (g / n for g in gradients)

@@ -1,12 +1,10 @@
-"""The ConvNet of dataset condensation: `depth` blocks of conv 3×3, norm, ReLU, average-pool 2, then
-one linear layer.
+"""The ConvNet that papers on dataset condensation use.
 
-`embed` is the papers' h_w (everything before the last linear layer), and `classifier` maps it to
-the logits z_w. With instance norm and width 128 the parameter counts equal FedDM's (Table 3):
-317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The first convolution pads 28×28
-images to 32×32, as in the condensation literature.
-
-The memory layout of feature maps for convolutions and pooling on a CPU.
+It has `depth` blocks of a 3×3 convolution, a norm, ReLU and 2×2 average pooling, and then one
+linear layer. `embed` computes the papers' h_w, the output before the linear layer, and `classifier`
+maps this output to the logits z_w. With instance norm and width 128, the numbers of parameters are
+those of FedDM's Table 3: 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The
+first convolution pads images of 28×28 to 32×32, as in the condensation literature.
 """
 
 from __future__ import annotations
@@ -23,14 +21,16 @@ from fedsynth.models.resnet import group_norm
 
 
 def channels_last(x_NCHW: Tensor) -> Tensor:
-    """Returns the tensor in channels-last layout on a CPU; on a GPU, unchanged.
+    """Converts a tensor on a CPU to channels-last layout. Returns a tensor on a GPU unchanged.
 
-    On a CPU, max-pooling is then vectorised over channels, and convolutions and batch norms need no
-    reordering (times: docs/speed.md). Layers preserve the layout. Group and instance norms are
-    slower in it, so networks with them do not use it.
+    In this layout, max pooling on a CPU is vectorised over channels, and convolutions and batch
+    norms need not reorder their input (docs/speed.md has the times). Layers keep the layout of
+    their input. Group and instance norms are slower in this layout, so networks with these norms do
+    not use it.
 
-    `Tensor.contiguous(memory_format=...)` would not change images of one channel, whose two layouts
-    differ only in strides, which convolutions read; it also fails inside `vmap`.
+    `Tensor.contiguous(memory_format=...)` cannot be used here, for two reasons. It fails inside
+    `vmap`, and it does not change the strides of images with one channel, on which the choice of
+    the convolution kernel depends.
     """
     if x_NCHW.device.type != "cpu":
         return x_NCHW
@@ -40,17 +40,18 @@ def channels_last(x_NCHW: Tensor) -> Tensor:
 
 
 WIDE = 32
-"""Number of channels that fills a CPU's bfloat16 vectors: with fewer, float32 is faster."""
+"""The number of channels that fill a bfloat16 vector of a CPU. With fewer channels, float32 is
+faster."""
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Instance norm with affine weights: GroupNorm with one channel per group, as in the papers.
+    """Instance norm with affine weights, as a GroupNorm with one channel per group.
 
-    For channels-last inputs on a CPU without gradients (the real images of condensation), the
-    statistics are matrix products over the pixels, because GroupNorm's kernel would take longer
-    than the convolutions. Variances are computed from centred values, so bfloat16 inputs lose
-    nothing by cancellation. Under torch.compile GroupNorm is used: fused with its neighbours, it is
-    faster still.
+    A faster implementation is used for channels-last inputs on a CPU without gradients, such as the
+    real images in condensation. It computes the statistics by matrix products over the pixels,
+    because GroupNorm's kernel would take longer than the convolutions. Variances are computed from
+    centred values, so that bfloat16 inputs lose no precision by cancellation. Under torch.compile,
+    GroupNorm's kernel is used, because it is faster when it is fused with other operations.
     """
 
     def __init__(self, channels: int) -> None:
@@ -88,10 +89,10 @@ NORMS = tuple(_NORM_LAYERS)
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """Returns a layer of one of `NORMS`.
+    """Creates a norm layer. Its kind is one of `NORMS`.
 
     Raises:
-        UnknownNameError: no such norm.
+        UnknownNameError: no norm has this name.
     """
     if kind not in NORMS:
         raise unknown_value("model", "norm", kind, NORMS)
@@ -99,11 +100,11 @@ def make_norm(kind: str, channels: int) -> nn.Module:
 
 
 class ConvNet(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """The ConvNet, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: more blocks than the image can be halved.
-        UnknownNameError: a norm that does not exist.
+        SettingError: the network has more blocks than the image can be halved.
+        UnknownNameError: no norm has this name.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class ConvNet(EmbeddingNetwork):
             raise SettingError(
                 "model",
                 "depth",
-                f"is too large for a {height}×{side} image, which is halved in each block; "
-                "use a smaller one",
+                f"is too large for {height}×{side} images, because each block halves the image: "
+                "use fewer blocks",
                 value=depth,
             )
         blocks: list[nn.Module] = []
@@ -147,17 +148,18 @@ class ConvNet(EmbeddingNetwork):
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings h_w(x), [N, embedding_size]."""
+        """Computes the embeddings h_w(x) of normalised images, [N, embedding_size]."""
         return self.features(x_NCHW).flatten(1)
 
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False
     ) -> tuple[Tensor, VectorJacobian] | None:
-        """Returns (h_w(x), its vector-Jacobian product) without autograd, several times faster;
-        None if the network does not allow it.
+        """Computes the embeddings h_w(x) and a function for their vector-Jacobian product.
 
-        It needs instance norm, float32 weights and sides that halve evenly. Weights get no
-        gradients. Arguments are those of `fedsynth.models.frozen.block_chain_vjp`.
+        This is several times faster than autograd. Weights get no gradients. The method requires
+        instance norm, float32 weights, and an image whose sides can be halved evenly in each block.
+        It returns None if the norm or the image size does not fit. The arguments are those of
+        `fedsynth.models.frozen.block_chain_vjp`.
         """
         if not self.halves_evenly or not isinstance(self.features[1], InstanceNorm):
             return None

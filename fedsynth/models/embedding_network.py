@@ -1,4 +1,4 @@
-"""The base class of the package's networks: `classifier` on an embedding."""
+"""The base class of the package's networks, which consist of an embedding and a classifier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class EmbeddingNetwork(nn.Module):
 
     Attributes:
         classifier: the last linear layer.
-        embedding_size: width of the embedding.
-        largest_activation: scalars of an image's largest activation.
+        embedding_size: the number of values in an embedding.
+        largest_activation: the number of values in the largest activation of one image. It is used
+            to estimate memory.
     """
 
     classifier: nn.Linear
@@ -21,19 +22,19 @@ class EmbeddingNetwork(nn.Module):
     largest_activation: int
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, embedding_size]."""
+        """Computes the embeddings of normalised images, [N, embedding_size]."""
         raise NotImplementedError  # abstract
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Returns logits [N, classes] of normalised images [N, C, H, W]."""
+        """Computes the logits [N, classes] of normalised images [N, C, H, W]."""
         return self.classifier(self.embed(x_NCHW))
 
 
 def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) -> None:
-    """Refuses images that are too small for an architecture.
+    """Raises an error if images are too small for an architecture.
 
     Raises:
-        SettingError: names the architecture and the smallest side.
+        SettingError: a side of the images is smaller than `min_side`.
     """
     _, height, width = image_shape
     if min(height, width) < min_side:

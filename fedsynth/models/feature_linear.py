@@ -1,10 +1,10 @@
-"""A linear model on fixed features: the classifier that fedstats computes from class statistics,
-and a strong, cheap baseline for methods that train models.
+"""A linear model on fixed features, which is the classifier that fedstats computes.
 
-Its embedding is z = clip₁(T(φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that
-fedstats releases (0 for other methods). T is the identity or whitens z: symmetric matrices for the
-channels and the cells of φ's blocks. Each image's z depends only on that image, and has norm at
-most 1.
+The model is also a strong and cheap baseline for methods that train models. Its embedding is
+z = clip₁(T(φ(x) − m)/R), where φ and R belong to a `FeatureMap`. The centre m is released by
+fedstats, and is 0 for other methods. T is the identity or a whitening transform, which multiplies
+each block of φ by a symmetric matrix for its channels and another one for its cells (positions in
+the image). The embedding of an image depends only on this image, and its norm is at most 1.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from fedsynth.models.embedding_network import EmbeddingNetwork
 
 
 class Root(NamedTuple):
-    """T of one block: Z [channels, cells] becomes channels·Z·cells."""
+    """The matrices that whiten one block of features.
+
+    A block Z [channels, cells] becomes the product channels·Z·cells.
+    """
 
     channels: Tensor
     cells: Tensor
 
 
 class FeatureLinear(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes]; only the last layer has
-    parameters, the centre is a buffer.
+    """A linear model on fixed features, which maps normalised images [N, C, H, W] to logits
+    [N, classes].
+
+    Only the last layer has parameters. The centre and the whitening matrices are buffers.
 
     Args:
         feature_map: φ and its constants.
-        spec: specification of the images; their normalisation is undone before φ.
-        whitens: whether there is a T, initially the identity.
+        spec: the specification of the images. Their normalisation is undone before φ is applied.
+        whitens: whether the model has whitening matrices. They are initially the identity.
     """
 
     dense = False
@@ -58,24 +63,24 @@ class FeatureLinear(EmbeddingNetwork):
         self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=False)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns z, [N, d], of norm at most 1."""
+        """Computes the embeddings z [N, d] of normalised images. Their norms are at most 1."""
         return self.embed_pixels(x_NCHW * self.std + self.mean)  # type: ignore[operator]
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
-        """Returns z of pixels in [0, 1], [N, d]."""
+        """Computes the embeddings z [N, d] of images with pixels in [0, 1]."""
         return self.embed_features(self.feature_map(pixels_NCHW))
 
     def embed_features(self, features_Nd: Tensor) -> Tensor:
-        """Returns z of φ(x), [N, d]."""
+        """Computes the embeddings z [N, d] from features φ(x)."""
         return Embedding.of(dict(self.named_buffers()), self.feature_map)(features_Nd)
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
-        """Returns logits of features φ(x)."""
+        """Computes the logits [N, classes] from features φ(x)."""
         return self.classifier(self.embed_features(features_Nd))
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Returns the names of T's matrices in a model's state: channels' and cells' of each block.
+    """Returns the names of the whitening matrices in a model's state, two for each block.
 
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
@@ -88,12 +93,12 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """A model's map from φ to z: called with φ [N, d], returns z [N, d].
+    """A function that maps features φ [N, d] to embeddings z [N, d].
 
     Args:
-        centre: m, [d].
-        radius: R.
-        roots: T of each block; empty: no T.
+        centre: the centre m, [d].
+        radius: the radius R of the features.
+        roots: the whitening matrices of each block, or an empty tuple without whitening.
     """
 
     centre: Tensor
@@ -102,7 +107,7 @@ class Embedding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
-        """Returns the embedding with a model's centre and, if it has them, T's matrices."""
+        """Creates the embedding from the centre and the whitening matrices of a model."""
         roots = []
         names = root_names(features.blocks)
         for channels, cells in zip(names[::2], names[1::2], strict=True):
@@ -114,7 +119,7 @@ class Embedding:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
     def same(self, other: Embedding) -> bool:
-        """Returns whether all constants are equal."""
+        """Returns True if all constants are equal to those of `other`."""
         if self.radius != other.radius or len(self.roots) != len(other.roots):
             return False
         return all(map(torch.equal, self._tensors(), other._tensors()))
@@ -126,13 +131,13 @@ class Embedding:
 def embedded(
     features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
 ) -> Tensor:
-    """Returns z = clip₁(T(φ − m)/R), [N, d]: rows of norm at most 1.
+    """Computes the embeddings z = clip₁(T(φ − m)/R), [N, d]. Their norms are at most 1.
 
     Args:
-        features_Nd: φ.
-        centre_d: m.
-        radius: R.
-        roots: T of each block; empty: no T.
+        features_Nd: the features φ.
+        centre_d: the centre m.
+        radius: the radius R of the features.
+        roots: the whitening matrices of each block. Without them, T is the identity.
 
     >>> embedded(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2), 1.0).norm(dim=1).tolist()
     [1.0, 0.5]
@@ -144,7 +149,8 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """Returns T of each row; its bits depend only on that row."""
+    """Applies the whitening matrices to each row. The result for a row, to the last bit, does not
+    depend on the other rows."""
     blocks = []
     start = 0
     for channels, cells in roots:

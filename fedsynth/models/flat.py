@@ -1,7 +1,7 @@
-"""A network whose parameters are views of one flat vector, so that perturbing, projecting and
-averaging are single operations.
+"""Stores the parameters of a network as one vector, and checks weights before they are used.
 
-Checks of weights that are untrusted, or come from diverged training.
+With all parameters in one vector, perturbing, projecting and averaging a network are single
+operations. The checks refuse untrusted weights that do not fit, and weights that are not finite.
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from fedsynth.errors import OutputError
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """Returns a copy of all parameters as one vector [P]."""
+    """Copies all parameters of a network into one vector [P]."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
-    """Returns values named like a model's parameters as one vector [P], in the order of `flatten`;
-    ignores other names."""
+    """Joins named tensors into one vector [P], in the order of the model's parameters.
+
+    Names that are not parameters of the model are ignored.
+    """
     return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
 
 
 class FlatNetwork:
-    """A copy of `model` on `device` whose parameters are views of `self.flat` [P]; writing into
-    `flat` changes the network.
+    """A copy of a network whose parameters are views of one vector.
+
+    The vector is `self.flat` [P], and writing to it changes the network.
 
     Args:
-        requires_grad: False freezes the weights (condensation needs no weight gradients), and
-            `grad` is empty; True makes them trainable, with gradients that are views of `self.grad`
-            [P].
+        model: the network to copy.
+        device: the device of the copy. None keeps the device of `model`.
+        requires_grad: whether the weights can be trained. If true, their gradients are views of
+            `self.grad` [P]. If false, the weights are frozen, as in condensation, and `self.grad`
+            is empty.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class FlatNetwork:
 
 
 def load_flat(model: nn.Module, flat: Tensor) -> None:
-    """Copies the vector [P] into the parameters of `model`."""
+    """Copies a vector [P] into the parameters of a network."""
     offset = 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,13 +76,13 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads untrusted weights into a network.
 
     Raises:
-        ValueError: they do not fit the network, are complex, or are not finite.
+        ValueError: the weights do not fit the network, are complex, or are not finite.
     """
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
             raise ValueError(
-                f"{name} has values of type {value.dtype}, but should have {current.dtype}"
+                f"{name} has values of type {value.dtype}, but must have type {current.dtype}"
             )
         if not torch.isfinite(value.to(current.dtype)).all():
             raise ValueError(f"{name} has values that are not finite")
@@ -88,7 +93,11 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def require_finite(network: nn.Module) -> None:
-    """Raises OutputError if a weight is not finite, because training has diverged."""
+    """Raises an error if a weight is not finite.
+
+    Raises:
+        OutputError: a weight is NaN or infinite, because training has diverged.
+    """
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
             raise OutputError(

@@ -1,22 +1,28 @@
-"""Vector-Jacobian products of a frozen ConvNet block: conv 3×3, instance norm, ReLU, average-pool
-2, as one hand-derived step.
+"""Computes vector-Jacobian products (VJPs) of a ConvNet with frozen weights, without autograd.
 
-Condensation pulls vectors back to the images, often many through the same images (one for each
-private example). Autograd needs six passes over full-size activations per block; this needs two.
-With x̂ the normalised activation, γ, s the norm's weight and 1/deviation, and m =
-[γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in one mask), an incoming g (pooled size) becomes
+A block consists of a 3×3 convolution, instance norm, ReLU and 2×2 average pooling. Condensation
+needs the gradients of many scalars with respect to the same images, such as one for each private
+example. Autograd needs six passes over activations of full size in each block. The formula below,
+which combines all layers of a block, needs two.
+
+Let x̂ be the normalised activation, γ and β the weight and bias of the norm, s one divided by the
+standard deviation, and m = [γx̂ + β > 0]·γs/4, a mask that combines ReLU, pooling and scaling. A
+vector g of the pooled size is mapped to
 
     dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂),
 
-with means over an image's pixels, by channel. Both are sums at the pooled size: mean(dy) = Σ g ⊙ a,
-mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ divided by the number of pixels.
-Activations are channels-last, the layout in which convolutions reach peak matrix throughput. The
-forward pass is never in bfloat16: that would flip ReLUs, an error of 9 % of a gradient, compared
-with 0.6 % when only g is rounded. (On a GPU convolutions may use TF32.)
+where the means are over the pixels of an image, for each channel. Both means are sums at the pooled
+size: mean(dy) = Σ g ⊙ a and mean(dy ⊙ x̂) = Σ g ⊙ b. Here a and b are the 2×2 sums of m and m ⊙ x̂,
+divided by the number of pixels.
 
-The operations between two convolutions are memory-bound: `_between` in the forward pass, and
-`_back`. torch.compile may compile both: they then pass over memory a few times, instead of a dozen
-times or more in eager torch.
+Activations are stored channels-last, because convolutions are fastest in this layout. The forward
+pass is never in bfloat16, because rounding would change the sign of some inputs of ReLU. This
+causes an error of 9 % of a gradient, compared with 0.6 % if only g is rounded. On a GPU,
+convolutions may use TF32.
+
+`_between` (in the forward pass) and `_back` compute what lies between two convolutions. Their speed
+is limited by memory. If torch.compile compiles them, they pass over memory a few times, and
+otherwise a dozen times or more.
 """
 
 from __future__ import annotations
@@ -30,16 +36,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VectorJacobian = Callable[[Tensor], Tensor]
-"""g [V, N, …] of the output -> [V, N, C, H, W] of the images, float32."""
+"""A function that maps V vectors g [V, N, …] at the output to V gradients with respect to the
+images, float32 [V, N, C, H, W]."""
 
 FEW_CHANNELS = 4
-"""For inputs with at most this many channels, the transposed convolution is a matrix product and a
-fold."""
+"""The largest number of input channels for which the transposed convolution is computed as a matrix
+product and a fold."""
 
 
 class _Saved(NamedTuple):
-    """The tensors that a block saves for its VJP; h, w are the pooled size. `normalised`, `mask`:
-    [N, h, 2, w, 2, C]; `a`, `b`: [N, h, w, C]."""
+    """The tensors that a block keeps from the forward pass for its VJP.
+
+    `normalised` and `mask` have shape [N, h, 2, w, 2, C], and `a` and `b` have shape [N, h, w, C].
+    h and w are the height and width after pooling.
+    """
 
     normalised: Tensor
     mask: Tensor
@@ -48,22 +58,24 @@ class _Saved(NamedTuple):
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
-    """Returns factor · Σ over pixels, [N, 1, C], by a matrix product: on a CPU this is several
-    times faster than `sum` over a middle dimension."""
+    """Sums over the pixels and multiplies by `factor`. Returns [N, 1, C].
+
+    The sum is a matrix product, which on a CPU is several times faster than `sum`.
+    """
     return torch.bmm(
         x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC
     )
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
-    """Returns factor · Σ over each 2×2 window, [N, h, w, C]."""
+    """Sums over each 2×2 window and multiplies by `factor`. Returns [N, h, w, C]."""
     x = x_NPC.view(len(x_NPC), h, 2, w, 2, -1)
     sums: Tensor = x[:, :, 0, :, 0] + x[:, :, 0, :, 1] + x[:, :, 1, :, 0] + x[:, :, 1, :, 1]
     return factor * sums
 
 
 def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Returns the convolution's VJP, channels last."""
+    """Computes the VJP of a convolution with respect to its input, in channels-last layout."""
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
@@ -78,8 +90,10 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
 ) -> tuple[Tensor, _Saved]:
-    """Applies instance norm, ReLU and pooling to a convolution's output; returns the pooled
-    [N, h, w, C], and the tensors that the VJP needs, in `precision`."""
+    """Applies instance norm, ReLU and pooling to the output of a convolution.
+
+    Returns the pooled activations [N, h, w, C], and the tensors that the VJP needs, in `precision`.
+    """
     n, height, width, c = y_NHWC.shape
     h = height // 2
     w = width // 2
@@ -101,7 +115,7 @@ def _between(
 
 
 def _back(g_VNhwC: Tensor, saved: _Saved) -> Tensor:
-    """Returns dx [V, N, h, 2, w, 2, C] of the convolution's output, from g [V, N, h, w, C]."""
+    """Maps g [V, N, h, w, C] after pooling to dx [V, N, h, 2, w, 2, C] before the instance norm."""
     v, n, h, w, c = g_VNhwC.shape
     mean = _pixel_sums((g_VNhwC * saved.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
     along = _pixel_sums((g_VNhwC * saved.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
@@ -115,7 +129,7 @@ Back = Callable[[Tensor, _Saved], Tensor]
 
 @functools.cache
 def _parts(compiled: bool) -> tuple[Between, Back]:
-    """Returns `_between` and `_back`, as they are or compiled."""
+    """Returns the functions `_between` and `_back`, compiled by torch.compile if requested."""
     if not compiled:
         return _between, _back
     return torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False)
@@ -128,15 +142,19 @@ def block_chain_vjp(
     *,
     compiled: bool = False,
 ) -> tuple[Tensor, VectorJacobian]:
-    """Returns (embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; builds
-    no graph and no weight gradients.
+    """Computes the embeddings [N, D] of images, and a function for their vector-Jacobian product.
+
+    The network is a chain of blocks with frozen weights. Heights and widths must be even in each
+    block. No autograd graph is built.
 
     Args:
-        layers: convolution and instance norm (one channel per group, affine) of each block.
-        precision: precision of the pulled-back vectors; embeddings are float32.
-        compiled: whether torch.compile compiles the operations between convolutions. It does so
-            once for each block's size and each number of images; beyond eight of these in a process
-            torch warns and runs the others uncompiled.
+        x_NCHW: the normalised images.
+        layers: the convolution and the instance norm (an affine GroupNorm with one channel per
+            group) of each block.
+        precision: the precision of the VJP. Embeddings are always float32.
+        compiled: whether torch.compile compiles the operations between convolutions. It compiles
+            them again for each image size and number of images. After eight such cases in a
+            process, torch prints a warning and runs further cases uncompiled.
     """
     between, back = _parts(compiled)
     blocks = []

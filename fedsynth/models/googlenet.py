@@ -1,8 +1,8 @@
-"""torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and
-`classifier`, and with torchvision's names.
+"""GoogLeNet (Szegedy et al. 2015) without auxiliary classifiers, based on torchvision.
 
-Two differences, for differential privacy: there is no dropout, whose masks would depend on the rest
-of the batch, and ReLUs are not in-place, as DP-SGD's hooks hold their input.
+Parameters have torchvision's names. There are two differences from torchvision, for differential
+privacy. The network has no dropout, because its masks would depend on the rest of the batch. ReLUs
+are not in-place, because DP-SGD's hooks keep their inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_SIDE = 15  # a smaller side leaves a pooling layer without output
 
 
 def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
-    """Returns a new network; "group" replaces its batch norms by group norms."""
+    """Creates a GoogLeNet. `norm` is "batch", or "group" to replace batch norms by group norms."""
     model = GoogLeNet(image_shape, classes)
     if norm == "group":
         return group_norm_twin(model)
@@ -34,10 +34,10 @@ class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
 
 
 class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """GoogLeNet, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: images below 15×15.
+        SettingError: the images are smaller than 15×15.
     """
 
     stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
@@ -62,7 +62,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, 1024]."""
+        """Computes the embeddings of normalised images, [N, 1024]."""
         x = self.conv3(self.conv2(self.maxpool1(self.conv1(x_NCHW))))
         x = self.inception3b(self.inception3a(self.maxpool2(x)))
         x = self.inception4e(

@@ -1,8 +1,9 @@
-"""A small model on a fixed feature map: a linear one, or one with a hidden layer.
+"""A small model on a fixed feature map, which is linear or has one hidden layer.
 
-It is trained on z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a function of
-one image only, fixed before data are read. The per-example gradient of a linear model is
-(p − y) ⊗ z (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
+The inputs of the model are the vectors z = clip₁(φ(x)/R), whose norm is at most 1. φ and R belong
+to a `FeatureMap`. The vector of an image depends only on this image, because the feature map is
+fixed before data are read. The gradient of a linear model for one example is (p − y) ⊗ z. Tramèr
+and Boneh (2021, arXiv 2011.11660) train such a model by DP-SGD.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from fedsynth.models.feature_linear import embedded
 
 
 class OnFeatures(EmbeddingNetwork):
-    """`forward`: precomputed vectors z [N, d] or normalised images [N, C, H, W] to logits
-    [N, classes]. It has no buffers: φ is never sent.
+    """A network on a fixed feature map, which returns logits [N, classes].
+
+    The input is normalised images [N, C, H, W], or vectors z [N, d] that were computed before. The
+    feature map is not part of the network's state, so it is never sent.
 
     Args:
         feature_map: φ and its constants.
-        spec: specification of the images.
-        hidden: units of a hidden layer, rounded up to a multiple of 16. Its input is √d·z
-            (coordinates of about 1, as its initial weights expect), padded with zeros to such a
-            multiple. 0: the model is linear, without a bias.
+        spec: the specification of the images.
+        hidden: the number of units in the hidden layer, or 0 for a linear model without a bias. The
+            number is rounded up to a multiple of 16. The layer's input is √d·z, because its initial
+            weights expect values of about 1. The input is padded with zeros to a multiple of 16.
     """
 
     dense = True
@@ -48,15 +51,18 @@ class OnFeatures(EmbeddingNetwork):
 
     @property
     def linear(self) -> bool:
-        """True if the embedding is z, which training does not change."""
+        """True if the model is linear. The embedding is then z, which training does not change."""
         return isinstance(self.hidden, nn.Identity)
 
     def vectors(self, features_Nd: Tensor) -> Tensor:
-        """Returns z of features φ(x), [N, d]."""
+        """Computes the vectors z [N, d] from features φ(x)."""
         return embedded(features_Nd, 0.0, self.feature_map.radius)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Returns z or the hidden layer's output, [N, embedding_size]."""
+        """Computes the embeddings [N, embedding_size].
+
+        They are the output of the hidden layer, or z if the model is linear.
+        """
         z = x
         if x.dim() == 4:
             mean, std = pixel_constants(self.spec, x.device)
@@ -66,34 +72,39 @@ class OnFeatures(EmbeddingNetwork):
         return torch.relu(self.hidden(filled_up(math.sqrt(z.shape[1]) * z)))
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
-        """Returns logits of features φ(x)."""
+        """Computes the logits [N, classes] from features φ(x)."""
         return self(self.vectors(features_Nd))
 
     def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
-        cross-entropy is their outer product."""
+        """Returns p − y [N, classes] and z [N, d] of a linear model.
+
+        For each example, their outer product is the gradient of the cross-entropy.
+        """
         z = self.embed(x)
         p = row_product(z, self.classifier.weight).softmax(dim=1)
         return p - nn.functional.one_hot(labels_N, p.shape[1]), z
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:
-    """Returns the number of scalars in one of the network's inputs: pixels, or coordinates of z."""
+    """Returns the number of values in one input of a network.
+
+    These are the coordinates of z for a model on features, and otherwise the pixels of an image.
+    """
     if isinstance(network, OnFeatures):
         return network.feature_map.dimension
     return math.prod(spec.image_shape)
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Refuses a linear model on features, for methods whose loss needs a learned embedding.
+    """Raises an error if a model's embedding is fixed, although a method needs a learned embedding.
 
     Raises:
-        SettingError: the model is one; suggests another.
+        SettingError: the model is a linear model on features.
     """
     if isinstance(model, OnFeatures) and model.linear:
         raise SettingError(
             "model",
             "name",
-            f"must be mlp on features: {method} needs a learned embedding, but the embedding "
-            "of a linear model is the fixed feature map",
+            f"must be mlp with model.features, because {method} needs a learned embedding, and the "
+            "embedding of a linear model is the fixed feature map",
         )

@@ -1,4 +1,4 @@
-"""Custom models: building and checking them."""
+"""Builds and checks the custom models of users."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Shape = tuple[int, int, int]
 OPTIONAL_ARGUMENTS = ("norm", "width", "depth")
-"""Settings of the section `model` that an architecture gets if it has such parameters."""
+"""The settings of the section `model` that are passed to a builder that has parameters of these
+names."""
 
 
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
-    """Returns a name for a class or function, or for a module (with a hash of its structure and
-    weights)."""
+    """Returns a name for a custom model.
+
+    For a class or function, this is its own name. For a module, the name of its class is followed
+    by a hash of the module's structure and weights.
+    """
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
     check_state(type(model).__name__, model.state_dict())
@@ -36,10 +40,10 @@ def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
 
 
 def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Returns a function that builds and checks a network: (image shape, classes, norm, width,
-    depth) -> network.
+    """Returns a function that builds a custom network and checks it.
 
-    A module is copied with its weights. Anything else is called with `image_shape`, `classes`, and
+    The function has the parameters (image shape, classes, norm, width, depth). A module is copied
+    with its weights. A class or function is called with the image shape, the number of classes, and
     those settings of `OPTIONAL_ARGUMENTS` that it has as parameters.
     """
     rehearsed = set()
@@ -65,17 +69,19 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
 def optional_arguments(
     build: Callable[..., nn.Module], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the settings of `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
+    """Selects the settings of `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
     parameters = inspect.signature(build).parameters
     return {key: settings[key] for key in OPTIONAL_ARGUMENTS if key in parameters}
 
 
 def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
-    """Checks that a network maps images of this shape to logits [N, classes]; sets its
-    `embedding_size` if it has none.
+    """Checks that a network maps images of a given shape to logits [N, classes].
+
+    If the network has `embed` and `classifier` but no `embedding_size`, the attribute is set.
 
     Raises:
-        SettingError: it does not, or its `embed` and `classifier` do not fit each other.
+        SettingError: the network does not return such logits, or the output of `embed` does not fit
+            `classifier`.
     """
     if not isinstance(network, nn.Module):
         raise _refused(name, "does not return a torch.nn.Module")
@@ -105,13 +111,13 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
-    """Tries what a run does with a network: copies it, saves and loads it, and trains the copy.
+    """Tests a network before a run: copies it, saves and loads it, and trains the copy.
 
-    So a fault that would appear in a later round, after releases were charged, appears before the
-    first.
+    An error that would otherwise occur in a later round, after privacy budget was spent, then
+    occurs before the first round.
 
     Raises:
-        SettingError: one of these fails.
+        SettingError: one of these operations fails.
     """
     with _refusing(name, "cannot be copied"):
         twin = copy.deepcopy(network)
@@ -135,7 +141,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
     """Checks that a network's state can be averaged, saved and sent.
 
     Raises:
-        SettingError: an entry is not a plain tensor, or shares memory with another.
+        SettingError: an entry is not a plain tensor, or two entries share memory.
     """
     owners: dict[int, str] = {}
     for key, value in state.items():
@@ -152,7 +158,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Returns why an entry of a state cannot be saved; "": it can."""
+    """Describes the reason for which an entry of a state cannot be saved, or returns ""."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} instead of a tensor"
     if nn.parameter.is_lazy(value) or value.device.type == "meta":
@@ -169,18 +175,20 @@ def _fault(value: Any) -> str:
 def refuse_dependence(
     name: str, network: nn.Module, shape: Shape, device: torch.device, *, training: bool
 ) -> None:
-    """Refuses a network whose output for an image depends on more than that image: no bound on one
-    example's influence would hold. It is tested on public random images.
+    """Raises an error if a network's output for an image depends on other images.
+
+    The influence of one example would then have no bound, which differential privacy requires. The
+    test uses public random images.
 
     Args:
-        name: name of the model.
-        network: not changed.
-        shape: shape of the images.
-        device: device of the test.
-        training: whether it is also used in training mode.
+        name: the name of the model.
+        network: the network, which is not changed.
+        shape: the shape of the images.
+        device: the device on which the test runs.
+        training: whether the network is also tested in training mode.
 
     Raises:
-        SettingError: the output does; names the model.
+        SettingError: the output for an image depends on other images of the batch.
     """
     for mode in sorted({False, training}):
         twin = copy.deepcopy(network).to(device).train(mode)
@@ -200,7 +208,7 @@ def refuse_dependence(
 
 @contextmanager
 def _refusing(name: str, reason: str) -> Iterator[None]:
-    """Turns any error of the model's code into a SettingError."""
+    """Converts any error in the code of a model to a SettingError."""
     try:
         yield
     except FedsynthError:

@@ -1,8 +1,8 @@
-"""A projection head between any network and its last layer: MOON's (Li, He and Song 2021, arXiv
-2103.16257, Sec. 3.3 and its public code).
+"""MOON's projection head, which can be added before the last layer of any network (Li, He and Song
+2021, arXiv 2103.16257, Sec. 3.3 and the public code).
 
-The head is h ↦ W₂·relu(W₁h), W₁ square. Its output is the embedding; a new linear layer maps it to
-the logits.
+The head computes h ↦ W₂·relu(W₁h), where W₁ is a square matrix. The output of the head is the
+embedding. A new linear layer maps the embedding to the logits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from fedsynth.models.embedding_network import EmbeddingNetwork
 
 
 class Projected(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """A network with a projection head, which maps normalised images [N, C, H, W] to logits
+    [N, classes].
 
     Args:
-        body: a network with `embed` and `classifier`; its classifier is removed.
-        size: size of the new embedding, 256 in the paper.
+        body: a network with `embed` and `classifier`. The classifier is removed from it.
+        size: the size of the new embedding, which is 256 in the paper.
+        classes: the number of classes.
     """
 
     dense = True
@@ -37,6 +39,6 @@ class Projected(EmbeddingNetwork):
         self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, size]."""
+        """Computes the embeddings of normalised images, [N, size]."""
         of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
         return self.projection(torch.relu(self.hidden(of_body)))

@@ -1,7 +1,8 @@
-"""Architectures by name, and their reproducible initialisation.
+"""Registers network architectures by name, and initialises them reproducibly.
 
-An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that use
-its embedding need `embed` (everything before the last linear layer) and `classifier` (that layer).
+An architecture is an `nn.Module` that maps normalised images [N, C, H, W] to logits. Methods that
+use embeddings need two members. `embed` computes the output before the last linear layer, and
+`classifier` is this layer.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
 MAX_WIDTH = 2**16
-"""Largest width of a layer, and largest number of blocks."""
+"""The largest width of a layer, and the largest number of blocks."""
 SMALL = 16
-"""Images with a smaller side get a ConvNet of two blocks by default."""
+"""The smallest side of images for which a ConvNet has three blocks by default, instead of two."""
 MAX_PARAMETERS = 2**30
-"""Largest network: 4 GB of parameters; training takes several times that."""
+"""The largest number of parameters of a network. They take 4 GB, and training takes several times
+as much memory."""
 ON_FEATURES = ("linear", "mlp")
 """The networks that can use a feature map."""
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
@@ -47,12 +49,12 @@ class _Architecture:
     """A registered architecture.
 
     Attributes:
-        build: called with image shape and classes, and with the settings `norm`, `width` and
-            `depth` if it has such parameters.
-        norms: the norms that it can have, its default first.
-        custom: whether a user registered it.
-        given_weights: whether it starts with weights that the user gave.
-        source: the file that it was loaded from; None: not from a file.
+        build: a function that builds the network. It is called with the image shape and the number
+            of classes, and with the settings `norm`, `width` and `depth` if it has such parameters.
+        norms: the norms that the architecture can have. The first is the default.
+        custom: whether a user registered the architecture.
+        given_weights: whether the network starts with weights that the user provided.
+        source: the file from which the architecture was loaded, or None.
     """
 
     build: Callable[..., nn.Module]
@@ -83,26 +85,30 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The architecture, which server and clients share unless `clients` names others. All settings
-    are public.
+    """The settings of the network. All of them are public.
+
+    The server and the clients have the same architecture, unless `clients` names others.
 
     Args:
-        name: architecture: convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50,
-            alexnet or googlenet; or FILE.py:NAME for your own. Empty is "convnet", or "linear" with
-            `features`.
-        width: channels of a layer of "convnet", or units of the hidden layer of "mlp". The others
-            have their published sizes.
-        depth: blocks of "convnet", each of which halves the image.
-        norm: norm of the network's layers; default: the architecture's own. That is instance norm
-            for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 and "linear" have none.
-        clients: the clients' architectures, comma-separated, assigned in turn ("lenet5,resnet8").
-            Each has its default norm. Only for methods that allow it; empty: the server's.
-        projection: size of a projection head before the last layer (MOON: 256), whose output is
-            then the embedding; 0: none.
-        features: fixed feature map on which the network, "linear" or "mlp", works; or FILE.py:NAME
-            for your own. For FedStats, whose map is a setting of the method, the option sets that.
-            Each image's vector is computed once. Its norm is at most 1, so learning rates are
-            larger than those of networks.
+        name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
+            resnet50, alexnet or googlenet), or FILE.py:NAME for your own. The default is "convnet",
+            or "linear" if `features` is set.
+        width: the number of channels in each layer of "convnet", or of units in the hidden layer of
+            "mlp". Other architectures have their published sizes.
+        depth: the number of blocks of "convnet", each of which halves the image.
+        norm: the kind of norm layers (default: that of the architecture). The default is instance
+            norm for the ConvNet and ResNet-8, and batch norm for the other networks that have norm
+            layers. LeNet-5, "linear" and "mlp" have none.
+        clients: the architectures of the clients, separated by commas, such as "lenet5,resnet8"
+            (default: that of the server). They are assigned to the clients in turn, each with its
+            default norm. Not every method allows this.
+        projection: the size of a projection head before the last layer, or 0 for none. MOON uses
+            256. The output of the head is then the embedding.
+        features: a fixed feature map whose output is the input of the network, or FILE.py:NAME for
+            your own. The network must be "linear" or "mlp". FedStats has its feature map as a
+            setting of the method, which the command-line option then sets. The vector of each image
+            is computed once. Its norm is at most 1, so learning rates must be larger than for
+            networks on images.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
@@ -155,12 +161,12 @@ class ModelSettings:
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        """`clients` as a tuple."""
+        """The names in `clients`, as a tuple."""
         return tuple(name.strip() for name in self.clients.split(",") if name.strip())
 
 
 def model_names() -> tuple[str, ...]:
-    """Returns the names that `ModelSettings.name` can have, without custom architectures."""
+    """Returns the names of the built-in architectures."""
     return tuple(name for name, architecture in _MODELS.items() if not architecture.custom)
 
 
@@ -171,26 +177,28 @@ def register_model(
     norms: tuple[str, ...] = ("none",),
     source: OwnCode | None = None,
 ) -> ModelSettings:
-    """Registers a custom architecture by name, for settings, config files and `verify`.
+    """Registers a custom architecture, so that settings, config files and `verify` can name it.
 
-    Methods that use embeddings (all that condense) need two members: `embed(x)`, which returns
-    embeddings [N, embedding_size] of images, and `classifier`, an nn.Linear from them to the
-    logits, so that `classifier(embed(x))` is the network.
+    Methods that use embeddings, such as all condensation methods, need a network with two members.
+    `embed(x)` returns the embeddings [N, embedding_size] of images. `classifier` is an nn.Linear
+    that maps embeddings to logits. `classifier(embed(x))` must be the output of the network.
 
     Args:
-        name: any name except those of the package's architectures; a custom one is replaced.
-        model: a class or function that is called with `image_shape` (channels, height, width) and
-            `classes`, and with `norm`, `width` and `depth` if it has such parameters; its weights
-            are drawn from the run's seed, by torch's generator. Or a module, which is copied with
-            its weights: with differential privacy they are then declared public.
-        norms: the norms that it can have, by the names of `ModelSettings.norm`, its default first.
-        source: the file that it was loaded from, if any.
+        name: the new name, which must not be that of a built-in architecture. If a custom
+            architecture has this name, it is replaced.
+        model: a class or function that builds the network, or a module. A class or function is
+            called with `image_shape` (channels, height, width) and `classes`, and with `norm`,
+            `width` and `depth` if it has such parameters. It must draw its weights from torch's
+            global generator, which is seeded by the run. A module is copied with its weights. With
+            differential privacy, you thereby declare these weights public.
+        norms: the names of the norms that the architecture can have. The first is the default.
+        source: the file from which the architecture was loaded, or None.
 
     Returns:
-        Settings of this name.
+        The settings that select this architecture.
 
     Raises:
-        SettingError: the package has an architecture of this name, or `model` is neither.
+        SettingError: a built-in architecture has this name, or `model` cannot be called.
 
     >>> from torch import nn
     >>> def tiny(image_shape, classes):
@@ -215,44 +223,49 @@ def register_model(
 
 
 def register_model_file(setting: str) -> ModelSettings:
-    """Registers the architecture of a file as `FILE.py:NAME@HASH`; returns its settings.
+    """Registers an architecture from a Python file under the name `FILE.py:NAME@HASH`.
 
     Args:
-        setting: `FILE.py:NAME`; the file is executed.
+        setting: `FILE.py:NAME`. The file is executed.
+
+    Returns:
+        The settings that select this architecture.
 
     Raises:
-        SettingError: as `load_own` and `register_model`.
+        SettingError: the file cannot be loaded, or its architecture cannot be registered.
     """
     model, source = load_own("model", "name", setting)
     return register_model(source.label, model, source=source)
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
-    """Registers a model that was passed as an object, by a generated name; returns its settings."""
+    """Registers a model under a generated name, and returns the settings that select it."""
     return register_model(own_name(model), model)
 
 
 def model_source(settings: ModelSettings) -> OwnCode | None:
-    """Returns the file that the architecture was loaded from; None: not from a file."""
+    """Returns the file from which the architecture was loaded, or None."""
     return _MODELS[settings.name].source
 
 
 def has_given_weights(settings: ModelSettings) -> bool:
-    """Returns whether the network starts with the user's weights instead of random ones."""
+    """Returns True if the network starts with weights that the user provided."""
     return _MODELS[settings.name].given_weights
 
 
 def is_own_model(settings: ModelSettings) -> bool:
-    """Returns whether the architecture is custom."""
+    """Returns True if a user registered the architecture."""
     return _MODELS[settings.name].custom
 
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
-    """Returns an initialised network whose weights depend only on `seed`; the state of the global
-    RNG is preserved.
+    """Builds a network and initialises its weights from `seed`.
+
+    The state of torch's global random generator does not change.
 
     Raises:
-        SettingError: it would have more than `MAX_PARAMETERS`, or the images are too small for it.
+        SettingError: the network would have more than `MAX_PARAMETERS` parameters, or the images
+            are too small for the architecture.
     """
     if max(settings.width, settings.projection) > _COUNTED and not is_own_model(settings):
         count = count_parameters(settings, image_shape, classes)
@@ -270,7 +283,7 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
 
 
 def usual_depth(image_shape: Shape) -> int:
-    """Returns the default number of a ConvNet's blocks: three, or two for small images.
+    """Returns the default number of blocks of a ConvNet: three, or two for small images.
 
     >>> usual_depth((3, 32, 32)), usual_depth((1, 8, 8))
     (3, 2)
@@ -279,10 +292,11 @@ def usual_depth(image_shape: Shape) -> int:
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """Returns `build_model` for a data set's images; with `features`, a network on a feature map.
+    """Builds the network for a data set. If `features` is set, it is a network on a feature map.
 
     Raises:
-        SettingError: as `build_model`, or the feature map cannot take such images.
+        SettingError: `build_model` refuses the settings, or the feature map does not support the
+            images.
     """
     if not settings.features:
         return build_model(settings, spec.image_shape, spec.classes, seed)
@@ -293,7 +307,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """Returns φ; its errors name the setting `model.features`."""
+    """Returns the feature map of the network. Errors name the setting `model.features`."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -301,8 +315,11 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """Returns the report's entries on the network's feature map: each item, and why it is public;
-    empty without a map."""
+    """Returns the entries of the privacy report about the network's feature map.
+
+    Each entry names an item and the reason for which it is public. The dictionary is empty if the
+    network has no feature map.
+    """
     if not settings.features:
         return {}
     features = _map_below(settings, spec)
@@ -322,7 +339,7 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
 
 
 def count_parameters(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
-    """Returns a package network's number of parameters, without allocating them."""
+    """Counts the parameters of a built-in network without allocating memory for them."""
     with forked_rng(0, "counting"), torch.device("meta"):
         return parameter_count(_build(settings, image_shape, classes))
 
@@ -336,11 +353,18 @@ def build_client_models(
     *,
     private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
-    """Returns an untrained network for each client, if `settings.clients` names architectures;
-    None: all clients have the server's.
+    """Builds an untrained network for each client, if `settings.clients` names architectures.
+
+    Returns None if all clients have the architecture of the server.
 
     Args:
-        private: whether group norm replaces batch norm, which cannot be protected.
+        settings: the settings of the network.
+        image_shape: the shape (C, H, W) of the images.
+        classes: the number of classes.
+        seed: the seed of the weights.
+        clients: the number of clients.
+        private: whether the run has differential privacy. The networks then have the first norm
+            that is not batch norm, because batch norm mixes the examples of a batch.
     """
     names = settings.client_names
     if not names:
@@ -358,5 +382,5 @@ def build_client_models(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Returns the number of parameters."""
+    """Returns the number of parameters of a network."""
     return sum(p.numel() for p in model.parameters())

@@ -1,9 +1,8 @@
-"""torchvision's ResNet-18 and ResNet-50 (He et al. 2016) with `embed` and `classifier`; their
-parameter names are torchvision's.
+"""ResNet-18 and ResNet-50 (He et al. 2016), based on torchvision and with its parameter names.
 
-With three channels and ten classes they have 11,181,642 (the count of FedAF's Table 7) and
-23,528,522 parameters. They halve the image five times, so small images end as one pixel. Instance
-norm would make that zero, and is not offered.
+With three channels and ten classes, they have 11,181,642 parameters (as in FedAF's Table 7) and
+23,528,522 parameters. The networks halve the image five times, so a small image ends as one pixel.
+Instance norm is not available, because it would map a single pixel to zero.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Returns a group norm of at most 32 groups, as in Wu and He (2018) and in Opacus."""
+    """Creates a group norm with at most 32 groups, as Wu and He (2018) and Opacus use it."""
     return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
 
 
 class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's, without adding in place."""
+    """torchvision's block, without the in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -29,7 +28,7 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's, without adding in place."""
+    """torchvision's bottleneck block, without the in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
@@ -43,7 +42,7 @@ def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
+    """A ResNet, which maps normalised images [N, C, H, W] to logits [N, classes]."""
 
     stage_names = ("layer1", "layer2", "layer3", "layer4")
 
@@ -74,7 +73,7 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings h_w(x), [N, 512] (ResNet-50: 2048)."""
+        """Computes the embeddings of normalised images, [N, 512], or [N, 2048] for ResNet-50."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x_NCHW))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
@@ -84,13 +83,12 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
 def resnet18(
     image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
 ) -> EmbeddingResNet:
-    """Returns a ResNet-18; `norm` is "batch" (torchvision's) or "group" (for DP-SGD)."""
+    """Creates a ResNet-18. `norm` is "batch" as in torchvision, or "group" for DP-SGD."""
     return EmbeddingResNet(_Block, [2, 2, 2, 2], image_shape, classes, norm)
 
 
 def resnet50(
     image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
 ) -> EmbeddingResNet:
-    """Returns a ResNet-50; arguments as in `resnet18`. Its first stage is four times as wide as the
-    stem, so that an image's largest activation is there."""
+    """Creates a ResNet-50. The arguments are those of `resnet18`."""
     return EmbeddingResNet(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)

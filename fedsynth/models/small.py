@@ -1,10 +1,11 @@
-"""Small networks with `embed` and `classifier`: softmax regression, one hidden layer, LeNet-5
-(LeCun et al. 1998), FedHydra's CNNs, ResNet-8 (He et al. 2016).
+"""Small networks: softmax regression, a network with one hidden layer, LeNet-5 (LeCun et al. 1998),
+the CNNs of FedHydra, and ResNet-8 (He et al. 2016).
 
-LeNet-5 in its common form: ReLU and max pooling, 5×5 convolutions of 6 and 16 channels, 120 and 84
-units; 61,706 parameters for MNIST (28×28 images are padded to 32×32), 63,066 for EMNIST letters.
-ResNet-8: a convolution and three stages of one basic block with 16, 32 and 64 channels, 1×1
-convolutions where the shape changes, average pooling.
+LeNet-5 has its common form, with 5×5 convolutions of 6 and 16 channels, ReLU, max pooling, and
+hidden layers of 120 and 84 units. It pads images of 28×28 to 32×32. It has 61,706 parameters for
+MNIST and 63,066 for EMNIST letters. ResNet-8 has a convolution, three stages of one basic block
+each with 16, 32 and 64 channels, and average pooling. Its shortcuts are 1×1 convolutions where the
+shape changes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
 
 
 def aligned(pixels: int) -> int:
-    """Returns a linear layer's input width for images of `pixels` pixels, padded so that all rows
-    begin at multiples of 16 bytes: otherwise kernels sum some rows in another order
-    (`fedsynth.features.feature_map`).
+    """Returns the padded input width of a linear layer for images with `pixels` pixels.
+
+    With this width, all rows of a batch begin at multiples of 16 bytes. Otherwise kernels would sum
+    some rows in another order (`fedsynth.features.feature_map`).
 
     >>> aligned(64), aligned(81)
     (64, 96)
@@ -31,7 +33,7 @@ def aligned(pixels: int) -> int:
 
 
 def flat(x_NCHW: Tensor) -> Tensor:
-    """Returns the pixels, padded with zeros to the width of `aligned`."""
+    """Returns the pixels of each image as a row, padded with zeros to the width of `aligned`."""
     x = x_NCHW.flatten(1)
     if x.shape[1] % 4 == 0:
         return x
@@ -39,8 +41,10 @@ def flat(x_NCHW: Tensor) -> Tensor:
 
 
 class Linear(EmbeddingNetwork):
-    """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is
-    the image itself (`flat`)."""
+    """Softmax regression, which maps normalised images [N, C, H, W] to logits [N, classes].
+
+    The embedding consists of the pixels of the image, padded with zeros.
+    """
 
     dense = True
 
@@ -50,12 +54,13 @@ class Linear(EmbeddingNetwork):
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the pixels, [N, embedding_size]."""
+        """Returns the padded pixels of normalised images, [N, embedding_size]."""
         return flat(x_NCHW)
 
 
 class Mlp(EmbeddingNetwork):
-    """One hidden layer: normalised images [N, C, H, W] to logits [N, classes]."""
+    """A network with one hidden layer, which maps normalised images [N, C, H, W] to logits
+    [N, classes]."""
 
     dense = True
 
@@ -68,15 +73,15 @@ class Mlp(EmbeddingNetwork):
         self.largest_activation = max(inputs, width)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, width]."""
+        """Computes the embeddings of normalised images, [N, width]."""
         return torch.relu(self.hidden(flat(x_NCHW)))
 
 
 class LeNet5(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """LeNet-5, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: images below 16×16, which would leave no features.
+        SettingError: the images are smaller than 16×16, so the last pooling would have no output.
     """
 
     stage_names = ("relu1", "relu2")
@@ -101,7 +106,7 @@ class LeNet5(EmbeddingNetwork):
         self.largest_activation = 6 * (height + 2 * padding - 4) * (width + 2 * padding - 4)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, 84]."""
+        """Computes the embeddings of normalised images, [N, 84]."""
         # ReLU commutes with max pooling, also in gradients; pooling leaves a quarter of the values
         x = self.relu1(self.pool1(self.conv1(channels_last(x_NCHW))))
         x = self.relu2(self.pool2(self.conv2(x)))
@@ -109,14 +114,14 @@ class LeNet5(EmbeddingNetwork):
 
 
 class Cnn(EmbeddingNetwork):
-    """A plain convolutional network: blocks of conv 3×3, norm, max-pool 2, ReLU (which commute),
-    then one hidden layer.
+    """A plain convolutional network, such as CNN1 and CNN2 of FedHydra.
 
-    FedHydra's paper does not give the shapes of CNN1 and CNN2; here they have (32, 64) channels
-    with 128 hidden units, and (16, 32, 64) with 64.
+    It has blocks of a 3×3 convolution, a norm, 2×2 max pooling and ReLU, and then one hidden layer.
+    FedHydra's paper does not give the sizes of its networks. Here CNN1 has 32 and 64 channels and
+    128 hidden units, and CNN2 has 16, 32 and 64 channels and 64 hidden units.
 
     Raises:
-        SettingError: images too small for this many halvings.
+        SettingError: the images are too small, because each block halves them.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class Cnn(EmbeddingNetwork):
         self.largest_activation = channels[0] * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, hidden]."""
+        """Computes the embeddings of normalised images, [N, hidden]."""
         x = channels_last(x_NCHW) if self._pixelwise else x_NCHW
         return torch.relu(self.hidden(self.features(x).flatten(1)))
 
@@ -175,13 +180,13 @@ class _Block(nn.Module):
 
 
 class ResNet8(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes].
+    """ResNet-8, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        norm: "instance" (group norm with one channel per group, as in FedKF), "group" or "batch".
+        norm: "instance" (as in FedKF), "group" or "batch".
 
     Raises:
-        SettingError: images below 8×8.
+        SettingError: the images are smaller than 8×8.
     """
 
     stage_names = ("stages.0", "stages.1", "stages.2")
@@ -202,5 +207,5 @@ class ResNet8(EmbeddingNetwork):
         self.largest_activation = 16 * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, 64]."""
+        """Computes the embeddings of normalised images, [N, 64]."""
         return self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))

@@ -28,7 +28,7 @@ def test_the_partition_by_domain() -> None:
     assert [len(part) for part in six] == [2, 1, 2, 1, 1, 2]
     with pytest.raises(PartitionError, match="multiple of 3"):
         partition(labels, PartitionSettings(kind="domain", clients=4), 1, domains)
-    with pytest.raises(PartitionError, match="this data set has no domains"):
+    with pytest.raises(PartitionError, match="needs a data set with domains"):
         partition(labels, PartitionSettings(kind="domain", clients=3), 1)
 
 

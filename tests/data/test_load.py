@@ -201,7 +201,7 @@ def test_missing_files_are_named_with_their_source(
     for part in (name, f"no {lacks} in {tmp_path}", source, "data.data_root", "FEDSYNTH_DATA"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-    with pytest.raises(DataFilesMissingError, match=f"the data folder with {lacks} is not set"):
+    with pytest.raises(DataFilesMissingError, match=f"needs a data folder with {lacks}, but none"):
         load_dataset(name)
 
 

@@ -52,7 +52,9 @@ def test_folders_of_classes_have_no_sites_and_numbers_their_order(tmp_path: Path
 def test_sizes_that_differ_ask_for_one(tmp_path: Path) -> None:
     make_folder(tmp_path)
     write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20))
-    with pytest.raises(DataError, match=r"2 sizes \(most are 16×16\).*data.image_size=64"):
+    with pytest.raises(
+        DataError, match=r"2 different sizes \(most are 16×16\).*data.image_size=64"
+    ):
         load_folder(tmp_path)
     found = load_folder(tmp_path, image_size="12x10")
     assert list(found.train.images.shape[1:]) == [1, 12, 10]
@@ -280,14 +282,14 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
             "name,label\na.png,ill\n",
             r"line 1: the columns path and label are required, got name, label",
         ),
-        ("path,label,site\na.png,ill,\n", "line 2: site is empty"),
+        ("path,label,site\na.png,ill,\n", "line 2: the cell of the column site is empty"),
         ("path,label\n../a.png,ill\n", "must be a path inside"),
         ("path,label\na.png,ill\na.png,well\n", "lists a.png twice"),
         ("path,label\n", "lists no image"),
         ("path,label\nnorth\\a.png,ill\n", r"\(the file does not exist\)"),
         ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(it is empty: 0 bytes\)"),
         ("path,image,label\na.png,a.png,ill\n", "line 1: two columns contain the path"),
-        ("\n\npath;label\n\na.png;\n", "line 5: label is empty"),
+        ("\n\npath;label\n\na.png;\n", "line 5: the cell of the column label is empty"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, error: str) -> None:
@@ -331,7 +333,7 @@ def test_tables_as_spreadsheets_save_them(
     ("content", "error"),
     [
         (b"\xff\xfe\x00", "it is not UTF-8 text: save it as CSV UTF-8"),
-        (b"", "users.csv is empty: it needs the columns path and user"),
+        (b"", "users.csv is empty: it must have the columns path and user"),
         (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is listed for two users"),
         (b"path,user\nscans/a.png,Ada\n", "names no user of a/1.png"),
     ],
@@ -355,7 +357,7 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
     assert found.declaration is not None
     assert found.declaration.signed_by == "A. Keller, 2026-11-22"
     assert found.declaration.ledger == tmp_path / "fedsynth-ledger"
-    with pytest.raises(SettingError, match=r"data.image_size differs from"):
+    with pytest.raises(SettingError, match=r"data.image_size must be 16x16, as in "):
         load_folder(tmp_path, image_size=8)
 
 
@@ -369,12 +371,12 @@ def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is a site 'west'"):
         load_folder(other)
     declare(other, sites=("north", "west", "east"))
-    with pytest.raises(DataError, match="no image of the site 'east'"):
+    with pytest.raises(DataError, match="declares the site 'east', but the folder has no image"):
         load_folder(other)
     declare(other, sites=("north", "west"))
     for folder in other.glob("*/well"):
         shutil.rmtree(folder)
-    with pytest.raises(DataError, match="no image of the class 'well'"):
+    with pytest.raises(DataError, match="declares the class 'well', but the folder has no image"):
         load_folder(other)
 
 
@@ -397,13 +399,17 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ("images = 50", "images = 0", "sizes.images"),
-        ("images = 50", "images = 5000", "must be at least sizes.images"),
+        ("images = 50", "images = 5000", "must not be smaller than sizes.images"),
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),
         ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date.*such as 2026-11-23"),
         ("[sizes]", "[sizes", "no valid TOML|is not valid TOML"),
-        ('"ill", "well"', '"ill", "ill "', "images.class_names.* contains a name twice"),
+        (
+            '"ill", "well"',
+            '"ill", "ill "',
+            "images.class_names.* must not contain the same name twice",
+        ),
     ],
 )
 def test_a_damaged_declaration_names_the_key(

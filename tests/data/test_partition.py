@@ -141,7 +141,11 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
     ("sizes", "wish", "message"),
     [
         ([2] * 6, {"kind": "iid", "clients": 20}, "there are 20 clients but only 12 examples"),
-        ([10] * 9, {"min_size": 10}, "need 100, but there are 90: lower min_size or clients"),
+        (
+            [10] * 9,
+            {"min_size": 10},
+            "need 100 examples, but there are 90: lower min_size or clients",
+        ),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
         ([100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries at alpha=0\.001: raise alpha"),
         (
@@ -152,27 +156,27 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
         (
             [50, 3],
             {"kind": "classes", "clients": 8, "classes_per_client": 2},
-            "class 1 has 3 examples for the 8 clients",
+            "class 1 has 3 examples, too few for the 8 clients",
         ),
         (
             [100] * 10,
             {"kind": "dominant", "clients": 4},
-            r"class \d has 100 examples, but dominating 1 of 4 clients takes 115: lower",
+            r"class \d has 100 examples, but needs 115 to dominate at 1 of 4 clients: lower",
         ),
         (
             [100, 0, 100],
             {"kind": "dominant", "dominant_classes": 2},
-            "dominant_classes is 2, but only 2 classes have examples",
+            "dominant_classes must be below 2, the number of classes with examples, got 2",
         ),
         (
             [100] * 4,
             {"kind": "dominant", "dominant_share": 0.25},
-            "dominant_share 0.25 must be above 0.25, the even share of 1 of 4 classes: raise it",
+            "dominant_share must be above 0.25, the share of 1 of 4 classes in an even partition",
         ),
         (
             [220, 40, 40],
             {"kind": "dominant", "clients": 3, "dominant_share": 0.4},
-            "the class sizes are too small for this share",
+            "no partition with clients of equal size has this dominant_share",
         ),
         (
             [9, 0, 9, 9],
@@ -182,7 +186,7 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
         (
             [90, 3],
             {"kind": "missing", "clients": 18, "missing_classes": 1},
-            r"class 1 has 3 examples for the 9 clients .* lower clients or change missing_classes",
+            r"class 1 has 3 examples, too few for the 9 clients .* lower clients or change missing_classes",
         ),
         ([900], {"kind": "quantity", "alpha": 0.001}, r"at alpha=0\.001: raise alpha, or lower"),
     ],

@@ -67,7 +67,7 @@ def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
         (b"c\x1b[31m\nx\n.", r"asks for \?\[31m\.x, which"),
         (b"N0.", "the instruction POP, which"),
         (b"N)R.", "calls a value that is not a function"),
-        (b"NNb.", "sets the state of a value that has none"),
+        (b"NNb.", "fills a value that is not an empty array"),
         (
             b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.",
             "encodes text in a way that is not used",

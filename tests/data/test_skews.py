@@ -193,5 +193,5 @@ def test_natural_that_cannot_be() -> None:
         match="there are 5 clients but only 4 groups in this data set: lower clients to at most 4",
     ):
         natural(5, groups=GROUPS)
-    with pytest.raises(PartitionError, match="this data set has no groups"):
+    with pytest.raises(PartitionError, match="needs a data set with groups"):
         natural(2)

@@ -173,7 +173,7 @@ def test_dropout_is_refused_with_differential_privacy() -> None:
         ("resnet8", (1, 4, 4), {}, "at least 8×8"),
         # Catches: torch's "Output size is too small", as a traceback.
         ("googlenet", (1, 14, 14), {}, "googlenet needs images of at least 15×15, got 14"),
-        ("convnet", (1, 8, 8), {"depth": 4}, "depth=4 is too large for a 8×8 image"),
+        ("convnet", (1, 8, 8), {"depth": 4}, "depth=4 is too large for 8×8 images"),
         ("convnet", (1, 8, 8), {"width": 0}, "at least 1"),
         ("convnet", (1, 8, 8), {"norm": "bach"}, "did you mean batch"),
         ("convnet", (1, 8, 8), {"projection": -1}, "projection"),

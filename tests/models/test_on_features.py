@@ -183,7 +183,7 @@ def test_methods_that_train_models_do_so_on_features_and_others_refuse(method: s
         return
     name = "mlp" if method in LEARNED else "linear"
     if method in LEARNED:
-        with pytest.raises(SettingError, match=r"model\.name must be mlp on features"):
+        with pytest.raises(SettingError, match=r"model\.name must be mlp with model.features"):
             simulate(settings_of(method), data=few)
     assert simulate(settings_of(method, name=name), data=few).accuracy is not None
 

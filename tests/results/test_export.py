@@ -256,7 +256,7 @@ UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
     ({}, {"std": "[1e-300]"}, "not finite"),
     ({}, {"mean": "[" * 50_000}, "recursion limit"),
     ({}, {"class_names": "3"}, "class_names: Input should be a valid list"),
-    ({}, {"delta": "null"}, "one of ε and δ"),
+    ({}, {"delta": "null"}, "both ε and δ, or neither"),
 ]
 
 

@@ -228,7 +228,7 @@ def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> No
     folder = make_folder(tmp_path / "clinic")
     declare(folder, users=20)
     by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
-    with pytest.raises(DataError, match="does not name the users of its records"):
+    with pytest.raises(DataError, match="must state each record's user"):
         simulate(tiny(folder, privacy=by_user), quiet=True)
     images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
     rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
