@@ -242,7 +242,7 @@ def test_a_mechanism_belongs_to_its_client_and_is_not_copied() -> None:
     assert isinstance(group, PrivateClientView)
     other = group.select(1).series(COUNTS)
     with pytest.raises(
-        UnplannedReleaseError, match="records of client 0 cannot be used .* charged to client 1"
+        UnplannedReleaseError, match=r"records of client 0 cannot be used .* charged to client 1"
     ):
         group.select(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
