@@ -46,7 +46,8 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     sections = set_options(texts)
     if len(sections) > 1:
         raise OptionError(
-            f"--set must be a setting of the method here, got one of section {list(sections)[1]}"
+            "--set accepts only settings of the method for this command, "
+            f"got one of section {list(sections)[1]}"
         )
     return sections["method"]
 

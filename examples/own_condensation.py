@@ -4,20 +4,13 @@ The method is FedDM with prototypes. A client also uploads the class means of it
 the global model. While the server trains, a loss pulls the embeddings of synthetic images towards
 those of the real images (prototypes as in FedProto, Tan et al. 2022, arXiv 2105.00243).
 
-A condensing method inherits from `CondensingMethod`, which has the settings, or from another
-method, as here from `FedDM`. The method overrides what differs:
+A condensing method inherits from `CondensingMethod` or from another method, and overrides:
 
-- `client_step`: here FedDM's step, followed by the class means. With privacy, additional statistics
-  must be noisy sums of one vector per example that were charged, as `class_means` computes them.
-  Each vector must be a function of its example and of releases only. Otherwise the clipping does
-  not bound the influence of an example.
-- the message: each field declares its status under differential privacy.
-- `release_plans`: returns one plan for each release, starting with that of the images. The engine
-  charges for these plans before any data are read, and `client_step` can release nothing else.
+- `client_step`: here FedDM's step, followed by the class means. With privacy, these must be charged
+  noisy sums of one vector per example, which depends on that example and on releases only.
+- the message: each field declares its privacy status.
+- `release_plans`: one plan for each release. The engine charges them before any data are read.
 - `server_step`: the training on the images of all clients.
-
-Inside the package, this code would be a file in fedsynth/methods, with one line in its registry:
-from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
 
 from __future__ import annotations
@@ -124,9 +117,7 @@ class ProtoDM(FedDM):
         return replace(state, parameters=model.state_dict())
 
     def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Objective:
-        """Returns the server's loss, which is the cross-entropy plus the distance to the
-        prototypes.
-        """
+        """Returns cross-entropy plus the distance of embeddings to the prototypes."""
         present = [u.present for u in uploads.values()]
         targets, has_target = average_over_holders(
             [u.prototypes for u in uploads.values()], present

@@ -19,10 +19,8 @@ Matching. With a scalar input and no hidden layer, the embedding in Eq. 9 is h =
 z = w·x. As soon as the class means of x agree, both means agree for every w. Eq. 9 therefore only
 shifts the numbers of a class, and does not change their spread. This fixes the slope at 0, because
 f'(0) = mean(x·(1/2 − y)) depends only on the class means. It does not fix the curvature f''(0) =
-mean(x²)/4. With numbers that start from N(0, 1), the curvature is about 1.3 times too large,
-because the expected second moment is 0.64² + 0.9 and not 1. The minimum of the surrogate is then
-too close to 0. In a deep network, the features change with w, so the means contain more
-information.
+mean(x²)/4, which is about 1.3 times too large with numbers that start from N(0, 1). The minimum of
+the surrogate is then too close to 0.
 
 Eq. 9 approximates Eq. 7, which compares the losses themselves at random w near 0, here for each
 class. With Eq. 7, the surrogate follows f closely, even further from 0, as the paper states of its
@@ -48,10 +46,7 @@ W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)
 
 
 def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns x and y, both float64 [n] (Eq. 17).
-
-    The module docstring explains `printed`.
-    """
+    """Returns x and y, both float64 [n] (Eq. 17; the module docstring explains `printed`)."""
     rng = torch_generator(seed, "surrogate-data")
     x = torch.randn(n, generator=rng, dtype=torch.float64)
     p = torch.rand(n, generator=rng, dtype=torch.float64)

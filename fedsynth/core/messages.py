@@ -234,7 +234,7 @@ def _header(sent: bytes) -> dict[str, Any]:
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         header = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
-            raise ValueError(f"it does not have the wire format {WIRE_FORMAT}")
+            raise ValueError(f"the message is not in wire format {WIRE_FORMAT}")
         return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None

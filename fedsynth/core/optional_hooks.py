@@ -185,7 +185,7 @@ class SyntheticImages:
         return False
 
     def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
-        """Returns whether `synthetic` is certain to return images at the end of the run.
+        """Returns True if `synthetic` always returns images at the end of the run.
 
         If True, verification requires that the run folder contains the images.
 

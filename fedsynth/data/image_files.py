@@ -117,7 +117,7 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
             if not resize and image.size != (spec.width, spec.height):
                 raise ValueError(
                     f"it is {image.width}×{image.height}, but images of {spec.name} must be "
-                    f"{spec.width}×{spec.height}: unpack the data set again"
+                    f"{spec.width}×{spec.height}: extract the archive of the data set again"
                 )
             images[position] = _decoded(image, *spec.image_shape)
 

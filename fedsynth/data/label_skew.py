@@ -47,7 +47,7 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
     total = int(sizes.sum())
     if K * min_size > total:
         raise PartitionError(
-            f"{K} clients with at least {min_size} examples each need {K * min_size} examples, but "
+            f"{K} clients with at least {min_size} examples each need {K * min_size} in total, but "
             f"there are {total}: lower min_size or clients"
         )
     masked = settings.kind == "dirichlet"

@@ -247,13 +247,13 @@ def _declared_spec(settings: FolderSettings, declaration: Declaration) -> Datase
         raise SettingError(
             "data",
             "image_size",
-            f"must be {spec.height}x{spec.width}, as in {declaration.path}, or not be set",
+            f"must be {spec.height}x{spec.width}, the value in {declaration.path}, or left unset",
         )
     if settings.channels not in (0, spec.channels):
         raise SettingError(
             "data",
             "channels",
-            f"must be {spec.channels}, as in {declaration.path}, or not be set",
+            f"must be {spec.channels}, the value in {declaration.path}, or left unset",
         )
     return spec
 

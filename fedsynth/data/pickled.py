@@ -98,7 +98,7 @@ class _Machine:
         """Pops the last `count` values from the stack."""
         start = len(self.stack) - count
         if start < (self.marks or [0])[-1]:
-            raise ValueError("it takes more values than exist")
+            raise ValueError("a pickle instruction takes more values than the stack contains")
         values = self.stack[start:]
         del self.stack[start:]
         return values
@@ -132,7 +132,7 @@ def _named(module: object, attribute: object) -> Callable[..., object]:
     function = _FUNCTIONS.get(f"{module} {attribute}")
     if function is None:
         name = one_line(f"{module}.{attribute}", 80)
-        raise ValueError(f"it asks for {name}, which image files do not use")
+        raise ValueError(f"it imports {name}, which files of images never import")
     return function
 
 

@@ -207,7 +207,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
     except FedsynthError as error:
-        raise ValueError(f"it does not describe its images: {one_line(error)}") from None
+        raise ValueError(f"its metadata about the images is invalid: {one_line(error)}") from None
     if (facts.epsilon is None) != (facts.delta is None):
         raise ValueError("it must state both ε and δ, or neither")
     _check_labels(tensors, count, spec.classes)

@@ -195,8 +195,8 @@ class PrivacyPlan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Returns the grid for each plan whose releases are rounded by the clients and summed
-        before anyone sees them.
+        """Returns the rounding grid of each plan with secure aggregation, where clients round
+        their releases and only the sum is revealed.
 
         Raises:
             PrivacySettingError: the noise is too small for the grid.
@@ -209,7 +209,7 @@ class PrivacyPlan:
         return grids
 
     def in_context(self, context: RoundContext) -> RoundContext:
-        """Returns the context of the run's steps, with the public values of the plan."""
+        """Returns the context for the run's steps, including the public values of the plan."""
         return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(

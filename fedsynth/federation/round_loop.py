@@ -179,7 +179,7 @@ def run_round(
 
 
 def needed_uploads(quorum: float, clients: int) -> int:
-    """Returns the smallest number of uploads with which a round counts.
+    """Returns the smallest number of uploads that makes a round valid.
 
     >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
     (3, 1, 3)

@@ -20,7 +20,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class VelocityState(AveragingState):
-    """The server's state, including the velocity v. An empty mapping stands for zero."""
+    """The server's state, including the velocity v. An empty mapping means that v is zero."""
 
     velocity: Mapping[str, Tensor] = field(default_factory=dict)
 

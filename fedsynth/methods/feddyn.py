@@ -29,7 +29,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class DriftState(AveragingState):
-    """The server's state, including h. An empty mapping stands for zero."""
+    """The server's state, including h. An empty mapping means that h is zero."""
 
     h: Mapping[str, Tensor] = field(default_factory=dict)
 

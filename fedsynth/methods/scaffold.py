@@ -49,7 +49,7 @@ class ControlUp(ModelParameters):
 
 @dataclass(frozen=True)
 class ControlState(AveragingState):
-    """The server's state, including c. An empty mapping stands for zero."""
+    """The server's state, including the control variate c. An empty mapping means c = 0."""
 
     control: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -79,7 +79,7 @@ class Rows:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
             except (AttributeError, ValueError):
                 raise OutputError(
-                    f"{path} has a line that is not a row of a finished run"
+                    f"{path} contains a line that is not the result of a finished run"
                 ) from None
         return rows_by_settings
 
@@ -104,7 +104,7 @@ class Rows:
 
     @property
     def trained(self) -> Path | None:
-        """Returns the folder in which the one-shot methods of a table share trained clients.
+        """Returns the folder that caches trained clients for all one-shot methods of a table.
         Returns None if the exact version of the code is unknown."""
         version = commit()
         if version is None or version.endswith("+"):

@@ -108,7 +108,7 @@ class RunCheckpoints:
                 self._store(self._folder, clients[number], context.device)
 
     def steps_of(self, number: int) -> LoopCheckpoints | None:
-        """Returns the object that saves the loops within a round, or None without a run folder."""
+        """Returns the object that checkpoints loops inside a round. None: the run has no folder."""
         if self._folder is None:
             return None
         return LoopCheckpoints(self._folder, number, STEP_SECONDS, self._shared)

@@ -163,7 +163,7 @@ class RunFolder:
             write_whole(self.path / name, text.encode())
 
     def note_resumption(self, round_number: int) -> None:
-        """Records in resumed.json that the run is resumed after a round.
+        """Adds an entry to resumed.json: the run resumes after this round.
 
         Raises:
             OutputError: the file cannot be written.

@@ -208,7 +208,7 @@ def _cell(shared: Sections, of_method: Values, values: Values, method_values: Va
 
 
 def setting_of(name: str) -> tuple[str, str]:
-    """Returns the section and key of the setting that an axis of the grid varies.
+    """Returns the section and the key of the setting that one axis of the grid varies.
 
     A name without a section belongs to the first section that has this key. If no section has it,
     the name belongs to the method.

@@ -391,7 +391,7 @@ class _RecordIndex:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the files with hashes in a private folder to which no ledger refers."""
+    """Returns the lists of record hashes that belong to no ledger of the folder."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.records)

@@ -30,6 +30,6 @@ def test_remaining_time_is_that_of_the_mean_round(
         assert len(lines) == 2
         assert times == []
     else:
-        assert "at this speed, the run takes 10 days, 10:00:00 more" in times[0]
+        assert "at this speed, the run takes another 10 days, 10:00:00" in times[0]
         assert times[1] == "round 3/10 train 1/10, about 4 days, 15:10:40 left"
         assert len(times) == 2

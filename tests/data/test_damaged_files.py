@@ -257,7 +257,7 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(
     )
     for evil in attacks:
         content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
-        message = "it asks for .*, which image files do not use"
+        message = "it imports .*, which files of images never import"
         with other_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
             load_dataset("cifar10", good)
         assert not trace.exists()

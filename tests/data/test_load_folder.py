@@ -357,7 +357,7 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
     assert found.declaration is not None
     assert found.declaration.signed_by == "A. Keller, 2026-11-22"
     assert found.declaration.ledger == tmp_path / "fedsynth-ledger"
-    with pytest.raises(SettingError, match=r"data.image_size must be 16x16, as in "):
+    with pytest.raises(SettingError, match=r"data.image_size must be 16x16, the value in "):
         load_folder(tmp_path, image_size=8)
 
 

@@ -144,7 +144,7 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
         (
             [10] * 9,
             {"min_size": 10},
-            "need 100 examples, but there are 90: lower min_size or clients",
+            "need 100 in total, but there are 90: lower min_size or clients",
         ),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
         ([100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries at alpha=0\.001: raise alpha"),

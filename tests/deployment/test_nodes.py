@@ -595,7 +595,9 @@ def test_an_owners_images_are_read_by_class(tmp_path: Path) -> None:
     first = np.asarray(Image.open(folder / "healthy" / "10.png"))
     np.testing.assert_array_equal(data.images[0, 0], first)
     assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
-    with pytest.raises(DataError, match="has a class 'ill' that scans does not have"):
+    with pytest.raises(
+        DataError, match="has a class 'ill', but the data set scans has no such class"
+    ):
         ClassFolders(folder).read(of_scans(scans(class_names=("healthy", "flu"))), 0)
     with pytest.raises(DataError, match="does not exist"):
         ClassFolders(tmp_path / "nothing").read(proposal, 0)

@@ -261,7 +261,7 @@ def test_changed_settings_are_other_runs_and_faster_ones_are_not(jobs: list[Job]
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
-    with pytest.raises(OutputError, match="a line that is not a row"):
+    with pytest.raises(OutputError, match="a line that is not the result of a finished run"):
         Rows(tmp_path).all()
 
 

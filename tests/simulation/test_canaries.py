@@ -97,7 +97,7 @@ def test_a_record_that_never_comes_to_the_sum_is_an_error() -> None:
     series = some.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator())
     series.sample(37)
     series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
-    with pytest.raises(PrivacyError, match="only 36 of 37 sampled records"):
+    with pytest.raises(PrivacyError, match="only 36 of the 37 sampled records"):
         series.release()
 
 

@@ -151,5 +151,5 @@ def test_each_loss_runs_and_is_refused_with_privacy(method: str, matching: str) 
     }
     assert simulate(resolve(sections)).accuracy > 0
     sections["model"]["norm"] = "instance"
-    with pytest.raises(SettingError, match="each example's features"):
+    with pytest.raises(SettingError, match="no mechanism protects the features"):
         simulate(resolve({**sections, "privacy": {"epsilon": 10.0}}))

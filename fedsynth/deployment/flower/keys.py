@@ -32,7 +32,7 @@ try:
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
     raise FlowerError(
-        "creating keys needs the extra flower: pip install 'fedsynth[flower]'"
+        "creating keys requires the optional dependency flower: pip install 'fedsynth[flower]'"
     ) from None
 
 VALIDITY = timedelta(days=365)

@@ -130,7 +130,9 @@ class SumServer:
         for client, vector in self.masked.items():
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
-                raise SecureSumError(f"the shares of the self mask of client {client} were changed")
+                raise SecureSumError(
+                    f"the secret shares of the mask of client {client} have been altered"
+                )
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():

@@ -213,7 +213,7 @@ class Views:
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
-        """Returns the number of pixels that a crop adds at each edge.
+        """Returns the padding of each edge, in pixels, before a random crop.
 
         It is 4 for sides of 28 or 32 pixels and a crop of 1/8.
         """

@@ -53,7 +53,7 @@ class FeatureMap(Protocol):
     mixes: bool
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u with an autograd graph to the images."""
+        """Returns u, differentiable with respect to the images."""
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """Returns u of real images without an autograd graph, possibly in a reduced precision."""
@@ -141,7 +141,7 @@ class NetworkFeatures:
                     p.copy_(new)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u [N, D] with an autograd graph to the images."""
+        """Returns u [N, D], differentiable with respect to the images."""
         return self._with_logits(
             self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
         )
