@@ -225,14 +225,9 @@ class FedAF(FedAFSettings):
         present: Tensor,
         context: RoundContext,
     ) -> None:
-        """Trains w in place with the loss L_CE + λ_glob·L_LGKM (Eq. 14).
+        """Trains the global model w in place with the loss L_CE + λ_glob·L_LGKM (Eq. 14).
 
-        Args:
-            w: the global model.
-            uploads: the synthetic sets of the clients.
-            R: the averaged soft labels [C, C].
-            present: a mask [C] of the classes for which R is defined.
-            context: the context of the round.
+        R are the averaged soft labels [C, C]; `present` [C] marks the classes that have them.
         """
 
         def logits_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -268,13 +263,8 @@ def resampled(
     """Yields for each step the network with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
     w̃ is newly initialised by the `reset_parameters` method of each layer. All clients use the same
-    random draws. The function yields the same network object each time, with different weights.
-
-    Args:
-        w_r: the global model. It is copied, and the weights of the copy are frozen.
-        gamma: γ in [0, 1].
-        context: the context of the round.
-        period: number of networks after which the sequence repeats. With None, it never repeats.
+    random draws, which repeat after `period` networks. The function yields the same network object
+    each time, with different weights; w_r is copied.
     """
     network = FlatNetwork(w_r, context.device)
     network.module.eval()
@@ -301,13 +291,8 @@ def averaged(
     examples of the class. If no client of the round has a class, V keeps its value from an earlier
     round for this class.
 
-    Args:
-        state: the server's state.
-        sent: the uploads of the clients.
-        soft: R_k of each client, in the order of the uploads.
-
-    Returns:
-        The state with the new V, R [C, C], and a mask [C] of the classes for which R is defined.
+    `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C] of
+    the classes for which R is defined.
     """
     present = [upload.present for upload in sent]
     V, has_logits = average_over_holders([upload.logits for upload in sent], present)

@@ -8,11 +8,9 @@ on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ a
 and 23).
 
 With differential privacy, the images start from noise, and a mechanism of
-`fedsynth.synthesizer.condensation.private_matchers` replaces the gradient of lines 13 to 17. The
-mechanisms `residual` and `gradient` are charged for T releases in a round and send images of all
-classes. The mechanism `features` is charged for M releases and for the class counts, and sends
-images of the classes whose released count is large enough. The mechanism `paper` adds the noise of
-lines 15 to 17 as printed, which gives no guarantee.
+`fedsynth.synthesizer.condensation.private_matchers` replaces the gradient of lines 13 to 17.
+`residual` and `gradient` are charged for T releases in a round, `features` for M releases and for
+the class counts. `paper` adds the noise of lines 15 to 17 as printed, which gives no guarantee.
 """
 
 from __future__ import annotations
@@ -65,39 +63,30 @@ from fedsynth.validation import in_range, one_of
 class FedDM(CondensingMethod, TrainsInBall):
     """Condensation on the clients by distribution matching around the global model.
 
-    The defaults are those of the paper. If the paper leaves a setting open, the reason for the
-    default is given below. The remaining settings are documented in `CondensingMethod` and
-    `TrainsInBall`.
+    The defaults are the paper's. If it leaves a setting open, the reason for the default is given
+    below. `CondensingMethod` and `TrainsInBall` document the remaining settings.
 
     Args:
         ipc: number of synthetic images per class. The paper uses 10 on MNIST and CIFAR-10, and 5 on
             CIFAR-100.
-        min_examples: smallest number of examples with which a client sends a class. The default is
-            inferred from Table 3 of the paper. With the mechanism `features`, the released count is
-            compared with it.
+        min_examples: smallest number of examples with which a client sends a class (inferred from
+            Table 3). With the mechanism `features`, it is compared with the released count.
         matching: what is matched. "mean" is Eq. 9.
-        image_momentum: momentum of the updates of the images. The default is 0, because Algorithm 1
-            has plain gradient steps. The public code of distribution matching uses 0.5.
-        restart: whether the images start again in each round. The default is False, because
-            ClientUpdate in Algorithm 1 has no initialisation.
+        image_momentum: momentum of the image updates. Algorithm 1 has plain gradient steps.
+        restart: whether images start again in each round. ClientUpdate has no initialisation.
         radius: ρ, the radius of the ball around w_r. It bounds the perturbation of the network and
             the training of the server.
         perturbation: how the networks around w_r are drawn. With "sphere", a Gaussian perturbation
             is rescaled to length ρ if it is longer, which is always the case in 300,000 dimensions.
             With "ball", the length is uniform in [0, ρ].
-        augment: augmentation of real and synthetic images, "none" or "siamese". The paper mentions
-            none.
-        flip: whether "siamese" may mirror images. The default is False, because digits and letters
-            are not symmetric.
+        augment: augmentation of real and synthetic images, "none" (the paper's) or "siamese".
+        flip: whether "siamese" may mirror images. Digits and letters are not symmetric.
         logit_weight: b, the weight of the logits relative to the embedding. 1 is Eq. 9.
-        image_clip: upper bound on the norm of each client's image gradient, for stability. 0 means
-            no bound. FedAF's paper runs FedDM with a bound of 2, a momentum of 0.9 and averaged
-            start images. This bound is not a privacy mechanism.
-        networks_per_round: number of networks in a round, an option that is not in the paper. With
-            a number above 0, the class means of all of a client's data are computed once under each
-            of these networks, and the T steps use the networks in turn (`NetworkMeansMatcher`).
-            With 0, each step draws a new network and a new minibatch, as in the paper. The option
-            needs a network without batch norm and `matching="mean"`. It is refused with
+        image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
+            no bound. FedAF's paper runs FedDM with 2. It is not a privacy mechanism.
+        networks_per_round: number of networks in a round, which the T steps use in turn
+            (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as
+            in the paper. Other values need a network without batch norm, `matching="mean"`, and no
             differential privacy, where the mechanism `features` does the same.
         networks: M, the number of networks of the mechanism `features`.
         count_noise: for the mechanism `features`, the noise multiplier of the class counts divided
