@@ -67,15 +67,13 @@ class FedDM(CondensingMethod, TrainsInBall):
     below. `CondensingMethod` and `TrainsInBall` document the remaining settings.
 
     Args:
-        ipc: number of synthetic images per class. The paper uses 10 on MNIST and CIFAR-10, and 5 on
-            CIFAR-100.
+        ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
         min_examples: smallest number of examples with which a client sends a class (inferred from
             Table 3). With the mechanism `features`, it is compared with the released count.
         matching: what is matched. "mean" is Eq. 9.
         image_momentum: momentum of the image updates. Algorithm 1 has plain gradient steps.
         restart: whether images start again in each round. ClientUpdate has no initialisation.
-        radius: ρ, the radius of the ball around w_r. It bounds the perturbation of the network and
-            the training of the server.
+        radius: ρ, which bounds the perturbation of networks and the training of the server.
         perturbation: how the networks around w_r are drawn. With "sphere", a Gaussian perturbation
             is rescaled to length ρ if it is longer, which is always the case in 300,000 dimensions.
             With "ball", the length is uniform in [0, ρ].
@@ -89,9 +87,8 @@ class FedDM(CondensingMethod, TrainsInBall):
             in the paper. Other values need a network without batch norm, `matching="mean"`, and no
             differential privacy, where the mechanism `features` does the same.
         networks: M, the number of networks of the mechanism `features`.
-        count_noise: for the mechanism `features`, the noise multiplier of the class counts divided
-            by σ/√M, the noise multiplier of the sums under all M networks together. The counts then
-            use the share 1/(1 + count_noise²) of the budget μ².
+        count_noise: for `features`, the noise multiplier of the class counts divided by σ/√M, that
+            of all sums together. Counts then use the share 1/(1 + count_noise²) of the budget μ².
 
     >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)
