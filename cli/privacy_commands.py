@@ -86,7 +86,7 @@ def _warn(plans: list[MechanismCosts]) -> None:
 
 
 def print_costs(plans: list[MechanismCosts]) -> None:
-    """Prints the releases and the noise of each mechanism as a table, and then ε after each round."""
+    """Prints the releases and the noise of each mechanism as a table, then ε after each round."""
     from rich.console import Console
     from rich.table import Table
 

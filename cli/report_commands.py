@@ -141,7 +141,7 @@ def verify(
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
-    """Returns the problems with the signature, and the message to print if there are no problems."""
+    """Returns the problems with the signature, and the message to print if there are none."""
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:

@@ -192,7 +192,7 @@ def _list_tables() -> None:
 
 
 def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
-    """Prints the settings of a table with their sources, and the cells with the published numbers."""
+    """Prints the settings of a table with their sources, and its cells with published numbers."""
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.runs import changed_settings

@@ -183,7 +183,7 @@ def sweep(
 
 
 def train_command(config: Path, output: Path, interrupted: Path | None) -> list[str]:
-    """Returns the command line that executes or resumes one run with this installation of fedsynth."""
+    """Returns the command line that executes or resumes one run with this installation."""
     if interrupted is not None:
         return [*COMMAND, "train", "--resume", str(interrupted)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(output)]

@@ -42,7 +42,7 @@ def set_options(texts: list[str]) -> Sections:
 
 
 def method_settings(texts: list[str]) -> dict[str, Any]:
-    """Returns the settings that --set gives, for a command that allows only settings of a method."""
+    """Returns the settings given by --set, for a command that allows only settings of a method."""
     sections = set_options(texts)
     if len(sections) > 1:
         raise OptionError(

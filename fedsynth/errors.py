@@ -146,7 +146,7 @@ def unknown_value(
     return UnknownNameError(text, section, key)
 
 
-def _hint(value: str, known: Iterable[str]) -> str:
-    names = sorted(known)
+def _hint(value: str, choices: Iterable[str]) -> str:
+    names = sorted(choices)
     near = difflib.get_close_matches(str(value)[:100].lower(), names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"

@@ -176,7 +176,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Converts text to the bytes that it stands for. Protocols before 3 store bytes as text."""
+    """Converts text to the bytes that it represents. Protocols before 3 store bytes as text."""
     if encoding != "latin1":
         raise ValueError("it encodes text in a way that is not used for bytes")
     return text.encode("latin1")

@@ -123,7 +123,7 @@ class Policy:
     def describes_images(self) -> bool:
         """Returns True if the policy states the classes, height, width and channels of the images.
 
-        Whether the images fit a run then follows from the policy alone.
+        Whether the images fit a run then follows only from the policy.
         """
         return None not in (self.classes, self.height, self.width, self.channels)
 

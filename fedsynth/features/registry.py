@@ -137,7 +137,7 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
     """Raises an error for a map name that is not registered.
 
-    If the name is that of a file, the error says that the file must be registered again.
+    If the name is that of a file, the error states that the file must be registered again.
 
     Args:
         name: the value of the setting `features`.

@@ -34,8 +34,8 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """The message to the clients: the model x and the control variate c. An empty mapping stands
-    for c = 0."""
+    """The message to the clients: the model x and the control variate c. An empty mapping means
+    c = 0."""
 
     control: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 

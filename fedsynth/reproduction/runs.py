@@ -237,7 +237,7 @@ class BudgetObserver(Observer):
 
 
 def round_fits(clock: Clock, round_seconds: float, checkpointed: bool) -> bool:
-    """Returns True if a round may begin: it ends in time, or it writes checkpoints while it runs."""
+    """Returns True if a round may begin: it ends in time, or writes checkpoints while it runs."""
     return clock.remaining > 0 and (checkpointed or round_seconds <= clock.remaining)
 
 

@@ -105,7 +105,7 @@ def declared_summary(method: type[Method]) -> Declared:
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
-    """Yields a problem for each key of published metrics that is not allowed or has the wrong type."""
+    """Yields a problem for each published metric that is not allowed or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
             yield f"has {key!r:.80}, which may not be shown"
@@ -133,7 +133,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
 
 
 def finite(value: Any) -> Any:
-    """Returns a JSON value in which None replaces infinities and NaN, which JSON cannot represent."""
+    """Returns a JSON value in which None replaces infinities and NaN, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -128,7 +128,7 @@ class LoopCheckpoints:
         return time.monotonic() - self._started[name]
 
     def resume_from(self, state: LoopState) -> tuple[int, Mapping[str, Tensor]]:
-        """Returns the step and tensors of a saved loop, and adds its duration to `resumed_seconds`."""
+        """Returns the step and tensors of a saved loop. Adds its duration to `resumed_seconds`."""
         self.resumed_seconds += state.seconds
         return int(state.step), state.tensors
 

@@ -24,7 +24,7 @@ FINAL = "model"
 
 
 class Figures(Protocol):
-    """A function that computes metrics about a run and handles errors, as `RunRecord.figures` does."""
+    """A function that computes metrics of a run and handles errors, as `RunRecord.figures` does."""
 
     def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
 

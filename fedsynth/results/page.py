@@ -286,7 +286,7 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
-    """Returns a table without its empty columns. The first cell of each row is the row's heading."""
+    """Returns a table without its empty columns. The first cell of each row is its heading."""
     columns = [0]
     columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
     return {
@@ -302,7 +302,7 @@ def _plot(svg: str, caption: str) -> Part:
 
 
 def _image(path: Path, alt: str, caption: str) -> Part | None:
-    """Returns a PNG file as a part of the page, or None if the file is missing or not a PNG file."""
+    """Returns a PNG file as a part of the page, or None if it is missing or not a PNG file."""
     with suppress(OSError):
         content = read_regular(path, MAX_IMAGE_BYTES)
         if content.startswith(b"\x89PNG"):

@@ -186,7 +186,7 @@ class RunRecord:
         self.observer.round_ended(row.public)
 
     def ended_early(self, refusal: Refusal) -> str:
-        """Records that a client's refusal has ended the run, and returns a sentence that says so."""
+        """Records that a client's refusal has ended the run, and returns the sentence to print."""
         completed = len(self.rows)
         self.events.append(Event.ended(completed, refusal.spent, refusal.reason))
         return self.deviations[-1]

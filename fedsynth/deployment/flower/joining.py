@@ -106,7 +106,7 @@ def join(
 ) -> None:
     """Connects a node to its server, and answers messages until the work is done.
 
-    A failed or lost connection is retried. The owner is told each reason once.
+    A failed or lost connection is retried. Each reason is reported to the owner once.
 
     Args:
         node: the data owner's node.

@@ -226,7 +226,7 @@ def mask(key: bytes, length: int) -> IntVector:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypts bytes for one other client, so that nobody else can read or change them
+    """Encrypts bytes for one other client, so that no other party can read or change them
     (ChaCha20-Poly1305).
 
     Args:

@@ -89,7 +89,7 @@ class UploadLayout:
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
-    """Stands for an upload that the server has seen only masked. It has the length of the vector,
+    """Represents an upload that the server has seen only masked. It has the length of the vector,
     from which the server computes the data volume of a round.
     """
 

@@ -1,6 +1,6 @@
 """Whitening of a feature map by released covariances of its channels and of its spatial cells.
 
-A whitening that is computed from public images works only as far as these images resemble the data.
+A whitening that is computed from public images works only if these images resemble the data.
 The data may then vary far more in some directions than in others. Such directions use up most of
 the norm of a clipped vector, and steps along all other directions are slow. A covariance of all d
 coordinates has d²/2 entries, which are too many to be seen above the noise. The covariances of
