@@ -8,7 +8,7 @@ At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, Conv
 repeats; and the floor: operations over the machine's measured matrix-product peak. Then time and
 peak memory by clients and classes, each in a separate process, with a narrower network. Random
 images: only time is measured. `--keep-allocations` gives the reference, too, the allocator's
-settings of `fedsynth train` (cli/process.py).
+settings of `fedsynth train` (cli/application.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.process import keep_large_allocations
+from fedsynth.cli.application import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import memory_bytes
 from library.cases import BATCH, IPC, Case, forward_flops, peak_flops

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.process import keep_large_allocations
+from fedsynth.cli.application import keep_large_allocations
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.registry import dataset_spec
 from library.cases import Case

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedsynth.cli.process import keep_large_allocations
+from fedsynth.cli.application import keep_large_allocations
 from fedsynth.config.resolve import resolve
 from fedsynth.data.load import load_dataset
 from fedsynth.simulation.simulate import simulate

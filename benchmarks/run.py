@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import grids
-from fedsynth.cli.process import keep_large_allocations
+from fedsynth.cli.application import keep_large_allocations
 from library.grid import Grid, Row, Rows
 from library.machine import plain_options, rows_file
 

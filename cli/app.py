@@ -17,24 +17,31 @@ from typing import Annotated
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OneLineGroup, ended_by_signals, note, say
+from fedsynth.cli.application import (
+    Application,
+    OneLineGroup,
+    ended_by_signals,
+    keep_large_allocations,
+    note,
+    say,
+    wait_passively,
+)
 from fedsynth.cli.deploy_commands import client, deploy_app, server
-from fedsynth.cli.method_commands import distill, methods_app
-from fedsynth.cli.options import KEYS, path_option, takes_settings
-from fedsynth.cli.privacy_commands import privacy_app
-from fedsynth.cli.process import keep_large_allocations, wait_passively
-from fedsynth.cli.reproduce_command import reproduce
-from fedsynth.cli.runs_commands import plot, report, runs, sweep
-from fedsynth.cli.settings_options import (
+from fedsynth.cli.options import (
+    KEYS,
     Sections,
     from_preset,
     from_table,
     merged,
+    path_option,
     read_config,
     refuse_beside_resume,
+    takes_settings,
     with_own_code,
 )
-from fedsynth.cli.share_commands import data_app, export, student, synthesize
+from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
+from fedsynth.cli.share_commands import data_app, distill, export, methods_app, student, synthesize
 from fedsynth.version import __version__
 
 app = Application(
@@ -154,7 +161,7 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.config.resolve import resolve
     from fedsynth.federation.context import resolve_device
     from fedsynth.federation.costs import costs_of, plan_of
-    from fedsynth.results.privacy_summary import headline
+    from fedsynth.results.report_facts import headline
     from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 
     settings = resolve(sections)
@@ -194,8 +201,8 @@ def _run(
     resume: Path | None,
     log: Sequence[str],
 ) -> None:
+    from fedsynth.cli.privacy_commands import signer
     from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.cli.report_commands import signer
     from fedsynth.config.resolve import resolve
     from fedsynth.results.loggers import Several, make_loggers
     from fedsynth.simulation.simulate import simulate

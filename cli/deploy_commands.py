@@ -13,8 +13,14 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.application import Application, OptionError, ended_by_signals
-from fedsynth.cli.options import path_argument, path_option, takes_settings
-from fedsynth.cli.settings_options import Sections, merged, read_config
+from fedsynth.cli.options import (
+    Sections,
+    merged,
+    path_argument,
+    path_option,
+    read_config,
+    takes_settings,
+)
 from fedsynth.data.partition_settings import MOST_CLIENTS
 
 if TYPE_CHECKING:

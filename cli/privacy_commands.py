@@ -1,6 +1,6 @@
-"""The commands `fedsynth privacy …` that plan a privacy budget or change a ledger.
+"""The commands `fedsynth privacy …`.
 
-The commands for reports, signatures and audits are in `report_commands`.
+They plan a privacy budget, change a ledger, and show, check, sign and audit the report of a run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,320 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.application import Application, OptionError, note, say
-from fedsynth.cli.options import KEYS, path_argument, takes_settings
-from fedsynth.cli.report_commands import audit, report, sign, verify
-from fedsynth.cli.settings_options import Sections, with_own_code
+from fedsynth.cli.options import KEYS, Sections, path_argument, takes_settings, with_own_code
 
 if TYPE_CHECKING:
     from fedsynth.federation.costs import MechanismCosts
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fedsynth.cli.application import keep_large_allocations, write_text
+from fedsynth.cli.options import (
+    OWN_CODE,
+    from_preset,
+    merged,
+    path_option,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    from fedsynth.config.settings import RunSettings
+    from fedsynth.simulation.audit.auditing import AuditResult
+
+MAX_PRINTED = 40
+"""The maximum number of differences that are printed."""
+
+Run = Annotated[
+    Path, path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
+]
+LedgerFolder = Annotated[
+    Path | None,
+    path_option(
+        "The folder of the ledger files. Default: ledger/ in the run folder, or the folder that "
+        "config.toml states.",
+        "--ledger",
+    ),
+]
+
+
+@takes_settings(*OWN_CODE, set_option=False)
+def report(
+    chosen: Sections,
+    run: Run,
+    form: Annotated[str, typer.Option("--format", help="markdown, json, html.")] = "markdown",
+    output: Annotated[Path | None, path_option("Write the report to this file.")] = None,
+    ledger: LedgerFolder = None,
+) -> None:
+    """Show the privacy report of a run.
+
+    If the run was killed and has no report yet, the report is built from the ledgers and written
+    into the run folder.
+    """
+    from fedsynth.privacy.report.file import sound_report
+    from fedsynth.privacy.report.pages import render_html, render_markdown
+    from fedsynth.validation import check_choice
+
+    check_choice(None, "format", form, ("markdown", "json", "html"))
+    with_own_code(chosen)
+    _report_unfinished(run, ledger)
+    content = sound_report(run)
+    render = {"markdown": render_markdown, "html": render_html, "json": _json}
+    text = render[form](content)
+    if output is None:
+        print(text, end="")
+    else:
+        write_text(output, text)
+
+
+def _json(report: dict[str, Any]) -> str:
+    """Returns a report as JSON, with terminal control characters escaped."""
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+
+
+def _report_unfinished(run: Path, ledger: Path | None) -> None:
+    """Builds the report of a run that did not finish. Does nothing if the run has finished."""
+    if not run.is_dir():
+        return
+    from fedsynth.privacy.report.build import write_report
+    from fedsynth.results.verification import is_unfinished, unfinished_report
+
+    if is_unfinished(run):
+        write_report(unfinished_report(run, ledger=ledger), run)
+        message = "the run did not finish. A report was built from its ledgers and written into"
+        note(f"{message} {run}")
+
+
+@takes_settings(*OWN_CODE, set_option=False)
+def verify(
+    chosen: Sections,
+    run: Run,
+    ledger: LedgerFolder = None,
+    public_key: Annotated[
+        Path | None, path_option("Also check the signature, with this public Ed25519 key in PEM.")
+    ] = None,
+) -> None:
+    """Check that a run's report follows from the run's settings and ledgers.
+
+    The report is built again and compared. summary.json and metrics.jsonl must contain the same ε.
+    If there are differences, they are printed, and the exit code is 1. This command checks the
+    bookkeeping, and cannot show that noise was really added.
+    """
+    from fedsynth.privacy.report.formatting import printable
+    from fedsynth.privacy.signing import read_public_key
+    from fedsynth.results.verification import verify_run
+
+    key = None if public_key is None else read_public_key(public_key)
+    with_own_code(chosen)
+    result = verify_run(run, ledger=ledger)
+    problems, note = _signature(run if run.is_dir() else run.parent, key)
+    problems = [*result.problems, *problems]
+    for problem in problems[:MAX_PRINTED]:
+        print(f"mismatch: {printable(problem)}")
+    if len(problems) > MAX_PRINTED:
+        print(f"{len(problems)} mismatches in total")
+    if problems:
+        raise typer.Exit(1)
+    print(
+        "the report follows from the run's settings and ledger entries, and summary.json "
+        "and metrics.jsonl agree with it. This checks the bookkeeping, and does not show that "
+        "noise was added"
+    )
+    for text in (*result.notes, note):
+        print(printable(text))
+
+
+def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
+    """Returns the problems with the signature, and the message to print if there are none."""
+    from fedsynth.privacy.signing import SIGNATURE, signature_problems
+
+    if key is not None:
+        return signature_problems(folder, key), (
+            "the signature is valid for this key and these files"
+        )
+    if (folder / SIGNATURE).exists():
+        return [], "the signature of the run was not checked: to check it, use --public-key FILE"
+    return [], (
+        "the run is not signed, so anyone who can rewrite all of its files can forge the report"
+    )
+
+
+def sign(
+    run: Annotated[Path, path_argument("A run folder.", metavar="RUN")],
+    key: Annotated[Path, path_option("A private Ed25519 key in PEM format.")],
+) -> None:
+    """Sign all files of a run folder except those in simulation_only/.
+
+    The signature covers the hashes of the files, and is written to signature.json. To make a key
+    pair, run `openssl genpkey -algorithm ed25519 -out key.pem` and `openssl pkey -in key.pem
+    -pubout -out key.pub`.
+    """
+    signer(key, True)(run)
+
+
+def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
+    """Returns a function that signs a run folder.
+
+    The key is read now, so that an invalid key is reported before the run. Without a key, the
+    function does nothing.
+
+    Args:
+        key: the file with the private key, or None.
+        private: whether the run has differential privacy, and so a report to sign.
+    """
+    if key is None:
+        return lambda folder: None
+    if not private:
+        raise OptionError(
+            "--sign-key must be left out, because this run has no differential privacy and so "
+            "no privacy report to sign"
+        )
+    from fedsynth.privacy.signing import read_private_key, sign_run
+
+    private_key = read_private_key(key)
+
+    def write(folder: Path) -> None:
+        print(f"signed: {sign_run(folder, private_key)}", file=sys.stderr)
+
+    return write
+
+
+AUDIT = "Audit"
+_audit_option = partial(typer.Option, rich_help_panel=AUDIT)
+
+
+@takes_settings(
+    "run", "data.folder", "data.declaration", "data.dataset", "data.data_root", "partition",
+    "model", "method", "privacy",
+)  # fmt: skip
+def audit(
+    chosen: Sections,
+    canaries: Annotated[
+        int,
+        _audit_option(help="The number of artificial records. Each is used with probability 1/2."),
+    ] = 1000,
+    canaries_as: Annotated[
+        str,
+        _audit_option(
+            help="The kind of artificial records: vectors, which are inserted just before "
+            "clipping and give the higher bound, or images, which have random pixels."
+        ),
+    ] = "vectors",
+    guesses: Annotated[
+        int | None,
+        _audit_option(help="An even number of guesses. Default: 2/5 of --canaries."),
+    ] = None,
+    confidence: Annotated[
+        float, _audit_option(help="The confidence that the bound is at most the true ε.")
+    ] = 0.999,
+    run: Annotated[
+        Path | None,
+        path_option(
+            "Audit the settings in this run folder, and add the result to its privacy report.",
+            panel=AUDIT,
+        ),
+    ] = None,
+    config: given.Config = None,
+    as_json: given.AsJson = False,
+) -> None:
+    """Attack a run's releases to test the claimed ε.
+
+    The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
+    bound is above the claim. The command has the options of `fedsynth train`, and makes that run on
+    random images of the data set's shape, with real ledgers, masks, clipping and noise. The audit
+    reads no records, and does not charge the ledgers that you keep. An audit can find a fault, but
+    cannot prove privacy.
+
+    Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
+    runs/… --canaries 1000`.
+    """
+    chosen = {name: values for name, values in with_own_code(chosen).items() if values}
+    numbers: dict[str, Any] = {"canaries": canaries, "canaries_as": canaries_as}
+    numbers |= {"guesses": guesses, "confidence": confidence}
+    if run is None:
+        result, command = _audit_options(config, chosen, numbers)
+    else:
+        result, command = _audit_folder(run, config, chosen, numbers)
+    _show(result, command, as_json)
+
+
+def _audit_options(
+    config: Path | None, chosen: Sections, numbers: dict[str, Any]
+) -> tuple[AuditResult, str]:
+    """Audits the settings in the options. Returns the result, and the command line of this call."""
+    from fedsynth.config.resolve import resolve
+
+    sections = merged(read_config(config), {"run": {}, "data": {}, **chosen}, say)
+    settings = resolve(sections)
+    if settings.privacy is None:
+        raise OptionError(
+            "an audit needs a run with differential privacy: set --dp-sigma, --dp-epsilon, or "
+            "--run FOLDER with a private run"
+        )
+    result = _audited(settings, numbers, from_preset(sections))
+    return result, shlex.join(["fedsynth", *sys.argv[1:]])
+
+
+def _audit_folder(
+    run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
+) -> tuple[AuditResult, str]:
+    """Audits the settings of a finished run, and adds the result to the run's report.
+
+    Returns the result, and the command that repeats the audit.
+    """
+    from fedsynth.config.resolve import resolve
+    from fedsynth.simulation.audit.auditing import settings_of_run, write_audit
+
+    if config is not None:
+        raise OptionError("--run and --config both give all settings: use only one of them")
+    sections = read_config(run / "config.toml")
+    settings = resolve(sections)
+    if resolve(merged(sections, {"run": {}, **chosen})) != settings:
+        raise OptionError(
+            f"the run in {run} has other settings than the options: leave out these options, or "
+            "leave out --run"
+        )
+    result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
+    command = (
+        f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
+        f"{result.canaries} --guesses {result.guesses} --canaries-as {numbers['canaries_as']} "
+        f"--confidence {result.confidence}"
+    )
+    write_audit(run, settings, result.entry(command))
+    return result, command
+
+
+def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
+    from fedsynth.cli.progress import make_observer
+    from fedsynth.simulation.audit.auditing import audit_run
+
+    keep_large_allocations()
+    with make_observer(settings, first) as observer:
+        return audit_run(settings, observer=observer, **numbers)
+
+
+def _show(result: AuditResult, command: str, as_json: bool) -> None:
+    from fedsynth.privacy.audit import CAVEAT, down
+    from fedsynth.privacy.report.formatting import format_epsilon
+
+    if as_json:
+        facts = {**result.entry(command), "epsilon": result.epsilon, "fault": result.fault}
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        print(
+            f"ε = {format_epsilon(result.epsilon)} claimed (δ = {result.delta:g}) · audited "
+            f"lower bound {down(result.epsilon_lower_bound)} at {100 * result.confidence:g} "
+            f"% confidence from {result.canaries} canaries, {result.guesses} guesses, "
+            f"{result.correct} correct"
+        )
+        print(f"({CAVEAT}; the audit read no records, so it cost no privacy)")
+    if result.fault:
+        print("the claim is refuted: the lower bound is above the claimed ε", file=sys.stderr)
+        raise typer.Exit(1)
+
 
 NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy"].split()} | {
     "privacy.noise_multiplier": "--sigma",

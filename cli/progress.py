@@ -23,7 +23,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
-from fedsynth.results.result import RunResult
+from fedsynth.results.run_record import RunResult
 from fedsynth.simulation.stderr_observer import StderrObserver, accuracies
 
 NO_ACCURACY = {

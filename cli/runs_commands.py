@@ -1,20 +1,36 @@
-"""The commands `fedsynth runs | plot | report | sweep`.
+"""The commands `fedsynth runs | plot | report | sweep | reproduce`.
 
-They show finished runs as a table, as curves or on an HTML page, and execute a grid of runs.
+They show finished runs as a table, as curves or on an HTML page, execute a grid of runs, and run
+cells of published tables.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedsynth.cli.application import OptionError, ended_by_signals, note, say, write_text
-from fedsynth.cli.options import path_argument, path_option
+from fedsynth.cli import options as given
+from fedsynth.cli.application import (
+    OptionError,
+    ended_by_signals,
+    keep_large_allocations,
+    note,
+    say,
+    write_text,
+)
+from fedsynth.cli.options import Sections, path_argument, path_option, set_options, takes_settings
+
+if TYPE_CHECKING:
+    from fedsynth.reproduction.comparison import Line
+    from fedsynth.reproduction.presets import Cell, Preset
 
 
 def runs(
@@ -81,9 +97,8 @@ def plot(
     A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
     from fedsynth.privacy.report.plots import standalone
-    from fedsynth.results.curves import AXES, curves, curves_svg, write_png
     from fedsynth.results.finished import Run, finished_runs
-    from fedsynth.results.page import curves_page
+    from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
     check_choice(None, "by", by, tuple(AXES))
@@ -156,8 +171,7 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
-    from fedsynth.results.sweep import finished, run_sweep
-    from fedsynth.results.sweep_file import read_sweep
+    from fedsynth.results.sweep import finished, read_sweep, run_sweep
     from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
@@ -187,3 +201,193 @@ def train_command(config: Path, output: Path, interrupted: Path | None) -> list[
     if interrupted is not None:
         return [*COMMAND, "train", "--resume", str(interrupted)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(output)]
+
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+SCALED = "SCALED to {scale:g}: this tests that the cells run, and does not reproduce the numbers"
+SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
+"""Settings that affect the speed of a run. They affect the results only by rounding errors."""
+
+
+def seconds_of(text: str | None) -> float:
+    """Converts a duration such as "170m", "2.5h", "90s" or "90" to seconds. Returns infinity for
+    None.
+
+    Raises:
+        OptionError: the text is not a duration.
+    """
+    if text is None:
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None:
+        raise OptionError(
+            "--time-budget must be a duration such as 170m, 2h or 90s, or a number "
+            f"of seconds, got {text!r}"
+        )
+    return float(match[1]) * UNITS[match[2]]
+
+
+@takes_settings(*SPEED, set_option=False)
+def reproduce(
+    chosen: Sections,
+    preset: Annotated[
+        str | None,
+        typer.Argument(help="A published table, such as feddm:table2. --list shows all tables."),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List all tables, or describe one table.")
+    ] = False,
+    dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Select Dirichlet partitions with this α.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Select this method, by its name in the table or in fedsynth."),
+    ] = None,
+    cell: Annotated[str, typer.Option(help="Select cells with this text in --list.")] = "",
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="The number of seeds for each cell.")
+    ] = 1,
+    output: Annotated[Path, path_option("The folder for results and runs.")] = Path("reproduction"),
+    time_budget: Annotated[
+        str | None,
+        typer.Option(help="Start no round that would end after this time (170m, 2h or seconds)."),
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Test the runs with only this fraction, such as 0.05, of rounds, steps, epochs "
+            "and data."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a setting of the table, as KEY=VALUE. Repeatable."),
+    ] = None,
+    download: given.Download = False,
+) -> None:
+    """Run cells of a published table and compare the results with the published numbers.
+
+    The results of finished runs are in OUTPUT/TABLE.jsonl, and these runs are not repeated. To
+    resume after an interruption, repeat the command. With --time-budget 0, only finished runs are
+    compared.
+
+    Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
+    """
+    if preset is None:
+        if not listed:
+            raise OptionError("name a table, such as feddm:table2. Use --list to show all tables")
+        _list_tables()
+        return
+    from fedsynth.cli.progress import make_observer
+    from fedsynth.reproduction.comparison import lines
+    from fedsynth.reproduction.preset_files import preset as preset_of
+    from fedsynth.reproduction.presets import cell_words
+    from fedsynth.reproduction.rows import Rows
+    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
+
+    table = preset_of(preset)
+    selected = table.select(dataset=dataset, alpha=alpha, method=method)
+    cells = [entry for entry in selected if cell in cell_words(entry, table)]
+    if not cells:
+        raise OptionError(f"{preset} has no such cell with {cell!r}: use --list to show all cells")
+    if listed:
+        _list_cells(table, cells)
+        return
+    overrides = set_options(settings or [])
+    changes = {section: values for section, values in overrides.items() if values}
+    speed = {"run": chosen["run"], "data": chosen["data"]}
+    for entry in cells:
+        if reason := table.refusal(entry):
+            say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
+    jobs = jobs_of(table, cells, range(seeds), scale=scale, changes=changes, speed=speed)
+    if not jobs:
+        raise OptionError(f"{preset}: none of these cells can be run")
+    if scale is not None:
+        say(SCALED.format(scale=scale))
+    keep_large_allocations()
+    rows = Rows(output, scale)
+    clock = Clock(seconds_of(time_budget))
+    runner = Runner(rows, clock, report=say, watch=make_observer, download=download)
+    with ended_by_signals():
+        outcomes = list(runner.run(jobs))
+    compared = lines(table, cells, range(seeds), rows.all(), scale, changes)
+    unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
+    _print_comparison(table, compared, scale)
+    if unfinished:
+        say(f"{unfinished} of {len(outcomes)} runs are unfinished: repeat the command")
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors and len(errors) == len(outcomes):
+        raise errors[0]
+
+
+def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None) -> None:
+    """Prints the published numbers next to the reproduced numbers on stdout."""
+    from fedsynth.reproduction.comparison import format_number
+
+    _print_title(table)
+    if scale is not None:
+        print(SCALED.format(scale=scale))
+    rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
+    for line in lines:
+        rows.append(
+            [
+                line.cell + line.reduced_precision,
+                line.number.label,
+                format_number(line.number.value, line.number.std),
+                format_number(*line.spread),
+                str(len(line.values)),
+                line.verdict,
+                f"{line.hours:.2f}",
+                ", ".join(line.commits),
+            ]
+        )
+    _print_table(rows)
+
+
+def _print_title(table: Preset) -> None:
+    print(f"{table.name}: {table.title} ({table.source}, {table.table})")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    from fedsynth.results.finished import aligned
+
+    print(aligned(rows), end="")
+
+
+def _list_tables() -> None:
+    """Prints all tables, and the published experiments that fedsynth does not cover."""
+    from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
+
+    rows = [["preset", "runnable", "cells", "what it shows"]]
+    for table in map(preset, preset_names()):
+        runnable = sum(not table.refusal(cell) for cell in table.cells)
+        title = f"{table.title} ({table.source}, {table.table})"
+        rows.append([table.name, str(runnable), str(len(table.cells)), title])
+    _print_table(rows)
+    print("\nThe following published results are not part of fedsynth:")
+    for paper, item, what in not_covered():
+        print(f"  {paper}, {item}: {what}")
+
+
+def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
+    """Prints the settings of a table with their sources, and its cells with published numbers."""
+    from fedsynth.reproduction.comparison import format_number
+    from fedsynth.reproduction.presets import cell_words
+    from fedsynth.reproduction.runs import changed_settings
+
+    _print_title(table)
+    for block in table.blocks:
+        if any(cell.fits(block.when) for cell in cells):
+            texts = [f"{column} {', '.join(values)}" for column, values in block.when.items()]
+            texts += filter(None, [changed_settings(block.sections), block.variant])
+            print("; ".join(texts))
+            print(f"    {block.source}", *filter(None, [block.why]), sep=": ")
+    print()
+    rows = [["cell", "metric", "published", "not runnable, because"]]
+    for cell in cells:
+        for number in cell.numbers:
+            published = format_number(number.value, number.std)
+            rows.append([cell_words(cell, table), number.label, published, table.refusal(cell)])
+    _print_table(rows)

@@ -27,7 +27,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Method
 from fedsynth.data.images import normalise
 from fedsynth.data.partition import partition
-from fedsynth.evaluation.inexactness import inexactness
+from fedsynth.evaluation.accuracy import inexactness
 from fedsynth.models.registry import build_model
 
 DATASET = "synthetic(1,1)"

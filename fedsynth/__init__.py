@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
     from fedsynth.reproduction.preset_files import load_preset as load_preset
     from fedsynth.results.export import export_run as export_run
-    from fedsynth.results.result import RunResult as RunResult
+    from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
     from fedsynth.simulation.simulate import simulate as simulate
     from fedsynth.simulation.student import student_of_set as student_of_set

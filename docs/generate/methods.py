@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields
 from inspect import getdoc
 from typing import Any
 
-from fedsynth.cli.method_commands import ROBUST, explaining
+from fedsynth.cli.share_commands import ROBUST, explaining
 from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS, method_class

@@ -12,8 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedsynth.config.report_settings import ReportSettings
-from fedsynth.config.settings import RUN_KINDS, SECTIONS, RunSettings
+from fedsynth.config.settings import RUN_KINDS, SECTIONS, ReportSettings, RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, default_name

@@ -21,7 +21,7 @@ from fedsynth.data.record_table import same_name
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
 from fedsynth.privacy.files import expand_home
-from fedsynth.toml_file import read_sections
+from fedsynth.validation import read_sections
 
 MEAN, STD = 0.5, 0.25
 """Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean

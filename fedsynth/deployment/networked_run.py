@@ -38,13 +38,13 @@ from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import Event, Start
-from fedsynth.results import privacy_summary
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
 from fedsynth.results.measure import Measure
+from fedsynth.results.report_facts import headline
 from fedsynth.results.run_folder import SERVED, RunFolder, private_start
 from fedsynth.results.run_record import RunRecord
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 
 
 class NetworkedRun:
@@ -149,7 +149,7 @@ class NetworkedRun:
         if plan is None:
             return
         warnings = [f"warning: {line}" for line in self.record.warnings]
-        for line in [*privacy_summary.headline(plan, simulated=False), *warnings]:
+        for line in [*headline(plan, simulated=False), *warnings]:
             self.observer.note(line)
         self.record.begin(plan.histories)
 

@@ -28,12 +28,10 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import RunStart
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results import privacy_summary
-from fedsynth.results.privacy_summary import headline, pluralize
-from fedsynth.results.report_facts import owner_facts
+from fedsynth.results.report_facts import headline, owner_facts, pluralize, start_facts
 from fedsynth.results.run_folder import PRIVATE_START
 from fedsynth.results.verification import OWNER
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 
 if TYPE_CHECKING:
     from fedsynth.deployment.session import Session
@@ -114,9 +112,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         chain = read_ledger(budget.ledger.path).chains[len(initial.releases)]
         initial = replace(initial, chain=chain)
     began = RunStart.today(folder.name)
-    start = privacy_summary.start(
-        plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False
-    )
+    start = start_facts(plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False)
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
     about = {"client": runtime.number, "rounds": rounds}

@@ -61,8 +61,8 @@ _BUILT_IN = {
     "random-process": "fedsynth.features.random_process:random_process",
     "scattering+random-process": "fedsynth.features.random_process:scattering_and_random_process",
     "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
-    "whitened-scattering+random-process": "fedsynth.features.side_by_side:whitened_pair",
-    "mirrored-scattering+random-process": "fedsynth.features.side_by_side:mirrored_pair",
+    "whitened-scattering+random-process": "fedsynth.features.random_process:whitened_pair",
+    "mirrored-scattering+random-process": "fedsynth.features.random_process:mirrored_pair",
 }
 _CUSTOM: dict[str, tuple[Builder, OwnCode | None]] = {}
 _BUILT: dict[tuple[str, Shape], FeatureMap] = {}

@@ -5,7 +5,7 @@
         state-ROUND.safetensors      the server's state
         memory-CLIENT-ROUND.…        a client's memory after the last round in which it took part
         upload-CLIENT-ROUND.…        the synthetic images that a client sent in the last round
-        steps-ROUND-NAME             a long loop within a round (see `loop_checkpoints.py`)
+        steps-ROUND-NAME             a long loop within a round (see `run_checkpoints.py`)
 
 `checkpoint.json` is replaced last, and atomically. There is therefore always one complete
 checkpoint, even if the run is killed or the disk is full. Files that `checkpoint.json` does not

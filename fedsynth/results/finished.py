@@ -21,7 +21,7 @@ from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report.figures import faults
 from fedsynth.privacy.report.formatting import format_epsilon, printable
 from fedsynth.results.run_folder import CONFIG, HIDDEN, INCOMPLETE, METRICS
-from fedsynth.toml_file import read_sections
+from fedsynth.validation import read_sections
 
 Rows = Sequence[Mapping[str, Any]]
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -50,7 +50,7 @@ from fedsynth.results.run_folder import (
     RESUMED,
     SUMMARY,
 )
-from fedsynth.toml_file import read_sections
+from fedsynth.validation import read_sections
 
 SIGMA_TOLERANCE = 2e-3
 """The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of

@@ -43,7 +43,7 @@ from fedsynth.privacy.report.file import HOSTILE
 from fedsynth.results.private_run import read_start
 from fedsynth.results.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.seeding import torch_generator
-from fedsynth.toml_file import read_sections
+from fedsynth.validation import read_sections
 
 FORMAT = "fedsynth model 1"
 PROBES = 4

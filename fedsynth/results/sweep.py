@@ -3,24 +3,270 @@
 Several runs may be active at once, within a memory limit. Each run's folder is below OUTPUT/KEY,
 where KEY depends on the run's settings. If a sweep is repeated, finished runs are kept and
 interrupted runs are resumed. A run with changed settings is a new run.
+
+Reads the TOML file of a sweep, which contains common settings of all runs and a grid of values.
+
+[sweep]                      # optional, as is each key
+output = "sweeps/skew"       # default: sweeps/NAME, where NAME is that of the file
+jobs = 2                     # maximum number of active runs; default: 1
+memory_gb = 10               # memory limit for all active runs together
+metrics = ["test_accuracy"]  # values in summary.json to show in the table
+
+[run]                        # and [partition], [model], …: as in a run's config.toml
+rounds = 5
+
+[grid]                       # the runs are all combinations of these values
+method = ["fedavg", "feddm"]
+alpha = [0.1, 1.0]           # without a section: the first section that has this setting
+seed = [0, 1, 2]
+"model.width" = [32, 64]
+
+[grid.feddm]                 # values of settings that only one method has
+ipc = [1, 10]
+
+[methods.fedavg]             # settings for only one method
+lr = 0.1
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
-from fedsynth.errors import OutputError
+from fedsynth.config.resolve import fingerprint, resolve, section_of
+from fedsynth.config.settings import MOST_GB, SECTIONS, RunSettings
+from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.methods import DEFAULT_METHOD
+from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.results.finished import run_folders
 from fedsynth.results.run_folder import INCOMPLETE
-from fedsynth.results.sweep_file import Cell, Sweep, SweepError
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import check_ranges, from_mapping, read_sections, to_toml
+
+MAX_RUNS = 10_000
+SEED = "seed"
+Values = Mapping[str, Any]
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+class SweepError(FedsynthError):
+    """Raised for a sweep file that is invalid."""
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """The settings of a sweep.
+
+    Args:
+        output: the folder for the runs. An empty string stands for sweeps/NAME, where NAME is that
+            of the sweep file.
+        jobs: the maximum number of active runs.
+        memory_gb: the memory limit for all active runs together, in units of 2^30 bytes. With 0,
+            only `jobs` limits the number of active runs.
+    """
+
+    section: ClassVar[str] = "sweep"
+
+    output: str = ""
+    jobs: int = 1
+    memory_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, jobs=(1, 1000), memory_gb=(0, MOST_GB))
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of a sweep. Two `Cell` objects with the same content are not equal.
+
+    Attributes:
+        values: the values in the grid for this run, by axis.
+        settings: the settings of the run.
+        key: the name of the run's folder.
+    """
+
+    values: Values
+    settings: RunSettings
+    key: str
+
+    @property
+    def label(self) -> str:
+        """The values in the grid for this run as text, or the key if the grid is empty."""
+        return _joined(self.values, " ") or self.key
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs of a sweep.
+
+    Attributes:
+        settings: the settings of the sweep.
+        output: the folder for the runs.
+        metrics: dotted paths in summary.json, which are the columns of the table.
+        cells: the runs.
+    """
+
+    settings: SweepSettings
+    output: Path
+    metrics: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of all axes of the grid except the seed, in the order of the file."""
+        names = dict.fromkeys(name for cell in self.cells for name in cell.values)
+        names.pop(SEED, None)
+        return tuple(names)
+
+
+def read_sweep(file: Path) -> Sweep:
+    """Reads the file of a sweep, and checks the settings of every run.
+
+    Raises:
+        SweepError: the grid or the settings of a run are invalid. The message names the values of
+            the run.
+        SettingError, UnknownNameError: a setting of the sweep is invalid.
+    """
+    sections: dict[str, dict[str, Any]] = read_sections(file)
+    sweep = sections.pop("sweep", {})
+    grid = sections.pop("grid", {})
+    methods = sections.pop("methods", {})
+    try:
+        metrics = _choices("sweep.metrics", sweep.pop("metrics", ["test_accuracy"]))
+        cells = _cells(sections, grid, methods)
+    except SweepError as error:
+        raise SweepError(f"{file}: {error}") from None
+    settings = from_mapping(SweepSettings, sweep)
+    output = Path(settings.output or f"sweeps/{file.stem}")
+    return Sweep(settings, output, tuple(map(str, metrics)), tuple(cells))
+
+
+def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
+    axes = _common_axes(grid)
+    method_axes = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
+    default_method = shared.get("run", {}).get("method", DEFAULT_METHOD)
+    names = [str(name) for name in axes.get("method", [default_method])]
+    for name, values in {**method_axes, **methods}.items():
+        if not isinstance(values, Mapping):
+            raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
+        if name not in names:
+            raise SweepError(
+                f"no run of the sweep has the method {name!r}: the methods are {', '.join(names)}"
+            )
+    # counted before settings are resolved, which takes half a minute for ten thousand runs
+    points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
+    if len(points) > MAX_RUNS:
+        raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
+    cells = [_cell(shared, methods.get(method, {}), *values) for method, *values in points]
+    if len({cell.key for cell in cells}) < len(cells):
+        raise SweepError("two runs of the grid have the same settings")
+    return cells
+
+
+def _points(
+    axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
+) -> Iterator[tuple[str, Values, Values]]:
+    """Yields the method of each run, the values of the common axes, and the values of the method's
+    axes.
+    """
+    for values in _product(axes):
+        method = str(values.get("method", default_method))
+        for method_values in _product(method_axes.get(method, {})):
+            yield method, values, method_values
+
+
+def _common_axes(grid: Values) -> dict[str, list[Any]]:
+    """Returns the axes of the grid that apply to all methods.
+
+    "run.seed" is renamed to "seed", the name that the results table uses.
+    """
+    axes: dict[str, list[Any]] = {}
+    names: dict[tuple[str, str], str] = {}  # by the setting that an axis varies
+    for name, values in grid.items():
+        if isinstance(values, Mapping):
+            continue
+        first = names.setdefault(setting_of(name), name)
+        if first != name:
+            raise SweepError(f"{first!r} and {name!r} in the grid are the same setting: remove one")
+        axes[name.removeprefix("run.")] = _choices(name, values)
+    return axes
+
+
+def _cell(shared: Sections, of_method: Values, values: Values, method_values: Values) -> Cell:
+    """Returns one run. Its method's settings override the common settings, and the grid overrides
+    both.
+    """
+    sections = {name: dict(section) for name, section in shared.items()}
+    sections.setdefault("method", {}).update(of_method)
+    for name, value in values.items():
+        section, key = setting_of(name)
+        sections.setdefault(section, {})[key] = value
+    sections["method"].update(method_values)
+    all_values = {**values, **method_values}
+    try:
+        settings = resolve(sections)
+    except (FedsynthError, PrivacyError) as error:
+        run = _joined(all_values, ", ") or "without a grid"
+        raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
+    return Cell(all_values, settings, _key(all_values, settings))
+
+
+def setting_of(name: str) -> tuple[str, str]:
+    """Returns the section and the key of the setting that one axis of the grid varies.
+
+    A name without a section belongs to the first section that has this key. If no section has it,
+    the name belongs to the method.
+
+    >>> setting_of("alpha"), setting_of("model.width"), setting_of("seed")
+    (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
+
+    Raises:
+        SweepError: the name begins with a section that does not exist.
+    """
+    section, dot, key = name.partition(".")
+    if not dot:
+        return "run" if name == "method" else section_of(name) or "method", name
+    if section not in SECTIONS:
+        raise SweepError(f"grid: {name!r} must begin with a section, one of {', '.join(SECTIONS)}")
+    return section, key
+
+
+def _choices(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, list) or not values:
+        raise SweepError(
+            f"{name} must be a list of values, such as [0, 1], got {short_repr(values)}"
+        )
+    if any(isinstance(value, list | dict) for value in values):
+        raise SweepError(f"{name} must be a list of numbers, strings or booleans")
+    return values
+
+
+def _product(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*itertools.starmap(_choices, axes.items())):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _joined(values: Values, separator: str) -> str:
+    return separator.join(f"{name}={value}" for name, value in values.items())
+
+
+def _key(values: Values, settings: RunSettings) -> str:
+    """Returns a readable folder name, which differs for different settings."""
+    parts = []
+    for name, value in values.items():
+        prefix = "" if name == "method" else name.rpartition(".")[2]
+        parts.append(f"{prefix}{value}")
+    readable = re.sub(r"[^\w.+=-]", "_", "-".join(parts))[:80]
+    return f"{readable}-{fingerprint(settings)}".lstrip("-.")
+
 
 OVERHEAD_GB = 1.0
 """Memory that a process needs for the interpreter, torch and the data set, in addition to training.

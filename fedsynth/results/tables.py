@@ -20,8 +20,7 @@ from fedsynth.results.finished import (
     value_at,
     words_of,
 )
-from fedsynth.results.sweep import finished
-from fedsynth.results.sweep_file import SEED, Sweep
+from fedsynth.results.sweep import SEED, Sweep, finished
 
 FORMATS = ("table", "csv", "latex", "markdown")
 Rows = Sequence[Sequence[str]]

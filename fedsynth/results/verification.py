@@ -47,11 +47,10 @@ from fedsynth.privacy.report.verify import (
     page_problems,
     report_problems,
 )
-from fedsynth.results import disclosed, privacy_summary, private_run
+from fedsynth.results import disclosed, private_run
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
 from fedsynth.results.private_run import Charges, PrivateRun
-from fedsynth.results.report_facts import exported_files, owner_facts, report_facts
-from fedsynth.results.result import own_sources, summarise
+from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
 from fedsynth.results.run_folder import (
     ARTEFACTS,
     CONFIG,
@@ -62,6 +61,7 @@ from fedsynth.results.run_folder import (
     SERVER,
     SUMMARY,
 )
+from fedsynth.results.run_record import own_sources, summarise
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -338,7 +338,7 @@ def _summary_problems(charges: Charges) -> list[str]:
         stated = run.rows[-1].get(name, run.summary.get(name))
         if isinstance(stated, float) and disclosed.ROW[name].fits(stated):
             accuracy = stated
-    promise = privacy_summary.summary(charges.plan, charges.histories, simulated=not run.networked)
+    promise = privacy_section(charges.plan, charges.histories, simulated=not run.networked)
     expected = summarise(
         settings,
         run.rows,

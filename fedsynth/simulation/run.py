@@ -48,13 +48,12 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import Checkpoint, run_identity
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
-from fedsynth.results.result import RunResult, own_sources
 from fedsynth.results.run_checkpoints import RunCheckpoints
 from fedsynth.results.run_folder import RunFolder
-from fedsynth.results.run_record import RunRecord
+from fedsynth.results.run_record import RunRecord, RunResult, own_sources
 from fedsynth.simulation import run_messages
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 
 
 class Simulation:

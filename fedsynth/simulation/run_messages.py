@@ -8,7 +8,7 @@ from fedsynth.config.resolve import model_is_set
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.results import privacy_summary
+from fedsynth.results.report_facts import headline as headline_of_plan
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = (
@@ -21,7 +21,7 @@ NO_LATER_EPSILON = "no later run on these data can state an ε"
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
     """Returns the lines that state the run's privacy guarantee, or that it has none."""
     if plan is not None:
-        return privacy_summary.headline(plan)
+        return headline_of_plan(plan)
     lines: list[str] = [UNPROTECTED]
     if settings.ledger is not None:
         lines.append(f"  the ledgers in {settings.ledger} record this: {NO_LATER_EPSILON}")

@@ -24,8 +24,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.run_data import Clients, data_of_run, protects_users, require_a_ledger
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.loggers import Logger, Several
-from fedsynth.results.result import RunResult
 from fedsynth.results.run_folder import RunFolder
+from fedsynth.results.run_record import RunResult
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.stderr_observer import StderrObserver
 

@@ -20,7 +20,7 @@ from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_depth
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.results.export import UNPROTECTED, export_run, require_new
-from fedsynth.results.result import RunResult
+from fedsynth.results.run_record import RunResult
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 

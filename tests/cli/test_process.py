@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from fedsynth.cli.process import keep_large_allocations
+from fedsynth.cli.application import keep_large_allocations
 if sys.argv[1] == "keep":
     assert keep_large_allocations()
 import numpy as np

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedsynth.cli.application import OptionError
-from fedsynth.cli.reproduce_command import seconds_of
+from fedsynth.cli.runs_commands import seconds_of
 
 CELL = ("fedprox:synthetic", "--dataset", "synthetic(0,0)", "--cell", "90 %", "--method", "fedprox")
 TINY = ("--scale", "0.01")

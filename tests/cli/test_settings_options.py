@@ -22,9 +22,14 @@ from fedsynth import (
 )
 from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
-from fedsynth.cli.options import KEYS, setting_option
-from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
-from fedsynth.config.report_settings import ReportSettings
+from fedsynth.cli.options import (
+    KEYS,
+    method_settings,
+    set_options,
+    setting_option,
+    with_set_options,
+)
+from fedsynth.config.settings import ReportSettings
 from fedsynth.validation import field_types
 
 CLASSES: dict[str, Any] = {

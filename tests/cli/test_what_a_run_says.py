@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth.cli.settings_options import from_preset, merged
+from fedsynth.cli.options import from_preset, merged
 from fedsynth.config.resolve import resolve
 from fedsynth.simulation.stderr_observer import round_line
 

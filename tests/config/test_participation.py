@@ -30,7 +30,7 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.results.privacy_summary import headline
+from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation import sets

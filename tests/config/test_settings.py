@@ -19,7 +19,7 @@ from fedsynth.federation.context import public_context
 from fedsynth.methods import METHODS
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 
 Sections = dict[str, dict[str, Any]]
 

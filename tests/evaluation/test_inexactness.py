@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedsynth.evaluation.inexactness import inexactness
+from fedsynth.evaluation.accuracy import inexactness
 from fedsynth.models.small import Linear
 
 

@@ -23,7 +23,7 @@ from fedsynth.features import (
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import IMAGES, constants, public_vectors
 from fedsynth.features.random_images import random_images
-from fedsynth.features.side_by_side import SMALLER
+from fedsynth.features.random_process import SMALLER
 from fedsynth.seeding import torch_generator
 
 

@@ -12,8 +12,8 @@ from fedsynth.features import feature_map
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import public_vectors
 from fedsynth.features.random_images import random_images
+from fedsynth.features.random_process import CHANNEL_SHARE, DICTIONARY, Mirrored, SideBySide
 from fedsynth.features.scattering import sizes
-from fedsynth.features.side_by_side import CHANNEL_SHARE, DICTIONARY, Mirrored, SideBySide
 from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
 

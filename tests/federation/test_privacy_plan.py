@@ -32,7 +32,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
-from fedsynth.results.privacy_summary import headline
+from fedsynth.results.report_facts import headline
 from fedsynth.simulation import run as simulated_run
 from fedsynth.simulation.simulate import simulate
 

@@ -38,7 +38,7 @@ from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.toml_file import read_sections, to_toml
+from fedsynth.validation import read_sections, to_toml
 from tests.fuzz.mutations import (
     HOSTILE,
     Faults,

@@ -33,7 +33,7 @@ from fedsynth.reproduction.runs import (
     scaled,
 )
 from fedsynth.results import run_checkpoints
-from fedsynth.results.loop_checkpoints import LoopCheckpoints
+from fedsynth.results.run_checkpoints import LoopCheckpoints
 
 FORK = multiprocessing.get_context("fork")
 SCALE = 0.05

@@ -32,7 +32,7 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.export import Share, readme
-from fedsynth.results.result import RunResult
+from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
 from tests.own_images import declare, make_folder
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fedsynth import from_arrays, load_dataset
-from fedsynth.config.report_settings import ReportSettings
 from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import ReportSettings
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.settings import NO_LEDGER

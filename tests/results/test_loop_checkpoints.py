@@ -15,9 +15,9 @@ from fedsynth import RunResult, resolve, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
-from fedsynth.results import loop_checkpoints, run_checkpoints
+from fedsynth.results import run_checkpoints
 from fedsynth.results.checkpoint import CheckpointFolder
-from fedsynth.results.loop_checkpoints import (
+from fedsynth.results.run_checkpoints import (
     HASH_BYTES,
     LoopCheckpoints,
     LoopState,
@@ -40,7 +40,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(loop_checkpoints.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(run_checkpoints.time, "monotonic", lambda: self.now)
 
 
 # -------------------------------------------------------------------------------------------- when
@@ -73,13 +73,13 @@ def test_what_takes_long_to_write_is_written_seldom(
     def slow() -> dict[str, Tensor]:
         return ONE
 
-    write = loop_checkpoints.write_whole
+    write = run_checkpoints.write_whole
 
     def writing(*given: Any) -> None:
         clock.now += 10.0
         write(*given)
 
-    monkeypatch.setattr(loop_checkpoints, "write_whole", writing)
+    monkeypatch.setattr(run_checkpoints, "write_whole", writing)
     written = []
     for step in range(1, 12):
         clock.now += 30.0
@@ -122,7 +122,7 @@ def test_what_is_damaged_or_another_runs_is_not_gone_on_with(
     elif what == "another run":
         identity = "that run"
     else:
-        monkeypatch.setattr(loop_checkpoints, "FORMAT", 0)
+        monkeypatch.setattr(run_checkpoints, "FORMAT", 0)
     path.write_bytes(content)
     assert LoopCheckpoints(CheckpointFolder(tmp_path, identity), 1, 0.0).load("train-0") is None
 
@@ -209,7 +209,7 @@ def test_methods_that_train_alike_share_their_clients_models(
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
         done = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
-        path.write_bytes(loop_checkpoints._with_hash(replace(done, seconds=1000.0), ""))
+        path.write_bytes(run_checkpoints._with_hash(replace(done, seconds=1000.0), ""))
     trained.clear()
     taken = run(alike("dense"), tmp_path / "second", trained=shared)
     assert set(trained) == {"distillation"}

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 from fedsynth.config.resolve import resolve
 from fedsynth.errors import OutputError
-from fedsynth.results.curves import NEEDS_MATPLOTLIB, curve, curves, curves_svg, write_png
 from fedsynth.results.finished import Run, RunFolderError, by_seed, differing, finished_runs, labels
-from fedsynth.results.page import runs_page
+from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
 from fedsynth.simulation.simulate import simulate
 
 LOCAL = {

@@ -23,8 +23,7 @@ from fedsynth.cli.app import app
 from fedsynth.cli.runs_commands import train_command
 from fedsynth.errors import FedsynthError
 from fedsynth.results import sweep as sweeps
-from fedsynth.results.sweep import finished, run_sweep
-from fedsynth.results.sweep_file import Sweep, SweepError, read_sweep
+from fedsynth.results.sweep import Sweep, SweepError, finished, read_sweep, run_sweep
 from fedsynth.results.tables import FORMATS, render, sweep_rows
 
 GRID = """

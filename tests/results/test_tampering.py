@@ -32,7 +32,7 @@ from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 
 NAME, START = "privacy_report.json", "privacy_start.json"
 ENDED = Event(kind="ended", rounds_done=1, why="x")

@@ -28,7 +28,7 @@ from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
-from fedsynth.toml_file import to_toml
+from fedsynth.validation import to_toml
 from tests.notes import Notes
 
 OWN = replace(

@@ -16,7 +16,7 @@ from fedsynth.federation.costs import plan_of
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit.auditing import audit_run
-from fedsynth.toml_file import read_sections
+from fedsynth.validation import read_sections
 from tests.interrupted import interrupted_in_round
 from tests.own_images import declare, make_folder
 

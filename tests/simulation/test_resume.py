@@ -29,9 +29,9 @@ from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results import checkpoint as checkpoints
 from fedsynth.results import run_checkpoints
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.results.loop_checkpoints import LoopCheckpoints
-from fedsynth.results.result import RunResult
+from fedsynth.results.run_checkpoints import LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
+from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.families import by_family

@@ -40,7 +40,7 @@ from fedsynth.errors import (
 from fedsynth.features import register_features, register_file
 from fedsynth.features.registry import _CUSTOM
 from fedsynth.own_code import load_own
-from fedsynth.results.result import RunResult
+from fedsynth.results.run_record import RunResult
 from fedsynth.results.saved_model import Architecture, images_of_model, write_model
 from fedsynth.simulation.student import real_images, student_of_set
 from tests.own_images import make_folder
