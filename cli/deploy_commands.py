@@ -89,8 +89,8 @@ def server(
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.deployment.connection import Timeouts
     from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
+    from fedsynth.deployment.frames import Timeouts
 
     if resume is not None:
         if config is not None or any(chosen.values()):
@@ -146,8 +146,7 @@ def client(
 
     require_flower()
     from fedsynth.deployment.flower.joining import ServerConnection, join
-    from fedsynth.deployment.node import Node
-    from fedsynth.deployment.record_source import ClassFolders, DatasetPart
+    from fedsynth.deployment.node import ClassFolders, DatasetPart, Node
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:

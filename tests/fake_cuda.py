@@ -334,7 +334,7 @@ class _Device(TorchDispatchMode):
         self.waits.append(Wait(kind, operation, _stack()))
 
     def record(self, step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-        """As `fedsynth.training.cuda_graphs._record`: the operations of one call, to be repeated
+        """As `fedsynth.training.sgd._record`: the operations of one call, to be repeated
         on the same memory, without Python."""
         for _ in range(3):
             step()
@@ -404,7 +404,7 @@ def pretended_gpu() -> Iterator[_Device]:
             "get_device_properties",
             lambda device=None: SimpleNamespace(total_memory=CARD_BYTES),
         )
-        patch.setattr("fedsynth.training.cuda_graphs._record", gpu.record)
+        patch.setattr("fedsynth.training.sgd._record", gpu.record)
         _HERE.append(gpu)
         try:
             with gpu, _Names():

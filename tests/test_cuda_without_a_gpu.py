@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods import METHODS, method_class
-from fedsynth.training import cuda_graphs
+from fedsynth.training import sgd as cuda_graphs
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, pretended_gpu
 from tests.families import FAMILIES, by_family

@@ -12,7 +12,7 @@ from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.models.feature_linear import Embedding
+from fedsynth.models.on_features import Embedding
 from library.grid import Cell
 from library.kept_features import vectors
 

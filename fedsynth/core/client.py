@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.models.feature_linear import Embedding
-from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.on_features import Embedding, OnFeatures
 from fedsynth.privacy.dpsgd import BeforeStep, DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.models.feature_linear import Embedding
+from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
 MAX_BYTES = 3 * 2**30

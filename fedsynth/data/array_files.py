@@ -2,23 +2,34 @@
 
 The files have the names and folders that torchvision gives them. They are untrusted input, so each
 reader checks sizes before it allocates memory, and raises a one-line error for a damaged file.
+
+Python's own unpickler may call any function that a file names. `read_pickle` instead lists the
+instructions of a pickle with `pickletools`, and executes only the few that CIFAR's files need. They
+create built-in containers. Calls of NumPy functions are replaced by functions of this module, so a
+file cannot import or call anything else. The published files (protocol 2, Python 2) can be read,
+and also the same data written by newer versions of Python and NumPy (protocols 2 to 5). The size of
+the file bounds time and memory. Instructions have a maximum number, and no argument can reach
+beyond the end of the file.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import math
+import pickletools
 import zlib
+from collections.abc import Callable
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedsynth.data.files import one_line
 from fedsynth.data.images import Bytes, IntArray
-from fedsynth.data.pickled import read_pickle
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import open_regular, read_regular
 
@@ -135,3 +146,199 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
             f"there are {len(x)} images and {len(labels)} labels"
         )
     return x.reshape(-1, 3, 32, 32), y
+
+
+MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
+
+
+class PickledArray:
+    """A byte array in a pickle. A pickle creates an array first, and fills it later.
+
+    Attributes:
+        value: the array, or None before it is filled.
+    """
+
+    value: npt.NDArray[np.uint8] | None = None
+
+
+class _Uint8:
+    """The type uint8, which is the only type that arrays in a pickle may have."""
+
+
+def read_pickle(content: bytes) -> object:
+    """Reads a pickle of None, bool, int, str, bytes, list, tuple, dict and byte arrays.
+
+    Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
+    each byte (latin-1).
+
+    Raises:
+        ValueError, TypeError: the pickle has an instruction or a name that CIFAR's files do not
+            need, or an instruction is truncated or malformed.
+    """
+    file = io.BytesIO(content)
+    machine = _Machine()
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
+        if number >= MAX_INSTRUCTIONS:
+            raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
+        machine.step(instruction.name, argument)
+    if file.tell() != len(content):
+        raise ValueError(f"it has {len(content) - file.tell()} bytes after its end")
+    if len(machine.stack) != 1 or machine.marks:
+        raise ValueError("it does not end with one value")
+    return machine.stack[0]
+
+
+class _Machine:
+    """Executes instructions of a pickle on the stack, marks and memo of the pickle protocol."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[object, object] = {}
+
+    def step(self, name: str, argument: object) -> None:
+        if name in _PUSHED:
+            self.stack.append(argument)
+        elif name in _STEPS:
+            self.stack.append(_STEPS[name](self))
+        elif name == "GLOBAL":
+            module, _, attribute = str(argument).partition(" ")
+            self.stack.append(_named(module, attribute))
+        elif name == "MARK":
+            self.marks.append(len(self.stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            (value,) = self.take(1)
+            position = argument
+            if name == "MEMOIZE":
+                position = len(self.memo)
+            self.memo[position] = value
+            self.stack.append(value)
+        elif name in ("BINGET", "LONG_BINGET"):
+            if argument not in self.memo:
+                raise ValueError("it reads an entry that it did not store")
+            self.stack.append(self.memo[argument])
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"it has the instruction {name}, which image files do not use")
+
+    def take(self, count: int) -> list[Any]:
+        """Pops the last `count` values from the stack."""
+        start = len(self.stack) - count
+        if start < (self.marks or [0])[-1]:
+            raise ValueError("a pickle instruction takes more values than the stack contains")
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
+
+    def since_mark(self) -> list[Any]:
+        """Pops the last mark and the values after it from the stack."""
+        if not self.marks:
+            raise ValueError("it needs a mark that does not exist")
+        values = self.stack[self.marks.pop() :]
+        del self.stack[len(self.stack) - len(values) :]
+        return values
+
+    def extended(self, items: list[Any]) -> list[Any]:
+        (target,) = self.take(1)
+        if type(target) is not list:
+            raise ValueError("it appends to a value that is not a list")
+        target += items
+        return target
+
+    def updated(self, items: list[Any]) -> dict[Any, Any]:
+        (target,) = self.take(1)
+        keys = items[::2]
+        # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
+        if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
+            raise ValueError("it sets items of a value that is not a dict with names as keys")
+        target.update(zip(keys, items[1::2], strict=True))
+        return target
+
+
+def _named(module: object, attribute: object) -> Callable[..., object]:
+    function = _FUNCTIONS.get(f"{module} {attribute}")
+    if function is None:
+        name = one_line(f"{module}.{attribute}", 80)
+        raise ValueError(f"it imports {name}, which files of images never import")
+    return function
+
+
+def _call(function: object, arguments: object) -> object:
+    if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
+        raise ValueError("it calls a value that is not a function")
+    return function(*arguments)  # type: ignore[operator]
+
+
+def _build(target: object, state: object) -> object:
+    """Fills an array. The state of a data type is ignored."""
+    if isinstance(target, _Uint8):
+        return target
+    if not isinstance(target, PickledArray) or target.value is not None:
+        raise ValueError("it fills a value that is not an empty array")
+    if type(state) is not tuple or len(state) != 5:
+        raise ValueError("it has an array without its five parts")
+    _, shape, kind, by_columns, content = state
+    target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
+    return target
+
+
+def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArray[np.uint8]:
+    if isinstance(content, str):  # Python 2's strings are bytes
+        content = content.encode("latin1")
+    if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
+        raise ValueError("it has an array that does not consist of bytes")
+    return np.frombuffer(content, np.uint8).reshape(shape, order=order)
+
+
+def _dtype(code: object, *_: object) -> _Uint8:
+    if code not in ("u1", b"u1"):
+        raise ValueError(f"it has an array of type {one_line(code, 20)}, not of bytes")
+    return _Uint8()
+
+
+def _from_buffer(content: object, kind: object, shape: object, order: object) -> PickledArray:
+    array = PickledArray()
+    array.value = _numbers(content, kind, shape, order)
+    return array
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Converts text to the bytes that it represents. Protocols before 3 store bytes as text."""
+    if encoding != "latin1":
+        raise ValueError("it encodes text in a way that is not used for bytes")
+    return text.encode("latin1")
+
+
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    "numpy ndarray": PickledArray,
+    "numpy dtype": _dtype,
+    "_codecs encode": _encode,
+}
+for _core in ("core", "_core"):  # NumPy renamed its modules in version 2
+    _FUNCTIONS[f"numpy.{_core}.multiarray _reconstruct"] = lambda *_: PickledArray()
+    _FUNCTIONS[f"numpy.{_core}.numeric _frombuffer"] = _from_buffer
+_PUSHED = frozenset(
+    (
+        *("BININT", "BININT1", "BININT2", "LONG1"),
+        *("BINSTRING", "SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    )
+)
+_STEPS: dict[str, Callable[[_Machine], object]] = {
+    "NONE": lambda machine: None,
+    "NEWTRUE": lambda machine: True,
+    "NEWFALSE": lambda machine: False,
+    "EMPTY_LIST": lambda machine: [],
+    "EMPTY_TUPLE": lambda machine: (),
+    "EMPTY_DICT": lambda machine: {},
+    "TUPLE": lambda machine: tuple(machine.since_mark()),
+    "TUPLE1": lambda machine: tuple(machine.take(1)),
+    "TUPLE2": lambda machine: tuple(machine.take(2)),
+    "TUPLE3": lambda machine: tuple(machine.take(3)),
+    "APPEND": lambda machine: machine.extended(machine.take(1)),
+    "APPENDS": lambda machine: machine.extended(machine.since_mark()),
+    "SETITEM": lambda machine: machine.updated(machine.take(2)),
+    "SETITEMS": lambda machine: machine.updated(machine.since_mark()),
+    "STACK_GLOBAL": lambda machine: _named(*machine.take(2)),
+    "REDUCE": lambda machine: _call(*machine.take(2)),
+    "BUILD": lambda machine: _build(*machine.take(2)),
+}

@@ -1,7 +1,7 @@
 """Finds the images in a user's folder, with the class, site and user of each image.
 
 The folder has the layout SITE/CLASS/files or CLASS/files, or it contains a manifest. A manifest is
-a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and optionally `site`
+a CSV file (`fedsynth.data.files`) with the columns `path` and `label`, and optionally `site`
 (the hospital or client) and `user` (the patient). Without a manifest, a file users.csv may name the
 user of each image. Files that are not images are counted, so that nothing is ignored silently.
 """
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import one_line
-from fedsynth.data.image_files import EXTENSIONS
-from fedsynth.data.record_table import (
+from fedsynth.data.files import (
     USERS_FILE,
+    one_line,
     read_table,
     read_users,
     same_name,
     users_of_images,
 )
+from fedsynth.data.image_files import EXTENSIONS
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 MANIFEST = "manifest.csv"

@@ -1,18 +1,235 @@
-"""The settings that name a folder of the user's images (section `data` of a config file)."""
+"""The settings that name a folder of the user's images (section `data` of a config file), and the
+declaration of these images.
+
+The declaration is a TOML file that states what is public about the images. A person checks the file
+and signs it. A private run takes divisors, sampling rates, tensor shapes and the facts in its
+privacy report from the declaration, and never from the images. Everything in the declaration is
+therefore public. `fedsynth data describe` proposes a declaration for a folder.
+"""
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from fedsynth.data.declaration import Declaration, read_declaration
-from fedsynth.data.files import expanded, one_line
-from fedsynth.data.folder_files import DECLARATION, manifest_of
-from fedsynth.data.registry import is_known
-from fedsynth.errors import SettingError
-from fedsynth.validation import check_choice, check_number
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fedsynth.data.files import expanded, first_fault, one_line, same_name
+from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
+from fedsynth.data.images import ImageData
+from fedsynth.data.registry import DatasetSpec, custom_spec, is_known
+from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
+from fedsynth.privacy.files import expand_home
+from fedsynth.validation import check_choice, check_number, read_sections
+
+MEAN, STD = 0.5, 0.25
+"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
+that is computed from the images would reveal exact information about them."""
+MAX_RATIO = 4
+"""How many times larger than the true number a declared number may be. Declared numbers are
+rounded, and a larger ratio cannot come from rounding."""
+
+
+def _distinct(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError("must not contain the same name twice")
+    return names
+
+
+def _iso_date(text: str) -> str:
+    try:
+        return text.strip() and datetime.date.fromisoformat(text.strip()).isoformat()
+    except ValueError:
+        raise ValueError("must be a date such as 2026-11-23") from None
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
+Names = Annotated[list[Name], AfterValidator(_distinct)]
+Count = Annotated[int, Field(ge=1, lt=10**15)]
+Side = Annotated[int, Field(ge=1, le=4096)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Images(_Section):
+    name: Name
+    class_names: Names
+    sites: Names = []
+    channels: Annotated[int, Field(ge=1, le=3)]
+    height: Side
+    width: Side
+    mean: list[float]
+    std: list[float]
+    source: str
+    person: Annotated[str, Field(min_length=1, max_length=40)] = "person"
+
+
+class _Sizes(_Section):
+    images: Count
+    most_images: Count
+    users: Annotated[int, Field(ge=0, lt=10**15)] = 0
+
+
+class _Privacy(_Section):
+    ledger: str = ""
+
+
+class _SignedOff(_Section):
+    by: str = ""
+    date: Annotated[str, AfterValidator(_iso_date)] = ""
+
+
+class _File(_Section):
+    images: _Images
+    sizes: _Sizes
+    privacy: _Privacy = _Privacy()
+    signed_off: _SignedOff = _SignedOff()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The public facts about a user's images.
+
+    Attributes:
+        spec: the data set's specification. `train_size` is the declared number of images at all
+            sites together. `groups` is the declared number of users, or 0 if none is declared.
+        sites: the names of the sites. The tuple is empty if the data have no sites.
+        most_images: an upper bound on the number of images at all sites together.
+        ledger: the folder of the privacy ledgers for these images, or None if none is declared.
+        person: the word for one person in the images, such as "patient".
+        signed_by: the name of the person who checked the declaration, and the date. The string is
+            empty if nobody has signed it.
+        path: the declaration file.
+    """
+
+    spec: DatasetSpec
+    sites: tuple[str, ...]
+    most_images: int
+    ledger: Path | None
+    person: str
+    signed_by: str
+    path: Path
+
+
+def read_declaration(path: Path) -> Declaration:
+    """Reads a declaration file.
+
+    Raises:
+        DataFilesCorruptError: the file cannot be read or is not a valid declaration. The message
+            names the invalid key.
+    """
+    try:
+        declared = _File.model_validate(read_sections(path))
+        images = declared.images
+        spec = custom_spec(
+            images.name,
+            (images.channels, images.height, images.width),
+            images.class_names,
+            mean=tuple(images.mean),
+            std=tuple(images.std),
+            source=images.source,
+            train_size=declared.sizes.images,
+            groups=declared.sizes.users,
+        )
+    except ValidationError as error:
+        raise DataFilesCorruptError(
+            f"{path} is not a valid declaration of images: {first_fault(error)}"
+        ) from None
+    except FedsynthError as error:
+        raise DataFilesCorruptError(
+            f"{path} is not a valid declaration of images: {error}"
+        ) from None
+    if declared.sizes.most_images < declared.sizes.images:
+        raise DataFilesCorruptError(
+            f"sizes.most_images in {path} must not be smaller than sizes.images, because it is an "
+            "upper bound on the number of images"
+        )
+    ledger = None
+    if declared.privacy.ledger.strip():
+        ledger = (path.parent / expand_home(declared.privacy.ledger.strip())).absolute()
+    signed_by = ""
+    if declared.signed_off.by.strip() and declared.signed_off.date:
+        signed_by = f"{declared.signed_off.by.strip()}, {declared.signed_off.date}"
+    return Declaration(
+        spec,
+        tuple(images.sites),
+        declared.sizes.most_images,
+        ledger,
+        images.person,
+        signed_by,
+        path,
+    )
+
+
+def require_signed(declaration: Declaration) -> None:
+    """Raises an error if the declaration is unsigned.
+
+    Raises:
+        DataError: the declaration is unsigned. The message explains how to sign it.
+    """
+    if not declaration.signed_by:
+        raise DataError(
+            f"{declaration.path} is not signed: a person must check that every line may be public, "
+            "and then enter their name and the date under [signed_off]"
+        )
+
+
+def require_declared(files: FolderFiles, declaration: Declaration) -> None:
+    """Checks that a folder has exactly the classes and sites that its declaration names.
+
+    Raises:
+        DataError: a class or site is not declared, or a declared class or site has no image.
+    """
+    for kind, names, declared in (
+        ("class", files.class_names, declaration.spec.class_names),
+        ("site", files.site_names, declaration.sites or files.site_names),
+    ):
+        undeclared = sorted(set(names).difference(declared))
+        if undeclared:
+            raise DataError(
+                f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does "
+                f"not declare; it declares {one_line(', '.join(declared))}"
+            )
+        missing = sorted(set(declared).difference(names))
+        if missing:
+            raise DataError(
+                f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder "
+                "has no image of it"
+            )
+
+
+def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
+    """Checks the numbers of images and users against the declaration.
+
+    There must not be more images than the declared upper bound. There must not be far fewer images
+    or users than declared: at least a fourth of the declared number (`MAX_RATIO`).
+
+    Raises:
+        DataError: a number does not match. The message names the key in the declaration.
+    """
+    if len(train) > declaration.most_images:
+        raise DataError(
+            f"there are more images than sizes.most_images in {declaration.path} allows: correct "
+            "this bound, and sign the file again"
+        )
+    users = declaration.spec.groups
+    if train.groups is not None:
+        users = len(train.groups.unique())
+    for key, count, declared in (
+        ("images", len(train), declaration.spec.train_size),
+        ("users", users, declaration.spec.groups),
+    ):
+        if count * MAX_RATIO < declared:
+            raise DataError(
+                f"there are {count} {key}, but {declaration.path} declares {declared} in "
+                f"sizes.{key}: add the missing {key}, or correct the number and sign the file again"
+            )
+
 
 TEST_KINDS = ("public", "private", "none")
 MAX_SIDE = 4096

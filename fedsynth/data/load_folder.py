@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.declaration import (
+from fedsynth.data.files import one_line
+from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files, find_files
+from fedsynth.data.folder_settings import (
     MEAN,
     STD,
     Declaration,
+    FolderSettings,
+    default_name,
     require_declared,
     require_declared_counts,
 )
-from fedsynth.data.files import one_line
-from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files, find_files
-from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.registry import DatasetSpec, custom_spec

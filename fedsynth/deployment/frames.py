@@ -1,4 +1,4 @@
-"""The frames that a server and a data owner's node exchange, and the fields of each frame.
+"""The frames that a server and a data owner's node exchange, and the server's connection to the nodes.
 
 A frame is a JSON header, preceded by its length (8 bytes, little-endian). In requests and replies,
 one packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and
@@ -15,22 +15,31 @@ Every question has a {number}. Every answer repeats this number and states its {
 kind "error" has a {text}. Each message to a node takes seconds, whatever its size. Therefore each
 question of a round also carries the settings agreed for the run, and the answer to a step also
 carries the ledger that the server's report needs.
+
+The server stores the clients that have joined in a file, which persists across restarts. A client
+that does not come back after a restart cannot state its ledger any more. Therefore, before the
+server asks a client for a step, it writes the client's last stated ledger and the request to this
+file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.core.messages import LENGTH_BYTES
-from fedsynth.errors import MessageError
+from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.ledger import History
+from fedsynth.validation import MAX_SECONDS, check_number
 
 LONGEST_HEADER = 64 * 2**20
 """The maximum size of a header in bytes. It is large because a header may contain a ledger's
@@ -184,3 +193,156 @@ def parse_history(stated: Any) -> History | None:
         return History.from_json(stated)
     except (KeyError, TypeError, ValueError, AttributeError, PrivacyError) as error:
         raise MessageError(f"the client's ledger history is damaged: {error!r:.80}") from None
+
+
+FILE = "clients.json"
+"""The name of the file of joined clients, in the folder of the run's checkpoint."""
+
+
+@dataclass
+class JoinedClient:
+    """A client that has joined the run, either in this server process or in an earlier one.
+
+    Attributes:
+        size: the number of examples n_k. None with differential privacy.
+        history: the ledger as the client last stated it. None: the client has no ledger.
+        unstated: the (round, exchange) pairs of all steps that were requested since that statement.
+        node: the transport's number of the client's node. None: the node has not joined this server
+            process.
+    """
+
+    size: int | None
+    history: History | None
+    unstated: list[tuple[int, str]] = field(default_factory=list)
+    node: int | None = None
+
+    def update(self, history: History | None) -> None:
+        """Accepts a new statement of the client's ledger. The statement may only add entries to the
+        previous one.
+
+        Raises:
+            MessageError: if the new statement does not continue the previous one.
+        """
+        previous = self.history
+        if previous is not None and (history is None or not _continues(previous, history)):
+            rows = len(previous.releases)
+            raise MessageError(
+                f"the client's ledger does not continue the {rows} entries that it stated before"
+            )
+        self.history = history
+        self.unstated = []
+
+
+def _continues(previous: History, history: History) -> bool:
+    rows = len(previous.releases)
+    if history.client != previous.client or history.releases[:rows] != previous.releases:
+        return False
+    return len(history.releases) > rows or previous.chain in (None, history.chain)
+
+
+def read_clients(file: Path) -> dict[int, JoinedClient]:
+    """Reads the joined clients, by index. None of them is connected yet. Returns an empty
+    dictionary if the file does not exist.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    clients: dict[int, JoinedClient] = {}
+    try:
+        stated = load_json(file)
+        if stated["sha256"] != _digest(stated["clients"]):
+            raise ValueError("the stored hash does not match the content")
+        for number, facts in stated["clients"].items():
+            unstated = [(int(requested), str(phase)) for requested, phase in facts["unstated"]]
+            history = parse_history(facts["history"])
+            clients[int(number)] = JoinedClient(facts["size"], history, unstated)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MessageError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
+    return clients
+
+
+def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
+    """Replaces the file of joined clients and flushes it to the disk.
+
+    Raises:
+        OutputError: if the file cannot be written.
+    """
+    stated: dict[str, Any] = {}
+    for number, client in sorted(clients.items()):
+        facts = {"size": client.size, "unstated": client.unstated}
+        stated[str(number)] = {**facts, "history": history_to_json(client.history)}
+    content = json.dumps({"clients": stated, "sha256": _digest(stated)}).encode()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+def _digest(clients: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(clients, sort_keys=True).encode()).hexdigest()
+
+
+class Transport(Protocol):
+    """Carries the server's messages to the nodes and their answers back.
+
+    A transport identifies each node by a number that it chooses itself. This number is not the
+    client's index.
+
+    Attributes:
+        run: the name of the run that the messages belong to. The server sets it before it sends
+            anything.
+    """
+
+    run: str
+
+    def nodes(self) -> Sequence[int]:
+        """Returns the transport's numbers of the nodes that are connected."""
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
+        """Sends a message to each node, waits, and returns the answers.
+
+        If a node does not answer in time, the result contains a reason (text) in place of its
+        answer, or no entry for this node.
+        """
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """The timeouts of a server, in seconds.
+
+    Args:
+        join: how long the server waits for all clients to join.
+        answer: how long the server waits for the answer to a message. This includes the client's
+            computation.
+        poll: the time between two checks for newly connected nodes.
+
+    Raises:
+        SettingError: if a number is negative, not finite, or more than three years.
+    """
+
+    join: float = 600.0
+    answer: float = 3600.0
+    poll: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number(None, f"{name}_seconds", value, 0, MAX_SECONDS)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The server's connection to the nodes.
+
+    Args:
+        transport: carries messages to the nodes.
+        timeouts: how long the server waits for the nodes.
+        clients: maps each node to its client, according to the key that the node authenticates
+            with. If it is empty, each node states which client it is.
+    """
+
+    transport: Transport
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    clients: Mapping[int, int] = field(default_factory=dict)

@@ -22,10 +22,9 @@ from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
-from fedsynth.deployment.connection import Connection
+from fedsynth.deployment.frames import FILE, Connection, write_clients
 from fedsynth.deployment.node_exchange import NodeExchange
 from fedsynth.deployment.proposal import Proposal, check_executable, new_run
-from fedsynth.deployment.record_source import FILE, write_clients
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.observer import Observer

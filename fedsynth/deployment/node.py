@@ -1,10 +1,12 @@
-"""A data owner's node, which answers a server's messages within the owner's policy and privacy
-budget.
+"""A data owner's node, which answers a server's messages within the owner's policy and privacy budget.
 
 A server proposes a run when it asks the client to join. The node shows its owner the planned
 releases and their cost, and joins if the owner allows the run. From then on the client uses the
 proposed settings, whatever the server sends later, and charges its ledger before each release. Only
 public parameters, released values and the entries of the ledger leave the node.
+
+The owner's records come from a folder with one subfolder for each class. For trials, they can also
+be a part of a published data set.
 """
 
 from __future__ import annotations
@@ -18,24 +20,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.data.folder_files import DECLARATION
+from fedsynth.data.folder_settings import read_declaration
+from fedsynth.data.images import ImageData
+from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import read_as, read_records
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
-from fedsynth.deployment.owner_report import describe_request, write_owner_report
-from fedsynth.deployment.policy import ANY, Owner
+from fedsynth.deployment.policy import ANY, Owner, describe_request, write_owner_report
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, check_executable
-from fedsynth.deployment.record_source import Source
 from fedsynth.deployment.secure_aggregation.client import Identities
 from fedsynth.deployment.session import Session, State, read_state
-from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.errors import DataError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.protocol import REQUEST
-from fedsynth.federation.run_data import Clients
+from fedsynth.federation.run_data import Clients, data_set_id
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.files import open_regular
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.releases import USER, Release
 
 RUNS = "runs"
 LOCK = ".answering"
@@ -45,6 +52,95 @@ CANNOT = "this client cannot take part; the reason is shown only to its owner"
 The text of such an error may depend on the owner's files, records or machine, so only the owner
 sees it.
 """
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """An owner's images, in the folder layout of `fedsynth.load_folder`.
+
+    The folder contains CLASS/files, or a manifest whose sites are ignored here. The images are read
+    at the image size of the run. Folders of classes that the owner does not have may be missing.
+    Names that a server sends are only compared with the names of the folders and never used as
+    paths.
+
+    Args:
+        folder: the owner's folder.
+    """
+
+    folder: Path
+
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
+        """Returns an objection unless the owner has stated the classes and the image size.
+
+        If a server could choose these freely, it would learn from the clients that join which
+        folders and images exist.
+
+        Args:
+            proposal: the server's proposal.
+            identified: whether the owner's policy states the classes and the size of the images.
+        """
+        file = self.folder / DECLARATION
+        if file.is_file():
+            declared = read_declaration(file)
+            if declared.signed_by:
+                spec = declared.spec
+                stated = (spec.class_names, spec.image_shape)
+                if stated == (proposal.spec.class_names, proposal.spec.image_shape):
+                    return []
+                return ["the run's classes or image size differ from the owner's declaration"]
+        if proposal.settings.privacy is None or identified:
+            return []
+        return [
+            "the owner has not declared the classes and the image size: put a signed "
+            f"{DECLARATION} next to the images, or set classes, height, width and channels in the "
+            "policy"
+        ]
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        """Reads the client's records for a run.
+
+        Raises:
+            DataError: if the records do not exist, or do not fit the specification in the proposal.
+        """
+        privacy = proposal.settings.privacy
+        if privacy is None:
+            return read_as(self.folder, proposal.spec, print)
+        by_user = privacy.unit == USER
+        return read_records(self.folder, proposal.spec, print, by_user=by_user)
+
+    def identifier(self, proposal: Proposal) -> str:
+        """Returns the name of the records in their ledger. It is the same in all runs on these
+        records.
+        """
+        return f"{proposal.spec.name}-{EXPLICIT}"
+
+
+class DatasetPart:
+    """A part of a published data set for trials. The partition is that of a simulation."""
+
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
+        """Returns no objection, because the data set is published."""
+        return []
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        settings = proposal.settings
+        train, _ = load_dataset(settings.dataset, None)
+        spec = train.spec
+        if spec != proposal.spec:
+            raise DataError(
+                f"the server's specification of {spec.name} differs from the one on this machine"
+            )
+        labels = train.labels.cpu().numpy()
+        parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
+        data = replace(train, may_be_empty=True)
+        return data.subset(np.asarray(parts[number], np.int64))
+
+    def identifier(self, proposal: Proposal) -> str:
+        return data_set_id(proposal.settings)
+
+
+Source = ClassFolders | DatasetPart
+"""The source of a node's records."""
 
 
 class RecordsError(FedsynthError):

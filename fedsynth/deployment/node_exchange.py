@@ -20,11 +20,17 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
-from fedsynth.deployment.connection import Connection
-from fedsynth.deployment.frames import Frame, JoinAnswer, parse_history
+from fedsynth.deployment.frames import (
+    Connection,
+    Frame,
+    JoinAnswer,
+    JoinedClient,
+    parse_history,
+    read_clients,
+    write_clients,
+)
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.deployment.record_source import JoinedClient, read_clients, write_clients
-from fedsynth.deployment.secure_exchange import SecureStep
+from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.protocol import (
     BUDGET,

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.errors import DataError
-from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.flat import flatten, flatten_named
-from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.on_features import FeatureLinear, OnFeatures
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:

@@ -11,9 +11,9 @@ import torch
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
+from fedsynth.data.images import NOISE, ProxyImages, noise_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition_settings import clients_or_groups
-from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DeviceError, unknown_value
 from fedsynth.models.registry import build_client_models

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.declaration import Declaration, require_signed
 from fedsynth.data.files import one_line
+from fedsynth.data.folder_settings import Declaration, require_signed
+from fedsynth.data.image_folders import LEAF_READERS
 from fedsynth.data.images import ImageData, IntArray, record_digests
-from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
+from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
-from fedsynth.data.users import bounded, hold_out
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.files import expand_home

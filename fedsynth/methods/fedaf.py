@@ -49,8 +49,8 @@ from fedsynth.methods.shared.fedaf_settings import (
 )
 from fedsynth.methods.shared.private_condensation import feature_width, private_matching
 from fedsynth.mixed_precision import mixed, widened
-from fedsynth.models.batch_norm import with_grouped_statistics
 from fedsynth.models.flat import FlatNetwork, flatten
+from fedsynth.models.layers import with_grouped_statistics
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
 from fedsynth.synthesizer.condensation.knowledge import (

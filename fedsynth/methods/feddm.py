@@ -37,8 +37,8 @@ from fedsynth.methods.shared.private_condensation import (
     feature_width,
     private_matching,
 )
-from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
 from fedsynth.models.flat import FlatNetwork
+from fedsynth.models.layers import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations

@@ -60,7 +60,7 @@ from fedsynth.methods.statistics.settings import (
     StatisticSums,
 )
 from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_rows, released_roots
-from fedsynth.models.feature_linear import Embedding
+from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 

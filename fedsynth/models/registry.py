@@ -19,13 +19,11 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
-from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
-from fedsynth.models.googlenet import googlenet
+from fedsynth.models.large import AlexNet, googlenet, resnet18, resnet50
+from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
-from fedsynth.models.projection import Projected
-from fedsynth.models.resnet import resnet18, resnet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
 from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng

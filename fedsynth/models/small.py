@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsynth.features.feature_map import LANES, filled_up
 from fedsynth.models.convnet import channels_last, make_norm
-from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
+from fedsynth.models.layers import EmbeddingNetwork, require_size
 
 
 def aligned(pixels: int) -> int:

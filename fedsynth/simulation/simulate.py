@@ -16,9 +16,8 @@ from fedsynth.config.checks import check_method
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, IntArray, require_all_classes
 from fedsynth.data.load_folder import FolderData
-from fedsynth.data.partition import check_parts, partition
+from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
-from fedsynth.data.users import check_one_client_each
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.run_data import Clients, data_of_run, protects_users, require_a_ledger

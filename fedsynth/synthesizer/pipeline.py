@@ -19,8 +19,8 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from fedsynth.errors import DataError, DivergedError
-from fedsynth.models.embedding_network import EmbeddingNetwork
-from fedsynth.models.frozen import VectorJacobian
+from fedsynth.models.convnet import VectorJacobian
+from fedsynth.models.layers import EmbeddingNetwork
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import padded, power_of_two

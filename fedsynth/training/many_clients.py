@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
+from fedsynth.models.on_features import is_softmax_regression, regression_gradients
 from fedsynth.training.sgd import (
     Penalty,
     Pull,
@@ -35,7 +36,6 @@ from fedsynth.training.sgd import (
     make_step,
     steps_of,
 )
-from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
 FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
 LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python

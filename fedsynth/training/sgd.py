@@ -1,6 +1,8 @@
 """Minibatch SGD on a dataset in memory, for clients and for servers.
 
-(`many_clients.py` trains many clients at once.)
+Training many clients at once is in `many_clients.py`. On a GPU, a step is recorded once as a CUDA
+graph and then replayed, so that launching many small kernels from Python does not slow down
+training.
 
 An optimiser has two functions, as in optax. `init` creates the state of the optimiser, and `update`
 changes the weights by a gradient. Both work in place, so that a step can be recorded as a CUDA
@@ -11,6 +13,7 @@ frozen dataclass with these two functions, and can be used wherever `MomentumSgd
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +23,75 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.mixed_precision import mixed, widened
-from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
+from fedsynth.models.layers import has_batch_norm
+from fedsynth.models.on_features import is_softmax_regression, regression_step
 from fedsynth.privacy.dpsgd import (
     Optimiser as Optimiser,  # defined there, as privacy imports no higher package
 )
-from fedsynth.training.cuda_graphs import recorded
 from fedsynth.training.loop import LoopCheckpointer, State, resumable
-from fedsynth.training.softmax_regression import is_softmax_regression, regression_step
+
+WARM_UP = 3
+
+
+def recorded(
+    step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor]
+) -> Callable[[Tensor], None]:
+    """Records a training step as a CUDA graph, and returns a function that replays the step.
+
+    The returned function takes indices [batch]. If the step cannot be recorded, a warning is
+    issued, and the returned function calls `step` directly.
+
+    Args:
+        step: a function that takes indices into the dataset in memory and returns nothing. It must
+            use tensors at fixed addresses, and must not wait for the device.
+        batch: number of indices in a batch.
+        state: all tensors that `step` changes. Their values are restored after the warm-up runs.
+    """
+    device = state[0].device
+    index = torch.zeros(batch, dtype=torch.int64, device=device)
+    initial = [tensor.clone() for tensor in state]
+    try:
+        replay = _record(partial(step, index), device)
+    except RuntimeError as error:
+        warnings.warn(
+            "the training step runs without a CUDA graph, which is slower, because recording it "
+            f"failed: {str(error).splitlines()[0]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        replay = partial(step, index)
+    for tensor, old in zip(state, initial, strict=True):
+        tensor.copy_(old)
+
+    def replay_on(indices: Tensor) -> None:
+        index.copy_(indices)
+        replay()
+
+    return replay_on
+
+
+def _record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                step()
+        finally:  # a failed capture may leave its own stream in place
+            torch.cuda.set_stream(current)
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay
 
 
 @dataclass(frozen=True)

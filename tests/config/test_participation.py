@@ -21,8 +21,8 @@ from fedsynth.config.participation import (
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import hold_out
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.users import hold_out
 from fedsynth.errors import SettingError
 from fedsynth.federation.costs import plan_of
 from fedsynth.federation.run_data import data_set_id

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fedsynth.core.context import Notes, RoundContext, Silent
-from fedsynth.data.images import from_arrays
-from fedsynth.data.proxy import ProxyImages
+from fedsynth.data.images import ProxyImages, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.settings import PrivacySettings

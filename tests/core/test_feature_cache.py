@@ -14,7 +14,7 @@ from fedsynth.core import feature_cache
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData
 from fedsynth.features import feature_map
-from fedsynth.models.feature_linear import Embedding, Root
+from fedsynth.models.on_features import Embedding, Root
 from tests.digits import SPEC, digits
 
 PIXELS = replace(feature_map("pixels", SPEC.image_shape), blocks=((8, 8),))

@@ -27,10 +27,9 @@ import numpy as np
 from PIL import Image
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx
+from fedsynth.data.files import users_of_images
 from fedsynth.data.image_files import read_images
-from fedsynth.data.image_folders import read_domainnet_list
-from fedsynth.data.leaf import read_femnist
-from fedsynth.data.record_table import users_of_images
+from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
 from tests.fuzz.mutations import altered

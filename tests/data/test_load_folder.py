@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from fedsynth import FolderSettings, load_folder
-from fedsynth.data.declaration import read_declaration
 from fedsynth.data.describe import describe_folder
+from fedsynth.data.folder_settings import read_declaration
 from fedsynth.data.load_folder import site_names
 from fedsynth.errors import (
     DataError,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsynth.data.pickled import MAX_INSTRUCTIONS, PickledArray, read_pickle
+from fedsynth.data.array_files import MAX_INSTRUCTIONS, PickledArray, read_pickle
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
 BATCH = {

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fedsynth.data.images import normalise
-from fedsynth.data.load import load_dataset, missing_files
-from fedsynth.data.synthetic import device_sizes, draw_device
+from fedsynth.data.load import device_sizes, draw_device, load_dataset, missing_files
 
 NAMES = ["synthetic(iid)", "synthetic(0,0)", "synthetic(2.5,7)"]
 

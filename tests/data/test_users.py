@@ -10,8 +10,8 @@ import torch
 
 from fedsynth.data.image_folders import read_office_caltech
 from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.partition import bounded, check_one_client_each, hold_out
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.users import bounded, check_one_client_each, hold_out
 from fedsynth.errors import DataError, PartitionError
 
 SPEC = dataset_spec("digits")

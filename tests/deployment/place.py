@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from fedsynth import resolve, simulate
-from fedsynth.deployment.connection import Connection, Timeouts
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import Node
+from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.deployment.record_source import DatasetPart
 from fedsynth.privacy import randomness
 from fedsynth.privacy.ledger import read_ledger
 from tests.simulation.test_unchanged import RepeatableNoise

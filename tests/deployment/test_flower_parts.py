@@ -23,13 +23,11 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 from fedsynth.deployment.flower import joining
 from fedsynth.deployment.flower.joining import ServerConnection
-from fedsynth.deployment.flower.launch import Gate, allowed
-from fedsynth.deployment.flower.processes import FlowerError
+from fedsynth.deployment.flower.processes import FlowerError, Gate, allowed
 from fedsynth.deployment.flower.serving import SuperLinkSettings, write_app
-from fedsynth.deployment.node import Node
+from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.deployment.record_source import DatasetPart
 from fedsynth.errors import MessageError, OutputError, SettingError
 
 GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
@@ -413,7 +411,7 @@ def test_without_flower_the_commands_say_what_to_install(
 def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> None:
     """Flower's app takes the folder of homes from the server's run, for trials."""
     flwr()
-    from fedsynth.deployment.flower.client_app import node_of
+    from fedsynth.deployment.flower.executor import node_of
 
     with pytest.raises(MessageError, match="must also set home"):
         node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))

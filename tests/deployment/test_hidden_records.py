@@ -18,13 +18,11 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
-from fedsynth.deployment.connection import Connection, Timeouts
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import Node
+from fedsynth.deployment.node import ClassFolders, Node, Source
 from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.deployment.record_source import ClassFolders, Source
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.models.registry import register_model

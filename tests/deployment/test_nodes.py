@@ -21,15 +21,12 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.describe import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.deployment import networked_run as served
-from fedsynth.deployment.connection import Connection, Timeouts
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import Node
+from fedsynth.deployment.node import ClassFolders, DatasetPart, Node
 from fedsynth.deployment.node_exchange import TooFewClientsError
-from fedsynth.deployment.owner_report import describe_request
-from fedsynth.deployment.policy import ANY, Owner, Policy
+from fedsynth.deployment.policy import ANY, Owner, Policy, describe_request
 from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
-from fedsynth.deployment.record_source import ClassFolders, DatasetPart
 from fedsynth.deployment.session import Session
 from fedsynth.errors import CheckpointError, DataError, SettingError
 from fedsynth.federation import client_group, position_leak_check

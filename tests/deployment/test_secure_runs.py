@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
 from fedsynth.deployment import session
-from fedsynth.deployment.connection import Connection, Timeouts
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
@@ -31,7 +30,7 @@ from fedsynth.deployment.secure_aggregation.client import (
 from fedsynth.deployment.secure_aggregation.messages import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.primitives import IntVector
 from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
-from fedsynth.deployment.secure_exchange import SecureStep
+from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan

@@ -24,7 +24,7 @@ from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.step_trial import MIN_RECORDS, records_of_step
 from fedsynth.methods import feddm
-from fedsynth.models import feature_linear
+from fedsynth.models import on_features as feature_linear
 from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures

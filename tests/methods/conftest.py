@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.models import frozen
+from fedsynth.models import convnet as frozen
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import torch
 from fedsynth.config.resolve import resolve
 from fedsynth.core.context import Notes, RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.images import denormalise, from_arrays
-from fedsynth.data.proxy import ProxyImages
+from fedsynth.data.images import ProxyImages, denormalise, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR

@@ -26,7 +26,7 @@ from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, ta
 from fedsynth.methods.statistics.pixel_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
-from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import FeatureLinear
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger

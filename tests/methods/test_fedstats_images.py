@@ -26,7 +26,7 @@ from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
-from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import FeatureLinear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.results.verification import verify_run

@@ -27,7 +27,7 @@ from fedsynth.methods.statistics.pixel_moments import (
     pixel_width,
 )
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
-from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import FeatureLinear
 from tests.digits import SPEC
 from tests.digits import context as some_context
 

@@ -19,7 +19,7 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics import whitening
 from fedsynth.methods.statistics.whitening import released_roots, white_signal
-from fedsynth.models.feature_linear import Embedding, root_names
+from fedsynth.models.on_features import Embedding, root_names
 from fedsynth.privacy.products import Grams
 from fedsynth.privacy.settings import PrivacySettings as Settings
 

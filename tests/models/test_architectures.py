@@ -11,9 +11,9 @@ import torchvision
 from torch import nn
 
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import WIDE, ConvNet, InstanceNorm
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
+from fedsynth.models.large import AlexNet
 from fedsynth.models.registry import (
     ModelSettings,
     build_client_models,

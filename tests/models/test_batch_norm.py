@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData
-from fedsynth.models.batch_norm import (
+from fedsynth.models.convnet import ConvNet
+from fedsynth.models.flat import flatten
+from fedsynth.models.layers import (
     SharedStatistics,
     has_batch_norm,
     with_grouped_statistics,
 )
-from fedsynth.models.convnet import ConvNet
-from fedsynth.models.flat import flatten
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     NetworkFeatures,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsynth.models.batch_norm import batch_statistics
 from fedsynth.models.convnet import channels_last
+from fedsynth.models.layers import batch_statistics
 from fedsynth.models.registry import ModelSettings, build_model
 
 

@@ -32,8 +32,7 @@ from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
 from fedsynth.methods.statistics.class_moments import step_rows
-from fedsynth.models.feature_linear import Root, embedded
-from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.on_features import OnFeatures, Root, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.passes import padded, pass_length, power_of_two

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.registry import feature_map
-from fedsynth.models.feature_linear import embedded
+from fedsynth.models.on_features import embedded
 from fedsynth.synthesizer.condensation import from_statistics
 from fedsynth.synthesizer.condensation.from_statistics import (
     ImageSteps,

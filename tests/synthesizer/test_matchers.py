@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
-from fedsynth.models import frozen
+from fedsynth.models import convnet as frozen
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger

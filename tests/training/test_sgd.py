@@ -12,8 +12,7 @@ from torch import nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.training.cuda_graphs import recorded
-from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, recorded, train_on
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -82,7 +81,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
         step()
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("fedsynth.training.cuda_graphs._record", refuse)
+    monkeypatch.setattr("fedsynth.training.sgd._record", refuse)
     with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
         replay = recorded(lambda indices: state.add_(indices), 3, [state])
     assert torch.equal(state, torch.zeros(3))

@@ -10,12 +10,11 @@ from torch import nn
 
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.registry import feature_map
-from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.on_features import OnFeatures, regression_gradients
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
-from fedsynth.training.softmax_regression import regression_gradients
 
 SPEC = dataset_spec("digits")
 

@@ -1,12 +1,12 @@
-"""Answers a SuperNode's messages in the data owner's process, and converts messages to Flower's
-format.
+"""Answers a SuperNode's messages in the data owner's process, converts messages to Flower's format,
+and defines the ClientApp.
 
 By itself, a SuperNode runs the app that comes with a message. This is code from the server, which
-could ignore the owner's ledger. Therefore the SuperNode is started with `--isolation process`, so
-that it leaves its tasks to other processes, and this module takes these tasks. It answers with the
-installed package, never installs or imports an app that it receives, and takes no tasks of other
-kinds (agents, connectors, models). All messages are answered in one process, which keeps the
-records in memory.
+could ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
+process`, so that it leaves its tasks to other processes, and `serve_tasks` takes these tasks. It
+answers with the installed package, never installs or imports an app that it receives, and takes no
+tasks of other kinds (agents, connectors, models). All messages are answered in one process, which
+keeps the records in memory.
 
 Flower has no public API for this. The module uses the SuperNode's Runtime API in the same way as
 Flower's own executor of this version.
@@ -15,19 +15,32 @@ A message in Flower's format is a `ConfigRecord` with the bytes of a frame and t
 Other kinds of records are not used. Flower's array records are meant for models to be averaged,
 whereas the package checks the arrays in a message against the method's declaration
 (`fedsynth.core.messages`).
+
+The ClientApp `app` is for Flower's simulation and for SuperNodes that run the app that they
+receive. Each message may start a fresh process. A client's state is therefore stored in files in
+its home folder (`fedsynth.deployment.session`). It is not stored in Flower's context, which passes
+through the SuperNode with each message and is lost with the SuperNode. The node's configuration
+(`--node-config`) may contain these values. In a simulation, Flower sets the first one.
+
+    partition-id    the index of the client
+    home            the folder of the client's ledgers
+    data            a folder of the client's images by class; default: a part of the data set
+    policy          the file of the owner's policy; default: every run is approved (for trials)
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.error import Error
+from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
@@ -42,6 +55,8 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
+from fedsynth.deployment.node import ClassFolders, DatasetPart, Node, Source
+from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.errors import MessageError
 
 RECORD = "fedsynth"
@@ -169,3 +184,42 @@ def _reply(message: Message, answer: Answer) -> Message:
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
     return reply(run, answer(run, frame), message)
+
+
+app = ClientApp()
+
+
+@app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
+def answer(message: Message, context: Context) -> Message:
+    """Answers a message from the server."""
+    run, frame = from_record(message.content)
+    node = node_of(context.node_config, str(context.run_config.get("home", "")))
+    return reply(run, node.answer(run, frame), message)
+
+
+def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
+    """Creates a node from a configuration.
+
+    Args:
+        config: the node's configuration, as described at the top of this module.
+        homes: the folder that contains each client's home, for trials. It is used if `config` names
+            no home.
+
+    Raises:
+        MessageError: if `config` names data or a policy but no home. The server sets `homes`, so it
+            would choose the owner's ledger.
+    """
+    if "home" not in config and {"data", "policy"} & set(config):
+        raise MessageError(
+            "the node's configuration sets data or policy, so it must also set home, the folder of "
+            "the client's ledgers"
+        )
+    number = int(config["partition-id"])
+    home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
+    source: Source = DatasetPart()
+    owner = Owner(approved=frozenset({ANY}))
+    if "data" in config:
+        source = ClassFolders(Path(str(config["data"])))
+    if "policy" in config:
+        owner = Owner(Policy.read(Path(str(config["policy"]))))
+    return Node(number, home, source, owner)

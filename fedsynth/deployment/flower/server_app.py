@@ -17,8 +17,8 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.deployment.connection import Connection, Timeouts
 from fedsynth.deployment.flower.executor import from_record, request
+from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.deployment.connection import Timeouts
 from fedsynth.deployment.flower.processes import LOCALHOST, FlowerError, listening, start, stop
+from fedsynth.deployment.frames import Timeouts
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.privacy.files import load_json
@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
     "answer": 3600.0,
     "home": "",  # the parent folder of the clients' homes, in a trial on one machine
 }
-"""The configuration of an app, in addition to the run's proposal. `server_app` and `client_app`
+"""The configuration of an app, in addition to the run's proposal. `server_app` and `executor`
 read it.
 """
 APPS = "fedsynth.deployment.flower"
@@ -75,7 +75,7 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         "tool.flwr.app": {"publisher": "fedsynth"},
         "tool.flwr.app.components": {
             "serverapp": f"{APPS}.server_app:app",
-            "clientapp": f"{APPS}.client_app:app",
+            "clientapp": f"{APPS}.executor:app",
         },
         "tool.flwr.app.config": {
             "proposal": json.dumps(proposal.to_json()),

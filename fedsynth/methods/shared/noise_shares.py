@@ -5,7 +5,7 @@ With `aggregation="own"`, every client adds all of the charged noise, and its up
 With `aggregation="secure"`, every client adds noise with 1/√H of that standard deviation, where H
 is a public lower bound on the number of honest clients that complete a round. The guarantee then
 holds against parties that see only the sum. Between the nodes of data owners, secure aggregation
-ensures this (`fedsynth.deployment.secure_exchange`). A simulation assumes it. The charge is for the
+ensures this (`fedsynth.deployment.secure_aggregation.server`). A simulation assumes it. The charge is for the
 noise of H clients, however many clients answer. One of the clients that answer may be the attacker,
 who knows the noise of that client. A sum of H clients or fewer is therefore discarded.
 """

@@ -29,7 +29,7 @@ from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.methods.statistics.pixel_moments import PixelMoments, sharpened
 from fedsynth.methods.statistics.whitening import AUTO, NO, YES
-from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import FeatureLinear
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.from_statistics import (
     CANDIDATES,

@@ -34,7 +34,7 @@ from fedsynth.methods.statistics.releases import (
     public_facts,
 )
 from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, whitens
-from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.models.on_features import FeatureLinear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings

@@ -25,7 +25,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.models.feature_linear import root_names
+from fedsynth.models.on_features import root_names
 from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Grams, grams_width, matrices_of, smat
 
@@ -115,7 +115,7 @@ def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
     """Computes the matrices of T, by their names in a model
-    (`fedsynth.models.feature_linear.root_names`).
+    (`fedsynth.models.on_features.root_names`).
 
     Args:
         pool: the release, summed over the clients. If its public number of records differs from the

@@ -10,7 +10,7 @@ pairs of a group of clients share one pass. `synthetic` is [S, ipc, C, H, W], an
 real batch has the index of its pair (`segment_N`).
 
 Real images are embedded without a graph, and the network's weights are frozen. A vector-Jacobian
-product (`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the
+product (`fedsynth.models.convnet`, or autograd for other networks) pulls gradients back to the
 synthetic images.
 
 A `MatchingObjective` maps (step, features, synthetic) to ∇_S L, or to a private estimate of ∇_S L
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientClassPairs, ExactClientView, chunk
-from fedsynth.models.batch_norm import SharedStatistics
-from fedsynth.models.frozen import VectorJacobian
+from fedsynth.models.convnet import VectorJacobian
+from fedsynth.models.layers import SharedStatistics
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.synthesizer.condensation.augmentation import Augmentation
 from fedsynth.synthesizer.condensation.sets import BatchIndices
@@ -86,7 +86,7 @@ class NetworkFeatures:
         precision: the precision of the embedding of real images, and of the backward passes for
             single private examples. The features of synthetic images and the classifier are always
             float32.
-        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`), a number for each
+        statistics_S: for networks with batch norm (`fedsynth.models.layers`), a number for each
             (client, class) pair. Pairs with the same number share batch statistics.
         memory_bytes: the most memory in bytes that a pass should take.
         compiled: whether torch.compile is used for passes over real images, and for the operations

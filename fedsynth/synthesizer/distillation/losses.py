@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.models.batch_norm import batch_statistics
+from fedsynth.models.layers import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:

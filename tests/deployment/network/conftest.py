@@ -152,7 +152,7 @@ class Federation:
         resume: Path | None = None,
     ) -> Run:
         """Starts a run."""
-        from fedsynth.deployment.connection import Timeouts
+        from fedsynth.deployment.frames import Timeouts
 
         output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
         run = Run(output)

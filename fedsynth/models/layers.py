@@ -1,9 +1,15 @@
-"""Batch norm for condensation, in which one pass may contain the images of several clients.
+"""The base class of the package's networks, MOON's projection head, and norm layers.
 
-Distribution matching with batch norm uses the statistics of the current batch, which consists of
-one client's real images or of its synthetic images. If a pass contains several clients, each image
-is normalised only by the statistics of its group of images. Real and synthetic images are never in
-one pass. Running statistics are neither used nor updated.
+A network of the package consists of an embedding and a classifier. MOON's head can be added before
+the last layer of any network (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and the public
+code). The head computes h ↦ W₂·relu(W₁h), where W₁ is a square matrix. The output of the head is
+the embedding. A new linear layer maps the embedding to the logits.
+
+In condensation, one pass may contain the images of several clients. Distribution matching with
+batch norm uses the statistics of the current batch, which consists of one client's real images or
+of its synthetic images. If a pass contains several clients, `GroupedBatchNorm` normalises each
+image only by the statistics of its group of images. Real and synthetic images are never in one
+pass. Running statistics are neither used nor updated.
 
 `batch_statistics` computes the mean and variance of each channel, with gradients, in few passes
 over memory. `torch.var_mean` with autograd needs ten times as long on a CPU (docs/speed.md).
@@ -19,7 +25,74 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fedsynth.errors import SettingError
 from fedsynth.mixed_precision import widened
+
+
+class EmbeddingNetwork(nn.Module):
+    """A network whose logits are `classifier(embed(x))`.
+
+    Attributes:
+        classifier: the last linear layer.
+        embedding_size: the number of values in an embedding.
+        largest_activation: the number of values in the largest activation of one image. It is used
+            to estimate memory.
+    """
+
+    classifier: nn.Linear
+    embedding_size: int
+    largest_activation: int
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, embedding_size]."""
+        raise NotImplementedError  # abstract
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the logits [N, classes] of normalised images [N, C, H, W]."""
+        return self.classifier(self.embed(x_NCHW))
+
+
+def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) -> None:
+    """Raises an error if images are too small for an architecture.
+
+    Raises:
+        SettingError: a side of the images is smaller than `min_side`.
+    """
+    _, height, width = image_shape
+    if min(height, width) < min_side:
+        reason = f"needs images of at least {min_side}×{min_side}, got {height}×{width}"
+        raise SettingError("model", "name", reason, value=name)
+
+
+class Projected(EmbeddingNetwork):
+    """A network with a projection head, which maps normalised images [N, C, H, W] to logits
+    [N, classes].
+
+    Args:
+        body: a network with `embed` and `classifier`. The classifier is removed from it.
+        size: the size of the new embedding, which is 256 in the paper.
+        classes: the number of classes.
+    """
+
+    dense = True
+
+    def __init__(self, body: nn.Module, size: int, classes: int) -> None:
+        super().__init__()
+        last: nn.Linear = body.classifier  # type: ignore[assignment]
+        name = next(name for name, child in body.named_children() if child is last)
+        setattr(body, name, nn.Identity())
+        self.body = body
+        self.hidden = nn.Linear(last.in_features, last.in_features)
+        self.projection = nn.Linear(last.in_features, size)
+        self.classifier = nn.Linear(size, classes)
+        self.embedding_size = size
+        self.largest_activation = body.largest_activation  # type: ignore[assignment]
+        self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, size]."""
+        of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
+        return self.projection(torch.relu(self.hidden(of_body)))
 
 
 class SharedStatistics(nn.Module):
@@ -134,3 +207,8 @@ class _Statistics(torch.autograd.Function):
         return F.batch_norm(
             x, mean, torch.ones_like(mean), 2 * by_variance, by_mean, training=False, eps=0.0
         )
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Creates a group norm with at most 32 groups, as Wu and He (2018) and Opacus use it."""
+    return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)

@@ -1,0 +1,212 @@
+"""ResNet-18, ResNet-50, AlexNet and GoogLeNet.
+
+ResNet-18 and ResNet-50 (He et al. 2016) are based on torchvision and have its parameter names. With
+three channels and ten classes, they have 11,181,642 parameters (as in FedAF's Table 7) and
+23,528,522 parameters. The networks halve the image five times, so a small image ends as one pixel.
+Instance norm is not available, because it would map a single pixel to zero.
+
+AlexNet has batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on
+Office-Caltech-10 and DomainNet. It has five convolutions with torchvision's widths, and then two
+hidden layers of 1024 units. Batch norm follows each of these layers. There is no dropout.
+
+GoogLeNet (Szegedy et al. 2015) has no auxiliary classifiers. It is based on torchvision and has its
+parameter names. There are two differences from torchvision, for differential privacy. The network
+has no dropout, because its masks would depend on the rest of the batch. ReLUs are not in-place,
+because DP-SGD's hooks keep their inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
+from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from fedsynth.models.convnet import make_norm
+from fedsynth.models.layers import EmbeddingNetwork, group_norm, require_size
+from fedsynth.privacy.dpsgd import group_norm_twin
+
+
+class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's block, without the in-place addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return _add_shortcut(self, x, y)
+
+
+class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
+    """torchvision's bottleneck block, without the in-place addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+        return _add_shortcut(self, x, self.bn3(self.conv3(y)))
+
+
+def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    if block.downsample is not None:
+        x = block.downsample(x)
+    return block.relu(y + x)
+
+
+class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
+    """A ResNet, which maps normalised images [N, C, H, W] to logits [N, classes]."""
+
+    stage_names = ("layer1", "layer2", "layer3", "layer4")
+
+    def __init__(
+        self,
+        block: type[nn.Module],
+        numbers: list[int],
+        image_shape: tuple[int, int, int],
+        classes: int,
+        norm: str,
+    ) -> None:
+        layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
+        super().__init__(block, numbers, num_classes=classes, norm_layer=layer)
+        channels, height, width = image_shape
+        if channels != 3:  # initialised as in torchvision
+            self.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        for layer in self.modules():
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = False  # DP-SGD's hooks hold the input that it would overwrite
+        self.embedding_size: int = self.fc.in_features
+        # scalars of an image after the first convolution
+        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
+
+    @property
+    def classifier(self) -> nn.Linear:
+        """The last layer, `fc`."""
+        return self.fc
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, 512], or [N, 2048] for ResNet-50."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x_NCHW))))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = stage(x)
+        return torch.flatten(self.avgpool(x), 1)
+
+
+def resnet18(
+    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
+) -> EmbeddingResNet:
+    """Creates a ResNet-18. `norm` is "batch" as in torchvision, or "group" for DP-SGD."""
+    return EmbeddingResNet(_Block, [2, 2, 2, 2], image_shape, classes, norm)
+
+
+def resnet50(
+    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
+) -> EmbeddingResNet:
+    """Creates a ResNet-50. The arguments are those of `resnet18`."""
+    return EmbeddingResNet(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)
+
+
+class AlexNet(EmbeddingNetwork):
+    """AlexNet, which maps normalised images [N, C, H, W] to logits [N, classes].
+
+    Args:
+        norm: "batch", or "group" for DP-SGD.
+
+    Raises:
+        SettingError: the images are smaller than 63×63.
+    """
+
+    stage_names = ("pool1", "pool2", "layer3", "layer4", "pool5")
+
+    def __init__(
+        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        require_size("alexnet", image_shape, 63)  # else a pooling layer has no output
+
+        def convolution(
+            inputs: int, outputs: int, kernel: int, stride: int, padding: int
+        ) -> nn.Module:
+            convolve = nn.Conv2d(inputs, outputs, kernel, stride, padding)
+            return nn.Sequential(convolve, make_norm(norm, outputs), nn.ReLU())
+
+        def hidden(inputs: int) -> nn.Module:
+            layer = group_norm(1024) if norm == "group" else nn.BatchNorm1d(1024)
+            return nn.Sequential(nn.Linear(inputs, 1024), layer, nn.ReLU())
+
+        self.layer1 = convolution(channels, 64, 11, 4, 2)
+        self.pool1 = nn.MaxPool2d(3, 2)
+        self.layer2 = convolution(64, 192, 5, 1, 2)
+        self.pool2 = nn.MaxPool2d(3, 2)
+        self.layer3 = convolution(192, 384, 3, 1, 1)
+        self.layer4 = convolution(384, 256, 3, 1, 1)
+        self.layer5 = convolution(256, 256, 3, 1, 1)
+        self.pool5 = nn.MaxPool2d(3, 2)
+        self.spread = nn.AdaptiveAvgPool2d((6, 6))
+        self.hidden1 = hidden(256 * 6 * 6)
+        self.hidden2 = hidden(1024)
+        self.classifier = nn.Linear(1024, classes)
+        self.embedding_size = 1024
+        self.largest_activation = 64 * (1 + (height - 7) // 4) * (1 + (width - 7) // 4)
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, 1024]."""
+        x = self.pool2(self.layer2(self.pool1(self.layer1(x_NCHW))))
+        x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
+        return self.hidden2(self.hidden1(torch.flatten(x, 1)))
+
+
+def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
+    """Creates a GoogLeNet. `norm` is "batch", or "group" to replace batch norms by group norms."""
+    model = GoogLeNet(image_shape, classes)
+    if norm == "group":
+        return group_norm_twin(model)
+    return model
+
+
+class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(self.conv(x)))
+
+
+class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has no types
+    """GoogLeNet, which maps normalised images [N, C, H, W] to logits [N, classes].
+
+    Raises:
+        SettingError: the images are smaller than 15×15.
+    """
+
+    stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
+        super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
+        channels, height, width = image_shape
+        require_size("googlenet", image_shape, 15)  # else a pooling layer has no output
+        if channels != 3:
+            self.conv1.conv = nn.Conv2d(
+                channels, 64, kernel_size=7, stride=2, padding=3, bias=False
+            )
+        self.dropout = nn.Identity()
+        self.embedding_size = 1024
+        # scalars of an image after the first convolution
+        self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
+
+    @property
+    def classifier(self) -> nn.Linear:
+        """The last layer, `fc`."""
+        return self.fc
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, 1024]."""
+        x = self.conv3(self.conv2(self.maxpool1(self.conv1(x_NCHW))))
+        x = self.inception3b(self.inception3a(self.maxpool2(x)))
+        x = self.inception4e(
+            self.inception4d(self.inception4c(self.inception4b(self.inception4a(self.maxpool3(x)))))
+        )
+        x = self.inception5b(self.inception5a(self.maxpool4(x)))
+        return torch.flatten(self.avgpool(x), 1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return self.fc(self.embed(x_NCHW))
