@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -42,11 +41,9 @@ class Dense(DataFreeEnsembleDistillation):
     True
     """
 
-    name: ClassVar[str] = "dense"
-    summary: ClassVar[str] = (
-        "one-shot: the server distils the clients' averaged logits on generated images"
-    )
-    reference: ClassVar[str] = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
+    name = "dense"
+    summary = "one-shot: the server distils the clients' averaged logits on generated images"
+    reference = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
 
     generator_beta1: float = 0.5
     generator_reset: bool = True

@@ -27,7 +27,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +85,11 @@ class FedAF(FedAFSettings):
     ([10, 10], True)
     """
 
-    name: ClassVar[str] = "fedaf"
-    summary: ClassVar[str] = (
+    name = "fedaf"
+    summary = (
         "clients condense data towards shared class-mean logits, and the server matches soft labels"
     )
-    reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
+    reference = "Wang et al. 2024, FedAF, arXiv 2404.18962"
 
     # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
 

@@ -10,7 +10,6 @@ depend on the true number of examples. Because n_k is private, all clients then 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fedsynth.methods.shared.local import TrainsLocally
 
@@ -31,7 +30,7 @@ class FedAvg(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedavg"
-    summary: ClassVar[str] = "clients train the global model locally, and the server averages"
-    reference: ClassVar[str] = "McMahan et al. 2017, arXiv 1602.05629"
-    one_pass: ClassVar[bool] = True
+    name = "fedavg"
+    summary = "clients train the global model locally, and the server averages"
+    reference = "McMahan et al. 2017, arXiv 1602.05629"
+    one_pass = True

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally
@@ -44,11 +43,11 @@ class FedAvgM(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedavgm"
-    summary: ClassVar[str] = "FedAvg with momentum on the server"
-    reference: ClassVar[str] = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
-    one_pass: ClassVar[bool] = True
-    state: ClassVar[type[ServerState]] = VelocityState
+    name = "fedavgm"
+    summary = "FedAvg with momentum on the server"
+    reference = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
+    one_pass = True
+    state = VelocityState
 
     server_momentum: float = in_range(0.9, 0, 1)
     server_lr: float = in_range(1.0, 0)

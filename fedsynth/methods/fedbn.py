@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -60,15 +59,15 @@ class FedBN(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedbn"
-    summary: ClassVar[str] = "FedAvg whose batch-norm layers stay on the clients"
-    reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
-    personal: ClassVar[bool] = True
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
-    features_refusal: ClassVar[str] = (
+    name = "fedbn"
+    summary = "FedAvg whose batch-norm layers stay on the clients"
+    reference = "Li et al. 2021, FedBN, arXiv 2102.07623"
+    personal = True
+    dp_mechanisms = ()
+    features_refusal = (
         "the method needs batch-norm layers, and a model on features has none. Use fedavg instead"
     )
-    refusal: ClassVar[str] = (
+    refusal = (
         "batch norm mixes the examples of a batch, so the influence of one example on a "
         "step cannot be bounded"
     )

@@ -48,11 +48,9 @@ class FedDF(EnsembleDistillation):
     True
     """
 
-    name: ClassVar[str] = "feddf"
-    summary: ClassVar[str] = (
-        "the server distils the clients' averaged logits on public unlabelled images"
-    )
-    reference: ClassVar[str] = "Lin et al. 2020, FedDF, arXiv 2006.07242"
+    name = "feddf"
+    summary = "the server distils the clients' averaged logits on public unlabelled images"
+    reference = "Lin et al. 2020, FedDF, arXiv 2006.07242"
     presets: ClassVar[Presets] = {"digits": {"server_steps": 300, "proxy": "noise"}}
 
     start: str = "average"

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
@@ -53,13 +52,13 @@ class FedDyn(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "feddyn"
-    summary: ClassVar[str] = (
+    name = "feddyn"
+    summary = (
         "local training with a dynamic regulariser that aligns local optima with the global one"
     )
-    reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
-    one_pass: ClassVar[bool] = True
-    state: ClassVar[type[ServerState]] = DriftState
+    reference = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
+    one_pass = True
+    state = DriftState
 
     alpha: float = in_range(0.01, 0)
 

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ExactClientView, chunk
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Array, Named, Rule
@@ -105,25 +105,25 @@ class FedFAPlus(TrainsLocally):
     ['mean.features.3', 'mean.features.7']
     """
 
-    name: ClassVar[str] = "fedfa-plus"
-    summary: ClassVar[str] = "feature augmentation and alignment (TPAMI 2024; not feature anchors)"
-    reference: ClassVar[str] = (
+    name = "fedfa-plus"
+    summary = "feature augmentation and alignment (TPAMI 2024; not feature anchors)"
+    reference = (
         "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
     )
-    downlink: ClassVar[type[Message]] = StatisticsDown
-    upload: ClassVar[type[Message]] = StatisticsUp
-    state: ClassVar[type[ServerState]] = StatisticsState
-    refusal: ClassVar[str] = (
+    downlink = StatisticsDown
+    upload = StatisticsUp
+    state = StatisticsState
+    refusal = (
         "the losses mix the examples of a batch, so the influence of one example on a step "
         "cannot be bounded. Clients also upload channel statistics and histograms of features "
         "that no mechanism protects"
     )
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
-    features_refusal: ClassVar[str] = (
+    dp_mechanisms = ()
+    features_refusal = (
         "the method augments the outputs of convolutional stages, and a model on features has "
         "none. Use fedfm instead"
     )
-    robust_refusal: ClassVar[str] = (
+    robust_refusal = (
         "the server needs the differences between the clients' channel statistics, which a "
         "robust rule would remove"
     )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
 from fedsynth.core.uploads import Rule
@@ -153,17 +153,15 @@ class FedFM(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedfm"
-    summary: ClassVar[str] = (
-        "local training pulls features towards anchors, the class means over all clients"
-    )
-    reference: ClassVar[str] = "Ye et al. 2023, FedFM, arXiv 2210.07615"
-    downlink: ClassVar[type[Message]] = AnchorsDown
+    name = "fedfm"
+    summary = "local training pulls features towards anchors, the class means over all clients"
+    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
+    downlink = AnchorsDown
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = FeatureSums
-    state: ClassVar[type[ServerState]] = AnchorState
+    state = AnchorState
     sums_phase: ClassVar[str] = FIRST
-    robust_refusal: ClassVar[str] = (
+    robust_refusal = (
         "the anchors are sums over clients. In a robust rule, clients without examples of a class "
         "would outvote the others"
     )
@@ -313,12 +311,12 @@ class FedFMLite(FedFM):
     ([10, 64], [10])
     """
 
-    name: ClassVar[str] = "fedfm-lite"
-    summary: ClassVar[str] = "FedFM with anchors made after local training and sent with the model"
-    upload: ClassVar[type[Message]] = ModelAndSums
-    first_downlink: ClassVar[type[Message] | None] = None
-    first_upload: ClassVar[type[Message] | None] = None
-    sums_phase: ClassVar[str] = MAIN
+    name = "fedfm-lite"
+    summary = "FedFM with anchors made after local training and sent with the model"
+    upload = ModelAndSums
+    first_downlink = None
+    first_upload = None
+    sums_phase = MAIN
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return None

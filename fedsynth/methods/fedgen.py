@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, ExactClientView
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Array, Rule, most_examples
@@ -129,18 +129,16 @@ class FedGen(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedgen"
-    summary: ClassVar[str] = (
+    name = "fedgen"
+    summary = (
         "local training with a generator of embeddings that the server learns from the "
         "clients' classifiers"
     )
-    reference: ClassVar[str] = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
-    downlink: ClassVar[type[Message]] = GeneratorDown
-    upload: ClassVar[type[Message]] = ModelAndCounts
-    state: ClassVar[type[ServerState]] = GeneratorState
-    robust_refusal: ClassVar[str] = (
-        "the server also trains a generator on the classifier of each client"
-    )
+    reference = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
+    downlink = GeneratorDown
+    upload = ModelAndCounts
+    state = GeneratorState
+    robust_refusal = "the server also trains a generator on the classifier of each client"
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -62,11 +61,11 @@ class FedGKD(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "fedgkd"
-    summary: ClassVar[str] = "local training distilled from the average of the last global models"
-    downlink: ClassVar[type[Message]] = TeacherDown
-    state: ClassVar[type[ServerState]] = PastState
-    reference: ClassVar[str] = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
+    name = "fedgkd"
+    summary = "local training distilled from the average of the last global models"
+    downlink = TeacherDown
+    state = PastState
+    reference = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
     gamma: float = in_range(0.2, 0)
     buffer: int = in_range(5, 1)

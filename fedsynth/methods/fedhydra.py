@@ -79,12 +79,12 @@ class FedHydra(DataFreeEnsembleDistillation):
     [10, 3]
     """
 
-    name: ClassVar[str] = "fedhydra"
-    summary: ClassVar[str] = (
+    name = "fedhydra"
+    summary = (
         "one-shot: the server distils the clients' logits on generated images, weighted by the "
         "quality of each model for each class"
     )
-    reference: ClassVar[str] = (
+    reference = (
         "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "
         "Federated Learning, Eqs. 2 to 19"
     )

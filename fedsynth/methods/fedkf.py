@@ -104,13 +104,13 @@ class FedKF(TrainsLocally):
     ['aca', 'oca']
     """
 
-    name: ClassVar[str] = "fedkf"
-    summary: ClassVar[str] = (
+    name = "fedkf"
+    summary = (
         "clients distil the average of all clients' models into their own, on images of a local "
         "generator"
     )
-    reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
-    features_refusal: ClassVar[str] = (
+    reference = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    features_refusal = (
         "the clients distil on images of a generator. Use fedgkd instead, which distils on the "
         "clients' data"
     )
@@ -118,7 +118,7 @@ class FedKF(TrainsLocally):
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
     }
 
-    downlink: ClassVar[type[Message]] = TwoModels
+    downlink = TwoModels
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("made from the server's message and public noise", GeneratorFacts),

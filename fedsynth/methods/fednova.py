@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -46,11 +45,11 @@ class FedNova(TrainsLocally):
     2.5
     """
 
-    name: ClassVar[str] = "fednova"
-    summary: ClassVar[str] = "FedAvg with updates normalised by each client's number of steps"
-    reference: ClassVar[str] = "Wang et al. 2020, FedNova, arXiv 2007.07481"
-    one_pass: ClassVar[bool] = True
-    upload: ClassVar[type[Message]] = NormalisedModel
+    name = "fednova"
+    summary = "FedAvg with updates normalised by each client's number of steps"
+    reference = "Wang et al. 2020, FedNova, arXiv 2007.07481"
+    one_pass = True
+    upload = NormalisedModel
 
     def __post_init__(self) -> None:
         super().__post_init__()

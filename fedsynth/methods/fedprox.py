@@ -9,7 +9,6 @@ n_k. The models of clients that did not finish all epochs are included in the av
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -41,10 +40,10 @@ class FedProx(TrainsLocally):
     (9, True)
     """
 
-    name: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg with a proximal term and the partial work of stragglers"
-    reference: ClassVar[str] = "Li et al. 2020, FedProx, arXiv 1812.06127"
-    one_pass: ClassVar[bool] = True
+    name = "fedprox"
+    summary = "FedAvg with a proximal term and the partial work of stragglers"
+    reference = "Li et al. 2020, FedProx, arXiv 1812.06127"
+    one_pass = True
 
     mu: float = in_range(0.01, 0)
 

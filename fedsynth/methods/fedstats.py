@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch import Tensor
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.method import Memory, Results
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
@@ -83,14 +83,13 @@ class FedStats(PlansStatistics):
     True
     """
 
-    name: ClassVar[str] = "fedstats"
-    summary: ClassVar[str] = (
+    name = "fedstats"
+    summary = (
         "clients send noisy class statistics of fixed features; the server computes model "
         "and images from them"
     )
-    reference: ClassVar[str] = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ("statistics",)
-    presets: ClassVar[Presets] = {}
+    reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
+    dp_mechanisms = ("statistics",)
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,12 +71,12 @@ class FedSum(SumsFeatures):
     True
     """
 
-    name: ClassVar[str] = "fedsum"
-    summary: ClassVar[str] = (
+    name = "fedsum"
+    summary = (
         "clients send class sums of features under shared networks; the server adds them up and "
         "condenses one set of images"
     )
-    reference: ClassVar[str] = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
+    reference = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
 
     # --------------------------------------------------------------------------------- the messages
 

@@ -15,7 +15,6 @@ charges it like the cross-entropy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +57,12 @@ class Moon(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "moon"
-    summary: ClassVar[str] = (
+    name = "moon"
+    summary = (
         "local training pulls representations towards those of the global model, and away from "
         "those of the client's previous model"
     )
-    reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
+    reference = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 
     mu: float = in_range(1.0, 0)
     temperature: float = in_range(0.5, 1e-6)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.messages import ModelParameters, unprotected
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import mean_loss
@@ -55,17 +54,17 @@ class QFFL(TrainsLocally):
     True
     """
 
-    name: ClassVar[str] = "qffl"
-    summary: ClassVar[str] = "clients with larger losses have more weight, for even accuracy"
-    reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
-    one_pass: ClassVar[bool] = True
-    upload: ClassVar[type[Message]] = FairModel
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
-    refusal: ClassVar[str] = (
+    name = "qffl"
+    summary = "clients with larger losses have more weight, for even accuracy"
+    reference = "Li et al. 2020, q-FFL, arXiv 1905.10497"
+    one_pass = True
+    upload = FairModel
+    dp_mechanisms = ()
+    refusal = (
         "each client uploads its exact loss, which determines its weight, and no mechanism "
         "protects this loss"
     )
-    robust_refusal: ClassVar[str] = (
+    robust_refusal = (
         "clients are weighted by the losses that they report, which a robust rule must not rely on"
     )
 

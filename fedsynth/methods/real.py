@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.messages import ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
@@ -58,11 +58,11 @@ class Real(TrainsInBall):
     True
     """
 
-    name: ClassVar[str] = "real"
-    summary: ClassVar[str] = "clients send random real images: FedDM's control, without any privacy"
-    reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
-    upload: ClassVar[type[Message]] = RealImages
-    refusal: ClassVar[str] = "the clients send real images, which no mechanism protects"
+    name = "real"
+    summary = "clients send random real images: FedDM's control, without any privacy"
+    reference = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
+    upload = RealImages
+    refusal = "the clients send real images, which no mechanism protects"
     presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
     ipc: int = in_range(10, 1, MAX_IPC)

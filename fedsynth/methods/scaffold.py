@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Named, Rule
@@ -75,13 +74,13 @@ class Scaffold(TrainsLocally):
     (6500, 13000)
     """
 
-    name: ClassVar[str] = "scaffold"
-    summary: ClassVar[str] = "control variates correct the drift of local training"
-    reference: ClassVar[str] = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
-    one_pass: ClassVar[bool] = True
-    downlink: ClassVar[type[Message]] = ControlDown
-    upload: ClassVar[type[Message]] = ControlUp
-    state: ClassVar[type[ServerState]] = ControlState
+    name = "scaffold"
+    summary = "control variates correct the drift of local training"
+    reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
+    one_pass = True
+    downlink = ControlDown
+    upload = ControlUp
+    state = ControlState
 
     momentum: float = 0.0
     lr: float = in_range(0.01, 1e-12)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -40,18 +39,18 @@ class Solo(TrainsLocally):
     (0, True)
     """
 
-    name: ClassVar[str] = "solo"
-    summary: ClassVar[str] = "no federation: each client trains only on its data"
-    reference: ClassVar[str] = "the comparison papers' SOLO"
-    one_pass: ClassVar[bool] = True
-    upload: ClassVar[type[Message]] = Nothing
-    personal: ClassVar[bool] = True
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
-    refusal: ClassVar[str] = (
+    name = "solo"
+    summary = "no federation: each client trains only on its data"
+    reference = "the comparison papers' SOLO"
+    one_pass = True
+    upload = Nothing
+    personal = True
+    dp_mechanisms = ()
+    refusal = (
         "nothing is sent, so there is nothing to protect, and the reported accuracies are exact "
         "functions of private data"
     )
-    robust_refusal: ClassVar[str] = "nothing is sent, so there is nothing to average"
+    robust_refusal = "nothing is sent, so there is nothing to average"
 
     def __post_init__(self) -> None:
         super().__post_init__()

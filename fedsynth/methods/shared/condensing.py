@@ -56,11 +56,11 @@ class TrainsOnUnion(Method):
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
-    features_refusal: ClassVar[str] = (
+    features_refusal = (
         "the server trains the network on condensed images. Use fedstats instead, which makes "
         "images from sums of features"
     )
-    robust_refusal: ClassVar[str] = (
+    robust_refusal = (
         "the server does not average models, but trains on the union of the clients' images. "
         "A malicious client affects only the images that it sends"
     )
@@ -142,7 +142,7 @@ class CondensingMethod(TrainsOnUnion):
     tensor(0.)
     """
 
-    upload: ClassVar[type[Message]] = SyntheticSet
+    upload = SyntheticSet
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Presets
 from fedsynth.errors import SettingError
@@ -65,13 +65,11 @@ class EnsembleDistillation(TrainsLocally):
             architectures, "average" starts from the server's model too.
     """
 
-    heterogeneous: ClassVar[bool] = True
-    state: ClassVar[type[ServerState]] = EnsembleState
+    heterogeneous = True
+    state = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
-    features_refusal: ClassVar[str] = (
-        "the server distils on generated or public images. Use fedavg instead"
-    )
-    robust_refusal: ClassVar[str] = (
+    features_refusal = "the server distils on generated or public images. Use fedavg instead"
+    robust_refusal = (
         "the server distils the logits of the clients' models and does not average the models"
     )
 

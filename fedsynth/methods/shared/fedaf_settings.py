@@ -131,12 +131,12 @@ class FedAFSettings(CondensingMethod):
             `logit_clip` are public and were not tuned.
     """
 
-    upload: ClassVar[type[Message]] = CondensedSet
-    downlink: ClassVar[type[Message]] = GlobalLogits
-    first_downlink: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
-    state: ClassVar[type[ServerState]] = KnowledgeState
-    matches_logits: ClassVar[bool] = False
+    upload = CondensedSet
+    downlink = GlobalLogits
+    first_downlink = ModelParameters
+    first_upload = LocalKnowledge
+    state = KnowledgeState
+    matches_logits = False
     presets: ClassVar[Presets] = {
         "digits": {
             "ipc": 10,

@@ -96,15 +96,15 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
             sums under all M networks together. It is used only with differential privacy.
     """
 
-    downlink: ClassVar[type[Message]] = SumsRequest
-    upload: ClassVar[type[Message]] = NetworkSums
-    state: ClassVar[type[ServerState]] = CondensedState
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ("features",)
+    downlink = SumsRequest
+    upload = NetworkSums
+    state = CondensedState
+    dp_mechanisms = ("features",)
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 100, "image_lr": 5.0},
         "cifar100": {"ipc": 5},
     }
-    robust_refusal: ClassVar[str] = (
+    robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
         "outvote the others"
     )

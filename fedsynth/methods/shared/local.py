@@ -89,15 +89,15 @@ class TrainsLocally(Method):
     """
 
     upload: ClassVar[type[Message]] = ModelParameters
-    state: ClassVar[type[ServerState]] = AveragingState
+    state = AveragingState
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("dp-sgd",)
-    robust_refusal: ClassVar[str] = ""
-    features_refusal: ClassVar[str] = ""
+    robust_refusal = ""
+    features_refusal = ""
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "stragglers": public("drawn from the run's seed", dict[str, COUNT]),
         "stragglers_dropped": public("a setting", bool),
     }
-    variant_names: ClassVar[tuple[str, ...]] = ("aca", "oca")
+    variant_names = ("aca", "oca")
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
     """Whether the tasks are `plain`, so that clients with a dense network can be trained

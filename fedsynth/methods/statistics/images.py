@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -103,8 +102,8 @@ class MakesImages(Method):
         smoothness: weight of the total variation in the loss of the images.
     """
 
-    images_from: ClassVar[str] = "ipc or drawn_ipc above 0, and a first round"
-    learns_from_images: ClassVar[bool] = False
+    images_from = "ipc or drawn_ipc above 0, and a first round"
+    learns_from_images = False
 
     ipc: int = in_range(0, 0, MAX_IPC)
     drawn_ipc: int = in_range(0, 0, MAX_IPC)

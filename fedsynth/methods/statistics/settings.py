@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
@@ -115,17 +114,17 @@ class PlansStatistics(DistributedNoise, MakesImages):
             the noise of a coordinate of the gradient. It is used with second moments.
     """
 
-    first_downlink: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = CentreSums
-    upload: ClassVar[type[Message]] = StatisticSums
-    state: ClassVar[type[ServerState]] = FedStatsState
-    robust_refusal: ClassVar[str] = (
+    first_downlink = ModelParameters
+    first_upload = CentreSums
+    upload = StatisticSums
+    state = FedStatsState
+    robust_refusal = (
         "the server needs the sums over all clients' examples, which a robust rule cannot replace"
     )
-    same_releases_every_round: ClassVar[bool] = False
-    model_sees_data: ClassVar[bool] = False
-    takes_model: ClassVar[bool] = False
-    features_refusal: ClassVar[str] = "method.features names the feature map instead"
+    same_releases_every_round = False
+    model_sees_data = False
+    takes_model = False
+    features_refusal = "method.features names the feature map instead"
 
     features: str = AUTO
     centre_share: float = in_range(0.04, 1e-4, 0.9)
