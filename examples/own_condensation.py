@@ -36,8 +36,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import released
 from fedsynth.core.method import Memory, ReleasePlan, Results
-from fedsynth.methods.shared.class_sums import class_means, sums_plans
-from fedsynth.methods.shared.private_condensation import feature_width
+from fedsynth.methods.shared.class_sums import class_means, feature_width, sums_plans
 from fedsynth.privacy.plans import MAIN
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union

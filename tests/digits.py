@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
+from fedsynth.core.method import Method, charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model

@@ -26,7 +26,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
-from fedsynth.methods.shared.robust import RULES
+from fedsynth.methods.shared.aggregation import RULES
 from library.grid import Cell, Grid
 
 LIARS = (0, 1)  # of ten clients

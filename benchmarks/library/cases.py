@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.feddm import FedDM

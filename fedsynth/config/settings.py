@@ -19,7 +19,7 @@ from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
 from fedsynth.features.registry import is_own_features
 from fedsynth.methods import is_own_method, own_source
-from fedsynth.methods.shared.robust import FEWEST, RULES
+from fedsynth.methods.shared.aggregation import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_fields, check_ranges, field_types, in_range, one_of

@@ -30,8 +30,13 @@ from fedsynth.core.optional_hooks import Results as Results
 from fedsynth.core.optional_hooks import State as State
 from fedsynth.core.optional_hooks import Upload as Upload
 from fedsynth.core.uploads import Rule, model_rules
-from fedsynth.privacy.plans import FIRST
+from fedsynth.errors import SettingError
+from fedsynth.privacy.disclosure import mechanism_facts
+from fedsynth.privacy.guard import BudgetEnforcer
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface
+from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
@@ -246,3 +251,51 @@ class Method(OptionalHooks):
             SettingError: a value has the wrong type or is outside its range.
         """
         return from_mapping(cls, values, of=cls.name)
+
+
+def charge_for(
+    method: Method,
+    context: RoundContext,
+    clients: Sequence[int],
+    guards: Sequence[BudgetEnforcer],
+    secrets: Sequence[SecretGenerator],
+    phase: str = MAIN,
+) -> list[ReleaseBudget[GaussianSumMechanism]]:
+    """Charges each client for what it releases in one exchange of the method, outside a run.
+
+    In a run, each client's budget (`fedsynth.federation.client_budget`) charges the client
+    according to the run's plan.
+
+    Args:
+        method: the method, which plans the releases.
+        context: the round's context. Its privacy settings must have a noise multiplier.
+        clients: the clients' indices.
+        guards: each client's ledger and budget cap, in the order of `clients`.
+        secrets: each client's secret random generator, in the same order.
+        phase: the exchange, "first" or "main".
+
+    Raises:
+        SettingError: the context has no privacy settings or no noise multiplier, or a planned
+            mechanism has no privacy guarantee.
+        BudgetExceededError: the charge would exceed a client's cap. The clients before this client
+            stay charged.
+    """
+    privacy = context.privacy
+    if privacy is None or privacy.noise_multiplier is None:
+        raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
+    plans = method.round_plans(method.release_plans(privacy, context), context.round)
+    if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
+        reason = "must guarantee differential privacy, because only then can clients be charged"
+        raise SettingError("privacy", "mechanism", reason)
+    sigma = privacy.noise_multiplier
+    return [
+        charge_round(
+            method.client_plans(plans, client, context),
+            context.round,
+            sigma,
+            guard,
+            secret,
+            phase=phase,
+        )
+        for client, guard, secret in zip(clients, guards, secrets, strict=True)
+    ]

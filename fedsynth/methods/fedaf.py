@@ -37,7 +37,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
 from fedsynth.data.images import denormalise
-from fedsynth.methods.shared.class_sums import class_means
+from fedsynth.methods.shared.class_sums import class_means, feature_width, private_matching
 from fedsynth.methods.shared.fedaf_settings import (
     LOGITS,
     CondensedSet,
@@ -46,7 +46,6 @@ from fedsynth.methods.shared.fedaf_settings import (
     KnowledgeState,
     LocalKnowledge,
 )
-from fedsynth.methods.shared.private_condensation import feature_width, private_matching
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.layers import with_grouped_statistics

@@ -30,13 +30,13 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
-from fedsynth.methods.shared.private_condensation import (
+from fedsynth.methods.shared.class_sums import (
     IMAGES,
     feature_plans,
     feature_width,
     private_matching,
 )
+from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
 from fedsynth.models.flat import FlatNetwork
 from fedsynth.models.layers import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.settings import PrivacySettings

@@ -37,10 +37,14 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
-from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
+from fedsynth.methods.shared.aggregation import (
+    AveragingState,
+    average,
+    counted_uploads,
+    update_cache,
+)
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.methods.shared.robust import counted_uploads
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named

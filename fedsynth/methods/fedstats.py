@@ -43,15 +43,17 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import (
+    PIXELS,
     ClassMoments,
+    PixelMoments,
     Spectrum,
     crossed_rows,
     first_gradient,
     moment_rows,
+    pixel_rows,
     step_rows,
 )
 from fedsynth.methods.statistics.images import class_means_of
-from fedsynth.methods.statistics.pixel_moments import PIXELS, PixelMoments, pixel_rows
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.settings import (
     CentreSums,

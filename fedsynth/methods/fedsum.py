@@ -35,7 +35,7 @@ from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
 from fedsynth.methods.fedaf import resampled
 from fedsynth.methods.feddm import perturbed
-from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
 from fedsynth.methods.shared.fedsum_settings import (
     FRESH,
     CondensedState,
@@ -43,7 +43,6 @@ from fedsynth.methods.shared.fedsum_settings import (
     SumsFeatures,
     SumsRequest,
 )
-from fedsynth.methods.shared.private_condensation import IMAGES
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import augmentations

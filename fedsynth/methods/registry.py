@@ -9,7 +9,9 @@ methods does not import them. Type checkers read the names from this file too.
 from fedsynth.methods.dense import Dense as Dense
 from fedsynth.methods.fedaf import FedAF as FedAF
 from fedsynth.methods.fedavg import FedAvg as FedAvg
-from fedsynth.methods.fedavgm import FedAvgM as FedAvgM
+from fedsynth.methods.fedavg import FedAvgM as FedAvgM
+from fedsynth.methods.fedavg import FedProx as FedProx
+from fedsynth.methods.fedavg import Solo as Solo
 from fedsynth.methods.fedbn import FedBN as FedBN
 from fedsynth.methods.feddf import FedDF as FedDF
 from fedsynth.methods.feddm import FedDM as FedDM
@@ -22,11 +24,9 @@ from fedsynth.methods.fedgkd import FedGKD as FedGKD
 from fedsynth.methods.fedhydra import FedHydra as FedHydra
 from fedsynth.methods.fedkf import FedKF as FedKF
 from fedsynth.methods.fednova import FedNova as FedNova
-from fedsynth.methods.fedprox import FedProx as FedProx
 from fedsynth.methods.fedstats import FedStats as FedStats
 from fedsynth.methods.fedsum import FedSum as FedSum
 from fedsynth.methods.moon import Moon as Moon
 from fedsynth.methods.qffl import QFFL as QFFL
 from fedsynth.methods.real import Real as Real
 from fedsynth.methods.scaffold import Scaffold as Scaffold
-from fedsynth.methods.solo import Solo as Solo

@@ -31,10 +31,9 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.fedavg import FedAvg, Solo
 from fedsynth.methods.fedfm import FedFMLite
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.methods.solo import Solo
 from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear
 from fedsynth.privacy.errors import UnplannedReleaseError

@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from fedsynth.config.participation import Participation
 from fedsynth.config.resolve import resolve
 from fedsynth.errors import SettingError
-from fedsynth.methods.fedavg import FedAvg
-from fedsynth.methods.fedavgm import FedAvgM
+from fedsynth.methods.fedavg import FedAvg, FedAvgM, FedProx, Solo
 from fedsynth.methods.fedbn import FedBN
 from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova, update_norm
-from fedsynth.methods.fedprox import FedProx
 from fedsynth.methods.moon import Moon
 from fedsynth.methods.qffl import QFFL
 from fedsynth.methods.scaffold import Scaffold
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.methods.solo import Solo
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate

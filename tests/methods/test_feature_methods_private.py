@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
+from fedsynth.core.method import Method, charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.registry import feature_map
 from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.statistics.class_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
-from fedsynth.methods.statistics.pixel_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.on_features import FeatureLinear

@@ -21,7 +21,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics.pixel_moments import (
+from fedsynth.methods.statistics.class_moments import (
     PixelMoments,
     pixel_rows,
     pixel_width,

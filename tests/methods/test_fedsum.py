@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedsynth import PartitionSettings, RunSettings, resolve, simulate
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
-from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
 from fedsynth.methods.shared.noise_shares import summed
-from fedsynth.methods.shared.private_condensation import IMAGES
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
@@ -194,7 +193,7 @@ def released_sums(images: ImageData, records: int, extra: list[int], clip: float
     ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip))
     part = torch.tensor([*range(records), *extra], dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.core.charging.charge_round", partial(charge_round, make_series=Spy))
+        patch.setattr("fedsynth.core.method.charge_round", partial(charge_round, make_series=Spy))
         sent(method, ctx, charged(method, ctx, images, [part]))
     return sums
 

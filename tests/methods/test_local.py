@@ -13,27 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.dense import Dense
-from fedsynth.methods.fedavg import FedAvg
-from fedsynth.methods.fedavgm import FedAvgM
+from fedsynth.methods.fedavg import FedAvg, FedAvgM, FedProx, Solo
 from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgen import FedGen
 from fedsynth.methods.fedgkd import FedGKD
 from fedsynth.methods.fednova import FedNova
-from fedsynth.methods.fedprox import FedProx
 from fedsynth.methods.qffl import QFFL, TINY, FairModel
 from fedsynth.methods.scaffold import Scaffold
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.methods.solo import Solo
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.small import Linear
 from fedsynth.privacy.guard import BudgetEnforcer

@@ -25,9 +25,15 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.scaffold import ControlState, ControlUp, Scaffold
-from fedsynth.methods.shared import robust
-from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
-from fedsynth.methods.shared.robust import RULES, middle_mean, robust_uploads
+from fedsynth.methods.shared import aggregation as robust
+from fedsynth.methods.shared.aggregation import (
+    RULES,
+    AveragingState,
+    average,
+    middle_mean,
+    robust_uploads,
+    update_cache,
+)
 from tests.digits import context as some_context
 
 FloatArray = npt.NDArray[np.float64]

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
+from fedsynth.core.method import Method, charge_for
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.feature_map import LANES, row_product, two_sided

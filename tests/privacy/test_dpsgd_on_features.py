@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth import resolve, simulate
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features import FeatureMap, feature_map, register_features

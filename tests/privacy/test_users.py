@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClientView
+from fedsynth.core.method import charge_for
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.guard import BudgetEnforcer

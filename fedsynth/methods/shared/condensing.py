@@ -21,7 +21,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method, Presets, ReleasePlan, State, Upload
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.private_condensation import image_plan
+from fedsynth.methods.shared.class_sums import image_plan
 from fedsynth.models.layers import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN

@@ -13,10 +13,15 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Presets, ReleasePlan
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.class_sums import COUNTS, sums_rules
+from fedsynth.methods.shared.class_sums import (
+    COUNTS,
+    IMAGES,
+    feature_plans,
+    feature_width,
+    sums_rules,
+)
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.methods.shared.noise_shares import DistributedNoise
-from fedsynth.methods.shared.private_condensation import IMAGES, feature_plans, feature_width
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.disclosure import released as made_of_released
 from fedsynth.privacy.dpsgd import refuse_batch_norm

@@ -27,14 +27,18 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
+from fedsynth.methods.shared.aggregation import (
+    AveragingState,
+    average,
+    counted_uploads,
+    update_cache,
+)
 from fedsynth.methods.shared.client_training import (
     MODEL,
     LocalObjective,
     train_openly,
     train_privately,
 )
-from fedsynth.methods.shared.robust import counted_uploads
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
@@ -224,7 +228,7 @@ class TrainsLocally(Method):
         """Computes the next state from the uploads that count.
 
         With robust aggregation, all uploads are copies of the robust aggregate
-        (`methods/shared/robust.py`).
+        (`methods/shared/aggregation.py`).
 
         Args:
             state: the server's state.

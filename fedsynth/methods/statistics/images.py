@@ -25,8 +25,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics.class_moments import target_norm
-from fedsynth.methods.statistics.pixel_moments import PixelMoments, sharpened
+from fedsynth.methods.statistics.class_moments import PixelMoments, sharpened, target_norm
 from fedsynth.methods.statistics.whitening import AUTO, NO, YES
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.seeding import torch_generator

@@ -13,7 +13,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.registry import is_own_features
 from fedsynth.features.scattering import low_pass
-from fedsynth.methods.statistics.pixel_moments import PIXELS, pixel_plan, pixel_width
+from fedsynth.methods.statistics.class_moments import PIXELS, pixel_plan, pixel_width
 from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_plan
 from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import grams_width

@@ -20,9 +20,8 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, features_for, refuse_unknown_map
 from fedsynth.methods.shared.noise_shares import DistributedNoise
-from fedsynth.methods.statistics.class_moments import Pace, pace
+from fedsynth.methods.statistics.class_moments import PIXELS, Pace, pace
 from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_differentiable
-from fedsynth.methods.statistics.pixel_moments import PIXELS
 from fedsynth.methods.statistics.releases import (
     CENTRE,
     FIRST_ROUND,
