@@ -1,5 +1,7 @@
-"""Run by each tutorial's kernel before its cells (conf.py puts it there): what a shell cell prints
-is one text, as in a terminal without colours, and a command that fails ends the build."""
+"""Defines the shell cells of the tutorials. Each tutorial's kernel runs this file first (see conf.py).
+
+The output of a shell cell is one text without colours. A command that fails ends the build.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import subprocess
 
 from IPython.core.magic import register_cell_magic
 
-for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR"):  # Jupyter asks for colours and bars
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR"):  # set by Jupyter
     os.environ.pop(name, None)
 
 
 @register_cell_magic  # type: ignore[untyped-decorator]
 def bash(line: str, cell: str) -> None:
-    """`%%bash -e`: IPython's own shows output in pieces of a hundred bytes."""
-    done = subprocess.run(
+    """Runs a `%%bash -e` cell. IPython's own version prints the output in pieces of 100 bytes."""
+    process = subprocess.run(
         ["bash", *line.split(), "-c", cell],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -23,6 +25,6 @@ def bash(line: str, cell: str) -> None:
         text=True,
         check=False,
     )
-    print(done.stdout, end="")
-    if done.returncode:
-        raise RuntimeError(f"the cell ended with {done.returncode}")
+    print(process.stdout, end="")
+    if process.returncode:
+        raise RuntimeError(f"the cell ended with exit code {process.returncode}")

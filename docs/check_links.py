@@ -1,9 +1,10 @@
-"""Whether the built site holds together: each link within it leads somewhere, and nothing is loaded
-from elsewhere.
+"""Checks the built site: each internal link has a target, and no page loads anything from another
+server.
 
     python docs/check_links.py docs/_build/html
 
-Exit code 1, and a line for each link that does not. Links to other servers are not followed
+Prints a line for each problem, and exits with 1 if there is one. Links to other servers are not
+followed
 (`python -m sphinx -b linkcheck docs docs/_build/links` does that).
 """
 
@@ -17,12 +18,12 @@ from urllib.parse import unquote, urlsplit
 
 LOADING = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")}
 TITLES = {"canonical", "author", "license"}
-"""Of <link>: names a page and loads nothing."""
+"""Values of `rel` with which <link> names a page and loads nothing."""
 
 
 @dataclass
 class Page(HTMLParser):
-    """The ids of a page, where it leads, and what it loads."""
+    """Collects the ids, the links and the loaded resources of a page."""
 
     ids: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -32,40 +33,43 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes what an element has."""
-        given = {name: value for name, value in attrs if value is not None}
-        self.ids.update(given[name] for name in ("id", "name") if name in given)
+        """Records the id and the links of an element."""
+        values = {name: value for name, value in attrs if value is not None}
+        self.ids.update(values[name] for name in ("id", "name") if name in values)
         for name in ("href", "src"):
-            if name in given:
-                self.links.append(given[name])
-                if (tag, name) in LOADING and given.get("rel") not in TITLES:
-                    self.loaded.append(given[name])
+            if name in values:
+                self.links.append(values[name])
+                if (tag, name) in LOADING and values.get("rel") not in TITLES:
+                    self.loaded.append(values[name])
 
 
 def read(path: Path) -> Page:
-    """A page of the site."""
+    """Parses a page of the site."""
     page = Page()
     page.feed(path.read_text(encoding="utf-8"))
     return page
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong, a line each."""
+    """Returns one line for each problem of the site."""
     pages = {path.resolve(): read(path) for path in sorted(site.rglob("*.html"))}
-    found = [] if pages else [f"{site}: there is no page"]
+    lines = [] if pages else [f"{site} has no pages"]
     for path, page in pages.items():
-        here = path.relative_to(site.resolve())
+        name = path.relative_to(site.resolve())
         for link in page.loaded:
             if urlsplit(link).netloc:
-                found.append(f"{here}: loads {link}")
+                lines.append(f"{name}: loads {link}")
         for link in page.links:
             if reason := _broken(link, path, pages):
-                found.append(f"{here}: {link}: {reason}")
-    return found
+                lines.append(f"{name}: {link}: {reason}")
+    return lines
 
 
 def _broken(link: str, path: Path, pages: dict[Path, Page]) -> str:
-    """Why a link leads nowhere; empty: it leads somewhere, or to another server."""
+    """Returns why a link is broken.
+
+    The string is empty if the link has a target, or leads to another server.
+    """
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return ""
@@ -76,19 +80,19 @@ def _broken(link: str, path: Path, pages: dict[Path, Page]) -> str:
         return "no such file"
     fragment = unquote(parts.fragment)
     if fragment and target in pages and fragment not in pages[target].ids:
-        return "no such place on the page"
+        return "no such anchor on the page"
     return ""
 
 
 def main() -> int:
-    """Prints what is wrong."""
+    """Prints the problems and returns the exit code."""
     site = Path(sys.argv[1])
-    found = problems(site)
-    for line in found:
+    lines = problems(site)
+    for line in lines:
         print(line)
-    if not found:
-        print(f"{len(list(site.rglob('*.html')))} pages: every link within the site holds")
-    return 1 if found else 0
+    if not lines:
+        print(f"{len(list(site.rglob('*.html')))} pages: every internal link has a target")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Sphinx's settings: the site is built from the Markdown files here and from generated pages.
+"""Configures Sphinx, which builds the site from the Markdown files here and from generated pages.
 
     pip install -c constraints-docs.txt '.[docs]'
     python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-Nothing is fetched while it is built, and the site loads nothing from elsewhere.
+The build downloads nothing, and the site loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ nb_execution_excludepatterns = ["generated/*", "decisions/*"]
 nb_merge_streams = True
 nb_number_source_lines = False
 
-# Names of the form that a server of others is asked for: `python -m sphinx -b linkcheck`.
+# Links to other servers: `python -m sphinx -b linkcheck`.
 linkcheck_timeout = 20
 linkcheck_anchors = False
 linkcheck_workers = 2
@@ -75,9 +75,8 @@ linkcheck_workers = 2
 ELSEWHERE = {f"../{document}": f"generated/{page}" for document, page in DOCUMENTS.items()}
 
 
-def whole_site(app: Any, page: str, source: list[str]) -> None:
-    """Links to documents at the top of the repository, and mentions of examples, lead to the
-    site's own pages of them."""
+def redirect_links(app: Any, page: str, source: list[str]) -> None:
+    """Redirects links to top-level documents, and mentions of examples, to their pages in the site."""
     up = "../" * page.count("/")
     text = source[0]
     for document, target in ELSEWHERE.items():
@@ -99,15 +98,18 @@ def _hidden_list(names: Iterable[str]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
-def kernels() -> None:
-    """Tutorials call `fedsynth`: that of the Python that builds the site, on one thread."""
+def prepare_kernels() -> None:
+    """Prepares the environment in which tutorials run.
+
+    They call the `fedsynth` of the Python that builds the site, with one thread.
+    """
     script = DOCS / "_build" / "bin" / "fedsynth"
     script.parent.mkdir(parents=True, exist_ok=True)
     start = "from fedsynth.cli.app import main; main()"
     script.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{start}' \"$@\"\n")
     script.chmod(0o755)
-    beside = Path(sys.executable).parent  # Flower's own commands
-    os.environ["PATH"] = os.pathsep.join([str(script.parent), str(beside), os.environ["PATH"]])
+    flower = Path(sys.executable).parent  # the folder of Flower's commands
+    os.environ["PATH"] = os.pathsep.join([str(script.parent), str(flower), os.environ["PATH"]])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     first = DOCS / "_build" / "ipython" / "profile_default" / "startup"
     first.mkdir(parents=True, exist_ok=True)
@@ -115,14 +117,14 @@ def kernels() -> None:
     os.environ["IPYTHONDIR"] = str(DOCS / "_build" / "ipython")
 
 
-def begin(app: Any) -> None:
-    """Generated pages are written before Sphinx looks for pages."""
+def write_generated_pages(app: Any) -> None:
+    """Writes the generated pages before Sphinx looks for pages."""
     write_all()
-    kernels()
+    prepare_kernels()
 
 
-def spread(app: Any, environment: Any, pages: list[str]) -> None:
-    """Each reading process gets a tutorial or two: executing them is most of the work."""
+def distribute_tutorials(app: Any, environment: Any, pages: list[str]) -> None:
+    """Distributes the tutorials over the reading processes, because executing them takes longest."""
     slow = [page for page in pages if page.startswith("tutorials/")]
     quick = [page for page in pages if page not in slow]
     step = len(quick) // max(1, len(slow))
@@ -132,8 +134,8 @@ def spread(app: Any, environment: Any, pages: list[str]) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """What is done while the site is built."""
-    app.connect("builder-inited", begin)
-    app.connect("env-before-read-docs", spread)
-    app.connect("source-read", whole_site)
+    """Connects the functions of this file to the events of the build."""
+    app.connect("builder-inited", write_generated_pages)
+    app.connect("env-before-read-docs", distribute_tutorials)
+    app.connect("source-read", redirect_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -44,9 +44,9 @@ def main(
     )
     print(f"teacher {100 * accuracy(teacher, test):.2f} %")
 
-    def report(done: int, total: int) -> None:
-        if done % (total // 5) == 0:
-            print(f"  step {done}/{total}", file=sys.stderr)
+    def report(step: int, total: int) -> None:
+        if step % (total // 5) == 0:
+            print(f"  step {step}/{total}", file=sys.stderr)
 
     values = {
         "batch": 256,

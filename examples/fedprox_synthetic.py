@@ -52,17 +52,17 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
     parts = partition(
         train.labels.numpy(), run.resolved_partition, train.spec.classes, *train.origins()
     )
-    found = []
+    values = []
     for client, upload in simulate(run).uploads.items():
         if not isinstance(upload, ModelParameters) or upload.weight == 0:
             continue
         model = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
         model.load_state_dict(dict(upload.parameters))
         images = normalise(train.images[parts[client]], train.spec)
-        found.append(
+        values.append(
             inexactness(model, start.state_dict(), images, train.labels[parts[client]], mu)
         )
-    return found
+    return values
 
 
 def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:

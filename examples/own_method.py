@@ -36,8 +36,8 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class AdamState(AveragingState):
-    """The server's state, including the two moments of Adam for each parameter. An empty mapping
-    stands for zero.
+    """The server's state, including the two moments of Adam for each parameter. The moments are zero if the
+    mapping is empty.
     """
 
     m: Mapping[str, Tensor] = field(default_factory=dict)

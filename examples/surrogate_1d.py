@@ -127,10 +127,10 @@ def main(out: Path) -> dict[str, Tensor]:
         axes.plot(W, values, style, label=name)
         gap = (values - lines["objective f"]).abs()
         near = gap[W.abs() <= 2].max()
-        least = W[values.argmin()]
+        minimiser = W[values.argmin()]
         print(
             f"{name:26} largest gap to f {gap.max():.3f} ({near:.3f} for |w| ≤ 2), smallest at w "
-            f"= {least:.2f}"
+            f"= {minimiser:.2f}"
         )
     axes.set(
         xlabel="w",

@@ -1,10 +1,10 @@
-"""Pages of the site that are made from the program: methods, commands, the library's names,
-examples, and the documents at the top of the repository.
+"""Generates pages of the site from the program: methods, commands, the library's names, examples, and
+the documents at the top of the repository.
 
     python docs/generate
 
-writes them to docs/generated/, which is not committed; building the site does it first. What makes
-them needs nothing but fedsynth itself.
+writes them to docs/generated/, which is not committed. Building the site calls it first. It needs no
+package besides fedsynth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GENERATED = DOCS / "generated"
 
 
 def pages() -> dict[str, str]:
-    """Every generated page's text, by its name below docs/generated."""
+    """Returns the text of each generated page by its path relative to docs/generated."""
     return {
         **methods.pages(),
         **commands.pages(),
@@ -29,15 +29,17 @@ def pages() -> dict[str, str]:
 
 
 def write_all(folder: Path = GENERATED) -> list[Path]:
-    """Writes all pages; leaves alone what is as it should be, so that Sphinx reads less anew."""
-    made = pages()
-    wanted = {folder / name for name in made}
-    for old in sorted(folder.rglob("*.md")):
-        if old not in wanted:
-            old.unlink()
-    for name, text in made.items():
+    """Writes all pages, and deletes files of earlier ones.
+
+    Files with the right content are not written again, so Sphinx does not read them again.
+    """
+    texts = pages()
+    paths = {folder / name for name in texts}
+    for stale in set(folder.rglob("*.md")) - paths:
+        stale.unlink()
+    for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
-    return sorted(wanted)
+    return sorted(paths)

@@ -1,4 +1,4 @@
-"""`python docs/generate`: writes the generated pages, and says how many."""
+"""Writes the generated pages and prints their number: `python docs/generate`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The library's reference: every name that `fedsynth`, `fedsynth.synthesizer` and
-`fedsynth.privacy` export, in groups, for autodoc."""
+"""Generates the library's reference: all names that `fedsynth`, `fedsynth.synthesizer` and
+`fedsynth.privacy` export, in groups, for autodoc.
+"""
 
 from __future__ import annotations
 
@@ -61,24 +62,27 @@ NAMESPACES = {"Custom synthesis": synthesizer, "Privacy": privacy}
 
 
 def groups() -> dict[str, tuple[str, ...]]:
-    """Every exported name, in one group each; the methods are the last."""
-    offered = set(dir(fedsynth)) - {"__version__"}
+    """Returns the exported names by group. The last group has the methods."""
+    exported = set(dir(fedsynth)) - {"__version__"}
     listed = {name for names in GROUPS.values() for name in names}
-    rest = offered - listed - set(CLASSES)
-    if rest or not listed <= offered:
-        raise LookupError(f"docs/generate/api.py: in no group, or not offered: {rest or listed}")
+    rest = exported - listed - set(CLASSES)
+    if rest or not listed <= exported:
+        raise LookupError(
+            f"docs/generate/api.py: GROUPS differs from the exported names: "
+            f"{rest or listed - exported}"
+        )
     return {**GROUPS, "Methods": tuple(sorted(CLASSES))}
 
 
 def pages() -> dict[str, str]:
-    """`api/GROUP.md` for each group, and their list."""
-    made = {
+    """Returns the page `api/GROUP.md` of each group, and an index."""
+    texts = {
         f"api/{_file(title)}.md": _page(title, names, fedsynth) for title, names in groups().items()
     }
     for title, module in NAMESPACES.items():
-        made[f"api/{_file(title)}.md"] = _page(title, tuple(dir(module)), module)
+        texts[f"api/{_file(title)}.md"] = _page(title, tuple(dir(module)), module)
     entries = "\n".join(_file(title) for title in (*groups(), *NAMESPACES))
-    made["api/index.md"] = f"""# The library
+    texts["api/index.md"] = f"""# The library
 
 The names that `fedsynth`, `fedsynth.synthesizer` and `fedsynth.privacy` export are stable; other
 modules may move. Importing them imports neither torch nor any method until a name is used.
@@ -89,7 +93,7 @@ modules may move. Importing them imports neither torch nor any method until a na
 {entries}
 ```
 """
-    return made
+    return texts
 
 
 def _file(title: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line's reference, from the commands themselves."""
+"""Generates the command line's reference from the commands."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ KINDS = {int: "number", float: "number", str: "text", bool: ""}
 
 
 def commands() -> dict[str, Any]:
-    """Every command by its words ("privacy plan"), groups included, in the order of `--help`."""
+    """Returns each command and group by its name ("privacy plan"), in the order of `--help`."""
     return dict(_walk(typer.main.get_command(app), ""))
 
 
-def _walk(command: Any, words: str) -> Iterator[tuple[str, Any]]:
-    yield words, command
+def _walk(command: Any, full_name: str) -> Iterator[tuple[str, Any]]:
+    yield full_name, command
     for name, inner in getattr(command, "commands", {}).items():
-        yield from _walk(inner, f"{words} {name}".strip())
+        yield from _walk(inner, f"{full_name} {name}".strip())
 
 
 def pages() -> dict[str, str]:
-    """`commands/NAME.md` for each command at the top (with those of its group), and their list."""
-    found = commands()
-    tops = [words for words in found if words and " " not in words]
-    made = {}
-    for top in tops:
-        inside = {words: one for words, one in found.items() if words.split(" ")[0] == top}
-        sections = [section(words, one) for words, one in inside.items()]
-        made[f"commands/{top}.md"] = "\n\n".join(sections) + "\n"
-    return {**made, "commands/index.md": _list(tops, found)}
+    """Returns a page `commands/NAME.md` for each command or group, and an index."""
+    by_name = commands()
+    sections: dict[str, list[str]] = {}
+    for full_name, command in by_name.items():
+        if full_name:
+            sections.setdefault(full_name.split()[0], []).append(section(full_name, command))
+    texts = {f"commands/{top}.md": "\n\n".join(parts) + "\n" for top, parts in sections.items()}
+    return {**texts, "commands/index.md": _index(list(sections), by_name)}
 
 
-def _list(tops: list[str], found: dict[str, Any]) -> str:
+def _index(tops: list[str], by_name: dict[str, Any]) -> str:
     rows = [
-        [f"[fedsynth {words}]({words.split(' ')[0]}.md)", plain(summary(one))]
-        for words, one in found.items()
-        if words
+        [f"[fedsynth {full_name}]({full_name.split()[0]}.md)", plain(summary(command))]
+        for full_name, command in by_name.items()
+        if full_name
     ]
     entries = "\n".join(sorted(tops))
     return f"""# The command line
 
-What `fedsynth COMMAND --help` says. Settings have the names of config.toml's; `--set SECTION.KEY=VALUE`
-reaches those that have no option of their own. `fedsynth --version` prints the version.
+The output of `fedsynth COMMAND --help`. Settings have the same names as in config.toml. `--set
+SECTION.KEY=VALUE` sets those that have no option. `fedsynth --version` prints the version.
 
-{table(["command", "in a line"], rows)}
+{table(["command", "summary"], rows)}
 
 ```{{toctree}}
 :hidden:
@@ -62,28 +61,28 @@ reaches those that have no option of their own. `fedsynth --version` prints the 
 
 
 def summary(command: Any) -> str:
-    """The first paragraph of its help."""
+    """Returns the first paragraph of a command's help."""
     return " ".join(cleandoc(command.help or "").split("\n\n")[0].split())
 
 
-def section(words: str, command: Any) -> str:
-    """A command's usage, text, arguments and options."""
-    depth = "#" * (1 + words.count(" "))
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option"]
+def section(full_name: str, command: Any) -> str:
+    """Returns the usage, text, arguments and options of a command."""
+    depth = "#" * (1 + full_name.count(" "))
+    arguments = [item for item in command.params if item.param_type_name == "argument"]
+    options = [item for item in command.params if item.param_type_name == "option"]
     inner = " COMMAND [ARGS]…" if getattr(command, "commands", {}) else ""
     usage = " ".join(
-        ["fedsynth", words, *(["[OPTIONS]"] if options else []), *map(_shape, arguments)]
+        ["fedsynth", full_name, *(["[OPTIONS]"] if options else []), *map(_shape, arguments)]
     )
-    parts = [f"{depth} fedsynth {words}", fence("text", usage + inner)]
-    parts += [_text(each) for each in cleandoc(command.help or "").split("\n\n")]
+    parts = [f"{depth} fedsynth {full_name}", fence("text", usage + inner)]
+    parts += [_text(paragraph) for paragraph in cleandoc(command.help or "").split("\n\n")]
     hints = _hints(command)
     if arguments:
-        rows = [[code(_name(one)), plain(one.help or "")] for one in arguments]
-        parts.append(table(["argument", "what"], rows))
+        rows = [[code(_name(item)), plain(item.help or "")] for item in arguments]
+        parts.append(table(["argument", "meaning"], rows))
     if options:
-        head = ["option", "takes", "what", "default"]
-        parts.append(table(head, [_option(one, hints) for one in options]))
+        head = ["option", "value", "meaning", "default"]
+        parts.append(table(head, [_option(item, hints) for item in options]))
     return "\n\n".join(parts)
 
 
@@ -104,35 +103,35 @@ def _hints(command: Any) -> dict[str, Any]:
     return get_type_hints(command.callback, include_extras=True) if command.callback else {}
 
 
-def _option(one: Any, hints: dict[str, Any]) -> list[str]:
-    names = ", ".join(map(code, [*one.opts, *one.secondary_opts]))
-    default = one.default
-    if one.required:
-        shown = "required"
+def _option(option: Any, hints: dict[str, Any]) -> list[str]:
+    names = ", ".join(map(code, [*option.opts, *option.secondary_opts]))
+    default = option.default
+    if option.required:
+        text = "required"
     elif default is None or default is False or default == () or default == [] or default == "":
-        shown = ""
+        text = ""
     else:
-        shown = code(str(default))
-    return [names, _takes(one, hints.get(one.name)), plain(one.help or ""), shown]
+        text = code(str(default))
+    return [names, _value(option, hints.get(option.name)), plain(option.help or ""), text]
 
 
-def _takes(one: Any, hint: Any) -> str:
-    """What stands after an option; nothing for a flag."""
-    if getattr(one, "is_flag", False):
+def _value(option: Any, hint: Any) -> str:
+    """Returns the kind of value that an option takes. It is empty for a flag."""
+    if getattr(option, "is_flag", False):
         return ""
-    if one.metavar:
-        return code(re.sub(r"[<>]", "", one.metavar))
+    if option.metavar:
+        return code(re.sub(r"[<>]", "", option.metavar))
     kinds = {KINDS.get(kind, "text") for kind in _kinds(hint)}
     return " or ".join(sorted(kinds)) or "text"
 
 
 def _kinds(hint: Any) -> Iterator[type]:
-    """The types that a value may have: of `Annotated[list[str] | None, …]`, str."""
+    """Yields the types of a type hint's values: `str` for `Annotated[list[str] | None, …]`."""
     origin = get_origin(hint)
     if origin is Annotated:
         yield from _kinds(get_args(hint)[0])
     elif origin in (Union, UnionType, list, tuple):
-        for each in get_args(hint):
-            yield from _kinds(each)
+        for argument in get_args(hint):
+            yield from _kinds(argument)
     elif hint not in (None, NoneType):
         yield hint

@@ -1,4 +1,4 @@
-"""A page for each script of examples/, with its text, so that who has the wheel alone has them."""
+"""Generates a page for each script of examples/, for readers who have only the wheel."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from generate.markdown import fence, plain, prose, table
 
 
 def pages(root: Path) -> dict[str, str]:
-    """`examples/NAME.md` for each, and their list."""
-    made = {}
+    """Returns the page `examples/NAME.md` of each script, and an index."""
+    pages_by_name = {}
     rows = []
     for path in sorted((root / "examples").glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        said = ast.get_docstring(ast.parse(text)) or ""
-        made[f"examples/{path.stem}.md"] = (
-            f"# {path.name}\n\n{prose(said)}\n\n{fence('python', text)}\n"
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        pages_by_name[f"examples/{path.stem}.md"] = (
+            f"# {path.name}\n\n{prose(docstring)}\n\n{fence('python', text)}\n"
         )
-        first = " ".join(said.split("\n\n")[0].split())
-        rows.append([f"[{path.name}]({path.stem}.md)", plain(first)])
-    entries = "\n".join(name.split("/")[1].removesuffix(".md") for name in made)
-    made["examples/index.md"] = f"""# Examples
+        summary = " ".join(docstring.split("\n\n")[0].split())
+        rows.append([f"[{path.name}]({path.stem}.md)", plain(summary)])
+    entries = "\n".join(name.split("/")[1].removesuffix(".md") for name in pages_by_name)
+    pages_by_name["examples/index.md"] = f"""# Examples
 
-Scripts to copy from; each runs on a CPU, and the tests run them.
+Scripts to start from. Each runs on a CPU, and the tests run them.
 
-{table(["script", "what"], rows)}
+{table(["script", "content"], rows)}
 
 ```{{toctree}}
 :hidden:
@@ -33,4 +33,4 @@ Scripts to copy from; each runs on a CPU, and the tests run them.
 {entries}
 ```
 """
-    return made
+    return pages_by_name

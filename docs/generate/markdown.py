@@ -1,4 +1,4 @@
-"""Pieces of Markdown: tables, fences, and texts of docstrings."""
+"""Formats tables, code blocks and docstrings as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMES_OVER_LINES = re.compile(r"^((?:\w+, )*\w+,)\n((?:\w+, )*\w+[,:])", re.MUL
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells may have anything but line breaks, which become spaces."""
+    """Returns a table. Line breaks in cells become spaces."""
     lines = [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
     return "\n".join(lines)
 
@@ -20,17 +20,17 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def fence(language: str, text: str) -> str:
-    """A block of code."""
+    """Returns a code block."""
     return f"```{language}\n{text.rstrip()}\n```"
 
 
 def code(text: str) -> str:
-    """Code within a sentence; nothing where there is no text."""
+    """Returns `text` as inline code, or an empty string if it is empty."""
     return f"`{text}`" if text else ""
 
 
 def plain(text: str) -> str:
-    """A sentence whose characters mean nothing in Markdown, but for code in backticks."""
+    """Escapes Markdown's special characters, except in code between backticks."""
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(
         piece if piece.startswith("`") else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", piece)
@@ -39,8 +39,8 @@ def plain(text: str) -> str:
 
 
 def arguments(docstring: str) -> dict[str, str]:
-    """What a docstring says under `Args:` (or `Attributes:`, `Class attributes:`), by name."""
-    found: dict[str, str] = {}
+    """Returns the descriptions in a docstring's sections of arguments and attributes, by name."""
+    descriptions: dict[str, str] = {}
     for section in re.finditer(
         r"^(?:Args|Attributes|Class attributes):\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)",
         docstring,
@@ -51,17 +51,17 @@ def arguments(docstring: str) -> dict[str, str]:
         while body != (joined := _NAMES_OVER_LINES.sub(r"\1 \2", body)):
             body = joined
         for line in body.splitlines():
-            begun = re.match(r"(\w+(?:, \w+)*):\s*(.*)", line)
-            if begun:
-                name = begun[1]
-                found[name] = begun[2]
+            entry = re.match(r"(\w+(?:, \w+)*):\s*(.*)", line)
+            if entry:
+                name = entry[1]
+                descriptions[name] = entry[2]
             elif name:
-                found[name] += " " + line.strip()
-    return {each: text for names, text in found.items() for each in names.split(", ")}
+                descriptions[name] += " " + line.strip()
+    return {name: text for names, text in descriptions.items() for name in names.split(", ")}
 
 
 def prose(docstring: str) -> str:
-    """A docstring's paragraphs, without the sections on arguments and without examples."""
+    """Returns a docstring's paragraphs without its sections on arguments and its examples."""
     text = re.sub(
         r"^(?:Args|Attributes|Class attributes|Returns|Raises|Yields):\n"
         r"(?:[ ]{4}.*\n?|\n(?=[ ]{4}))+",
@@ -69,13 +69,13 @@ def prose(docstring: str) -> str:
         docstring,
         flags=re.MULTILINE,
     )
-    paragraphs = [each for each in re.split(r"\n\s*\n", text) if each.strip()]
-    return "\n\n".join(_paragraph(each) for each in paragraphs if ">>> " not in each)
+    paragraphs = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+    return "\n\n".join(_paragraph(part) for part in paragraphs if ">>> " not in part)
 
 
 def _paragraph(text: str) -> str:
     lines = text.strip("\n").splitlines()
-    if all(line.startswith("    ") for line in lines):  # code, or a formula, set off
+    if all(line.startswith("    ") for line in lines):  # code or a formula
         return fence("text", textwrap.dedent("\n".join(lines)))
     if lines[0].startswith("- "):
         return "\n".join(plain(line) for line in lines)
@@ -83,10 +83,10 @@ def _paragraph(text: str) -> str:
 
 
 def example(docstring: str) -> str:
-    """A docstring's examples; empty: it has none."""
-    found = [
-        textwrap.dedent(each)
-        for each in re.split(r"\n\s*\n", docstring)
-        if each.strip().startswith(">>> ")
+    """Returns a docstring's examples as code blocks, or an empty string if it has none."""
+    examples = [
+        textwrap.dedent(part)
+        for part in re.split(r"\n\s*\n", docstring)
+        if part.strip().startswith(">>> ")
     ]
-    return "\n\n".join(fence("pycon", each) for each in found)
+    return "\n\n".join(fence("pycon", part) for part in examples)

@@ -1,10 +1,11 @@
-"""A page for each registered method, from its class, its messages and the published tables."""
+"""Generates a page for each registered method from its class, messages and published tables."""
 
 from __future__ import annotations
 
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from inspect import getdoc
@@ -21,13 +22,13 @@ from generate.markdown import arguments, code, example, fence, plain, prose, tab
 
 
 def pages() -> dict[str, str]:
-    """`methods/NAME.md` for each registered method, and their list."""
-    named = sorted(METHODS)
-    made = {f"methods/{name}.md": page(name) for name in named}
-    return {**made, "methods/index.md": _list(named)}
+    """Returns the page `methods/NAME.md` of each registered method, and an index."""
+    names = sorted(METHODS)
+    texts = {f"methods/{name}.md": page(name) for name in names}
+    return {**texts, "methods/index.md": _index(names)}
 
 
-def _list(names: list[str]) -> str:
+def _index(names: list[str]) -> str:
     rows = []
     for name in names:
         cls = method_class(name)
@@ -36,10 +37,10 @@ def _list(names: list[str]) -> str:
     entries = "\n".join(names)
     return f"""# All methods
 
-A page for each method of the registry: what it is, its settings, what clients send, and whether it
-runs with differential privacy.
+The page of each method describes it, its settings, the clients' uploads, and whether it runs with
+differential privacy.
 
-{table(["method", "in a line", "with differential privacy"], rows)}
+{table(["method", "summary", "with differential privacy"], rows)}
 
 ```{{toctree}}
 :hidden:
@@ -50,7 +51,7 @@ runs with differential privacy.
 
 
 def page(name: str) -> str:
-    """The page of one method."""
+    """Returns the page of a method."""
     cls = method_class(name)
     parts = [
         f"# {name}",
@@ -58,15 +59,15 @@ def page(name: str) -> str:
         f"**Paper:** {_linked(cls.reference)}",
         "## The method",
         prose(sys.modules[cls.__module__].__doc__ or ""),
-        "## Running it",
+        "## Commands",
         fence("sh", "\n".join(_run_lines(name, cls))),
         _python(cls),
         "## Settings",
         prose(getdoc(cls) or ""),
-        "`--set KEY=VALUE` changes one, or `FIELD=VALUE` in Python.",
-        table(["setting", "default", "type", "what"], _settings(cls)),
+        "`--set KEY=VALUE` changes a setting. In Python, pass `KEY=VALUE`.",
+        table(["setting", "default", "type", "meaning"], _settings(cls)),
         _presets(cls),
-        "## What each client sends",
+        "## Uploads",
         *_uploads(cls),
         "## With differential privacy",
         _privacy(cls),
@@ -79,7 +80,7 @@ def page(name: str) -> str:
 
 
 def _linked(reference: str) -> str:
-    """A reference whose arXiv numbers are links."""
+    """Returns a reference whose arXiv numbers are links."""
     return re.sub(
         r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", plain(reference)
     )
@@ -87,107 +88,109 @@ def _linked(reference: str) -> str:
 
 def _run_lines(name: str, cls: type[Method]) -> Iterator[str]:
     yield f"fedsynth train --method {name}"
-    if any(mechanism_facts(each).guaranteed for each in cls.dp_mechanisms):
+    if any(mechanism_facts(mechanism).guaranteed for mechanism in cls.dp_mechanisms):
         yield f"fedsynth train --method {name} --dp-epsilon 8"
     yield f"fedsynth methods show {name}"
 
 
 def _python(cls: type[Method]) -> str:
-    made = example(getdoc(cls) or "")
-    return f"In Python:\n\n{made}" if made else ""
+    code_block = example(getdoc(cls) or "")
+    return f"In Python:\n\n{code_block}" if code_block else ""
 
 
 def _settings(cls: type[Method]) -> Iterator[list[str]]:
-    texts = [arguments(getdoc(one) or "") for one in (cls, *explaining(cls))]
-    for one in fields(cls):
-        said = [text[one.name] for text in texts if one.name in text]
-        said.sort(key=lambda text: text.startswith("see `"))  # who explains comes before who refers
-        yield [code(one.name), _default(one), _type(one), plain(said[0] if said else "")]
+    texts = [arguments(getdoc(source) or "") for source in (cls, *explaining(cls))]
+    for setting in fields(cls):
+        name = setting.name
+        descriptions = [text[name] for text in texts if name in text]
+        descriptions.sort(key=lambda text: text.startswith("see `"))  # references come last
+        description = plain(next(iter(descriptions), ""))
+        yield [code(name), _default(setting), _type(setting), description]
 
 
-def _default(one: Field[Any]) -> str:
-    if one.default is not MISSING:
-        return code(str(one.default) if one.default != "" else '""')
-    if one.default_factory is not MISSING:
-        return code(str(one.default_factory()))
+def _default(setting: Field[Any]) -> str:
+    if setting.default is not MISSING:
+        return code(str(setting.default) if setting.default != "" else '""')
+    if setting.default_factory is not MISSING:
+        return code(str(setting.default_factory()))
     return "required"
 
 
-def _type(one: Field[Any]) -> str:
-    return code(one.type if isinstance(one.type, str) else getattr(one.type, "__name__", ""))
+def _type(setting: Field[Any]) -> str:
+    kind = setting.type
+    return code(kind if isinstance(kind, str) else getattr(kind, "__name__", ""))
 
 
 def _presets(cls: type[Method]) -> str:
-    """What data sets change of the defaults, the class's own over its bases'."""
+    """Returns a table of the defaults that depend on the dataset. A class overrides its bases."""
     changes: dict[str, dict[str, Any]] = {}
     for base in reversed(cls.__mro__):
         for dataset, values in vars(base).get("presets", {}).items():
             changes.setdefault(dataset, {}).update(values)
     if not changes:
         return ""
-    known = {one.name for one in fields(cls)}
+    names = {setting.name for setting in fields(cls)}
     rows = [
-        [code(dataset), ", ".join(code(f"{k}={v}") for k, v in values.items() if k in known)]
+        [code(dataset), ", ".join(code(f"{k}={v}") for k, v in values.items() if k in names)]
         for dataset, values in sorted(changes.items())
     ]
-    return "Data sets with a preset change defaults:\n\n" + table(["data set", "settings"], rows)
+    return "These datasets have other defaults:\n\n" + table(["dataset", "settings"], rows)
 
 
 def _uploads(cls: type[Method]) -> Iterator[str]:
-    """The declared messages, first exchange first."""
+    """Yields the tables of the declared messages, in the order of the exchanges."""
     if cls.first_upload is not None:
-        yield f"In a first exchange of the round, `{cls.first_upload.__name__}`:"
+        yield f"In the first exchange of a round, `{cls.first_upload.__name__}`:"
         yield _fields_of(cls.first_upload)
-    yield f"In the round's main exchange, `{cls.upload.__name__}`:"
+    yield f"In the main exchange of a round, `{cls.upload.__name__}`:"
     yield _fields_of(cls.upload)
 
 
 def _fields_of(message: type[Message]) -> str:
-    said = arguments(getdoc(message) or "")
+    descriptions = arguments(getdoc(message) or "")
     rows = [
-        [code(key), kind, plain(". ".join(filter(None, [said.get(key, ""), reason])))]
+        [code(key), kind, plain(". ".join(filter(None, [descriptions.get(key, ""), reason])))]
         for key, (kind, reason) in privacy_of_fields(message).items()
     ]
     if not rows:
-        return "An empty message: nothing is sent."
+        return "The message is empty."
     first = prose(getdoc(message) or "").split("\n\n")[0]
-    return f"{first}\n\n" + table(["field", "with differential privacy", "what, and why"], rows)
+    return f"{first}\n\n" + table(
+        ["field", "with differential privacy", "meaning and reason"], rows
+    )
 
 
 def _privacy(cls: type[Method]) -> str:
     if not cls.dp_mechanisms:
-        return f"Refused: {plain(cls.refusal)}. See [what is guaranteed](../../privacy.md)."
+        return f"Refused: {plain(cls.refusal)}. See [guarantees](../../privacy.md)."
     rows = []
     for number, mechanism in enumerate(cls.dp_mechanisms):
         facts = mechanism_facts(mechanism)
-        what = "ε by the ledger's accountant" if facts.guaranteed else "**guarantees nothing**"
-        rows.append([code(mechanism), what, "default" if number == 0 else ""])
-    words = "[The theorem](../../privacy-proofs.md) says what each mechanism releases and is charged for."
-    return table(["mechanism (`--dp-mechanism`)", "guarantee", ""], rows) + f"\n\n{words}"
+        guarantee = "ε by the ledger's accountant" if facts.guaranteed else "**none**"
+        rows.append([code(mechanism), guarantee, "default" if number == 0 else ""])
+    proofs = "[Proofs](../../privacy-proofs.md) of what each mechanism releases and costs."
+    return table(["mechanism (`--dp-mechanism`)", "guarantee", ""], rows) + f"\n\n{proofs}"
 
 
 @functools.cache
 def _cells_of() -> dict[str, list[tuple[Preset, int]]]:
-    """A method's name: the published tables that have runnable cells of it, and how many."""
-    found: dict[str, list[tuple[Preset, int]]] = {}
+    """Returns the published tables with runnable cells of each method, and their numbers."""
+    tables: dict[str, list[tuple[Preset, int]]] = {}
     for name in preset_names():
-        one = preset(name)
-        counts: dict[str, int] = {}
-        for cell in one.cells:
-            if not one.refusal(cell):
-                here = str(one.sections(cell)["run"].get("method", ""))
-                counts[here] = counts.get(here, 0) + 1
-        for here, count in counts.items():
-            found.setdefault(here, []).append((one, count))
-    return found
+        paper_table = preset(name)
+        runnable = [cell for cell in paper_table.cells if not paper_table.refusal(cell)]
+        methods = [paper_table.sections(cell)["run"].get("method", "") for cell in runnable]
+        for method, count in Counter(methods).items():
+            tables.setdefault(method, []).append((paper_table, count))
+    return tables
 
 
 def _tables(name: str) -> str:
     rows = [
-        [code(one.name), plain(one.title), str(count), code(f"fedsynth reproduce {one.name}")]
-        for one, count in _cells_of().get(name, [])
+        [code(paper.name), plain(paper.title), str(count), code(f"fedsynth reproduce {paper.name}")]
+        for paper, count in _cells_of().get(name, [])
     ]
     if not rows:
-        return "No published table has a preset with cells of this method."
-    text = "Their settings are presets ([the papers' tables](../../reproduction.md)):\n\n"
-    return text + table(["table", "what it shows", "cells of this method", "command"], rows)
+        return "No preset reproduces a published result of this method."
+    text = "Presets have the settings of these tables ([reproduction](../../reproduction.md)):\n\n"
+    return text + table(["table", "content", "cells of this method", "command"], rows)

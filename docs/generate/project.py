@@ -1,4 +1,4 @@
-"""The documents at the top of the repository, as pages of the site."""
+"""Generates pages of the site from the documents at the top of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DOCUMENTS = {
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Their texts, with links that hold one folder below docs/."""
+    """Returns their texts, with links relative to docs/generated."""
     return {
         page: _moved((root / document).read_text(encoding="utf-8"))
         for document, page in DOCUMENTS.items()
@@ -26,6 +26,6 @@ def _moved(text: str) -> str:
         text = text.replace(f"]({document}", f"]({page}")
     return re.sub(
         r"\]\((?!https?://|\.\./|#)(\w[^)]*)\)",
-        lambda found: found[0] if found[1] in DOCUMENTS.values() else f"](../../{found[1]})",
+        lambda link: link[0] if link[1] in DOCUMENTS.values() else f"](../../{link[1]})",
         text,
     )

@@ -27,8 +27,8 @@ def site(tmp_path: Path, body: str) -> Path:
     ("body", "said"),
     [
         ('<a href="nowhere.html">a</a>', "no such file"),
-        ('<a href="other.html#where">a</a>', "no such place"),
-        ('<a href="#here">a</a>', "no such place"),
+        ('<a href="other.html#where">a</a>', "no such anchor"),
+        ('<a href="#here">a</a>', "no such anchor"),
         ('<img src="picture.png">', "no such file"),
         ('<script src="https://cdn.example.org/x.js"></script>', "loads https://cdn"),
         ('<link rel="stylesheet" href="//fonts.example.org/a.css">', "loads //fonts"),
