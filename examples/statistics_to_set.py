@@ -29,17 +29,13 @@ from fedsynth.evaluation.accuracy import accuracy
 
 
 def network() -> nn.Module:
-    """Returns a small network that maps normalised images [N, 1, 8, 8] to ten logits. Any other
-    network would work too.
-    """
+    """Returns a small network for normalised images [N, 1, 8, 8] and ten classes."""
     layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(32 * 4 * 4, 10))
 
 
 def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
-    """Returns the test accuracy of the released classifier and of the model trained on the
-    synthetic dataset.
-    """
+    """Returns the test accuracy of the released classifier, and of a model trained on the images."""
     settings = RunSettings(
         FedStats(ipc=10),
         rounds=4,
