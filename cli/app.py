@@ -159,8 +159,7 @@ def partition(
 def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
-    from fedsynth.federation.context import resolve_device
-    from fedsynth.federation.costs import costs_of, plan_of
+    from fedsynth.federation.context import costs_of, plan_of, resolve_device
     from fedsynth.results.report_facts import headline
     from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 

@@ -18,7 +18,7 @@ from fedsynth.cli.application import Application, OptionError, note, say
 from fedsynth.cli.options import KEYS, Sections, path_argument, takes_settings, with_own_code
 
 if TYPE_CHECKING:
-    from fedsynth.federation.costs import MechanismCosts
+    from fedsynth.federation.context import MechanismCosts
 import shlex
 import sys
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from fedsynth.cli.options import (
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
-    from fedsynth.simulation.audit.auditing import AuditResult
+    from fedsynth.simulation.audit import AuditResult
 
 MAX_PRINTED = 40
 """The maximum number of differences that are printed."""
@@ -280,7 +280,7 @@ def _audit_folder(
     Returns the result, and the command that repeats the audit.
     """
     from fedsynth.config.resolve import resolve
-    from fedsynth.simulation.audit.auditing import settings_of_run, write_audit
+    from fedsynth.simulation.audit import settings_of_run, write_audit
 
     if config is not None:
         raise OptionError("--run and --config both give all settings: use only one of them")
@@ -303,7 +303,7 @@ def _audit_folder(
 
 def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
     from fedsynth.cli.progress import make_observer
-    from fedsynth.simulation.audit.auditing import audit_run
+    from fedsynth.simulation.audit import audit_run
 
     keep_large_allocations()
     with make_observer(settings, first) as observer:
@@ -367,7 +367,7 @@ def plan(
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
-    from fedsynth.federation.costs import costs_by_mechanism
+    from fedsynth.federation.context import costs_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
     sections = with_own_code(chosen)

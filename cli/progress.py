@@ -24,7 +24,7 @@ from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results.run_record import RunResult
-from fedsynth.simulation.stderr_observer import StderrObserver, accuracies
+from fedsynth.simulation.run_messages import StderrObserver, accuracies
 
 NO_ACCURACY = {
     "private": "private, so accuracies on them are only in simulation_only",

@@ -171,7 +171,7 @@ def distill(
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
     resnet18 --dataset mnist`.
     """
-    from fedsynth.simulation.distill import distil_files
+    from fedsynth.simulation.student import distil_files
 
     run = chosen["run"]
     root = chosen["data"].get("data_root")
@@ -296,8 +296,8 @@ def synthesize(
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
     """
     from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.simulation.synthesize import owner_settings
-    from fedsynth.simulation.synthesize import synthesize as make
+    from fedsynth.simulation.simulate import owner_settings
+    from fedsynth.simulation.simulate import synthesize as make
 
     resolved = owner_settings(merged(read_config(config), with_own_code(chosen)))
     keep_large_allocations()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.data.shared_set import SharedSet as SharedSet
     from fedsynth.data.shared_set import load_synthetic as load_synthetic
-    from fedsynth.federation.observer import Observer as Observer
+    from fedsynth.federation.protocol import Observer as Observer
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.client_training import LocalObjective as LocalObjective
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from fedsynth.results.export import export_run as export_run
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
+    from fedsynth.simulation.simulate import owner_settings as owner_settings
     from fedsynth.simulation.simulate import simulate as simulate
+    from fedsynth.simulation.simulate import synthesize as synthesize
     from fedsynth.simulation.student import student_of_set as student_of_set
-    from fedsynth.simulation.synthesize import owner_settings as owner_settings
-    from fedsynth.simulation.synthesize import synthesize as synthesize
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.distillation.data_free import DataFreeDistiller as DataFreeDistiller

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
+from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
 from fedsynth.privacy.products import clipped_product
-from fedsynth.privacy.units import Units
 
 Penalty = Callable[[nn.Module], Tensor]
 """A function of the network in training that returns a scalar. The scalar's gradient is added to

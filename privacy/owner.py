@@ -35,15 +35,13 @@ from fedsynth.privacy.dpsgd import (
     dp_sgd,
 )
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
-from fedsynth.privacy.guard import NOTHING_LEFT, BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
-from fedsynth.privacy.passes import padded, pass_length, values_of_each
+from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.passes import Units, padded, pass_length, values_of_each
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, require
-from fedsynth.privacy.units import Units
 
 _LOGGER = logging.getLogger(__name__)
 RECORDS_AT_ONCE = 512

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fedsynth.privacy.errors import UnplannedReleaseError
-from fedsynth.privacy.grid import Addends, Grid, grid_of
-from fedsynth.privacy.guard import BudgetEnforcer
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.randomness import Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
 
 S = TypeVar("S")

@@ -12,17 +12,35 @@ cannot detect that its whole machine was copied, for example by starting a snaps
 docs/threat-model.md explains what to do in that case.
 
 Tests may pass a seeded generator. `is_secret` is then False, and reports state "not private".
+
+A `Grid` rounds a client's noisy vector before secure aggregation adds up the clients' vectors.
+
+The masks of secure aggregation hide integers. Each client therefore rounds its vector to multiples
+of a spacing γ *after adding its noise*. If a single client's vector is released, rounding is
+post-processing. If only the sum of several clients' vectors is released, it is not, because the
+rounding error depends on each vector. Lemma 4 in docs/privacy-proofs.md bounds what the rounding
+reveals. If each of H clients adds noise of standard deviation τ, the sum of the H rounded vectors
+is within total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded vectors.
+
+A grid is fine enough if τ ≥ 2¹²·γ·√H. The bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity
+nor noise changes. Of all grids that are fine enough, the coarsest is used. The vectors are float64,
+and on a grid about as fine as float64 itself, ties in the rounding would matter, and they would be
+more frequent for larger values.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fedsynth.privacy.errors import PrivacySettingError
 
 DESCRIPTION = (
     "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key "
@@ -114,3 +132,96 @@ class SecretGenerator:
             "a secret generator must not be copied, pickled or saved, because a copy would draw "
             "the same noise again"
         )
+
+
+DIGITS = 52
+"""The bits of one client's coordinate. A float64 can represent every multiple of the spacing up to
+2^52 grid steps exactly."""
+MOST_BITS = 63
+SUM_DIGITS = 62
+"""The bits of a coordinate of the sum, which is a signed 64-bit integer."""
+TAIL = 40.0
+"""The assumed bound on the noise of a coordinate, in standard deviations. The noise exceeds it with
+probability e⁻⁸⁰⁰."""
+FINE = 2.0**12
+"""The smallest allowed τ / (γ·√H)."""
+VALUES = 2.0**10
+"""The smallest allowed number of float64 values in one grid step, for the largest allowed
+coordinate."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The multiples of 2^-bits, up to a bound, to which a client rounds its noisy vector.
+
+    Args:
+        bits: the number of fractional bits. It is negative if the grid steps are larger than 1.
+        bound: the bound on the absolute value of a coordinate of one client's vector.
+    """
+
+    bits: int
+    bound: float
+
+    @property
+    def spacing(self) -> float:
+        """γ, the distance between two neighbouring values of the grid."""
+        return 2.0**-self.bits
+
+
+@dataclass(frozen=True)
+class Addends:
+    """Public bounds for a sum over clients.
+
+    Args:
+        clients: the maximum number of clients in the sum.
+        records: the bound on the number of units (records or users) of all clients together.
+    """
+
+    clients: int
+    records: int
+
+
+def finest(bound: float, clients: int) -> Grid:
+    """Returns the finest grid on which the sum over this many clients is exact and cannot overflow.
+
+    Args:
+        bound: the bound on the absolute value of a coordinate of one client's vector.
+        clients: the number of clients.
+
+    >>> finest(1000.0, 10)
+    Grid(bits=42, bound=1000.0)
+    >>> 10 * 1000.0 * 2**42 < 2**62
+    True
+    """
+    digits = min(DIGITS, SUM_DIGITS - math.ceil(math.log2(clients)))
+    return Grid(min(MOST_BITS, digits - math.ceil(math.log2(bound))), bound)
+
+
+def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:
+    """Returns the coarsest grid that is fine enough for a sum to which several clients add noise.
+
+    Args:
+        clip: 𝒞, the bound on the norm of one unit's vector.
+        noise_std: τ, the standard deviation of the noise that one client adds to a coordinate.
+        shares: H, the number of clients that together add the charged noise.
+        addends: the bounds on the numbers of clients and records in the sum.
+
+    Raises:
+        PrivacySettingError: the noise is too small compared with the sum. The sum would overflow
+            64 bits, or the grid would be almost as fine as float64 itself.
+
+    >>> grid_of(1.0, 5.0, 1, Addends(2, 1000))
+    Grid(bits=10, bound=1200.0)
+    """
+    _, exponent = math.frexp(noise_std / (FINE * math.sqrt(shares)))
+    grid = Grid(1 - exponent, addends.records * clip + TAIL * noise_std)
+    overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
+    if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
+        raise PrivacySettingError(
+            "privacy",
+            "noise_multiplier",
+            f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
+            f"clients: a client adds noise of standard deviation {noise_std:.3g} to values of up "
+            f"to {grid.bound:.3g}; increase the noise, or lower privacy.max_records",
+        )
+    return grid

@@ -16,8 +16,8 @@ from fedsynth.core.method import Method, charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings

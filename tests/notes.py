@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 
 
 class Notes(Observer):

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation.audit.auditing import audit_run
+from fedsynth.simulation.audit import audit_run
 from library.grid import Cell, Grid, Row
 
 MECHANISMS: dict[str, dict[str, dict[str, Any]]] = {

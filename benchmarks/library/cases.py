@@ -17,8 +17,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from library.machine import seconds

@@ -25,10 +25,9 @@ from fedsynth.models.on_features import Embedding, OnFeatures
 from fedsynth.privacy.dpsgd import BeforeStep, DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
-from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
+from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
 from fedsynth.privacy.plans import GroupReleaseBudget, ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
-from fedsynth.privacy.units import Units
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
 FEATURE_PASS = 512
@@ -232,7 +231,7 @@ class PrivateClientView(_ClientView):
             only the number of records that are processed together (`fedsynth.privacy.passes`). If
             None, as many are processed together as memory allows.
         users: the user of each record of `data`, [len(data)], if differential privacy protects
-            users instead of records (`fedsynth.privacy.units`). `nominal_size` and all public sizes
+            users instead of records (`fedsynth.privacy.passes`). `nominal_size` and all public sizes
             then count users.
         network: the network that is trained. If it uses a feature map, the network's input vectors
             replace the images. Each vector depends on one record only.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.messages import Packed
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.privacy.grid import Grid
+from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, resumable
 

@@ -32,8 +32,7 @@ from fedsynth.core.optional_hooks import Upload as Upload
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.errors import SettingError
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.guard import BudgetEnforcer
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface
 from fedsynth.privacy.randomness import SecretGenerator
@@ -263,7 +262,7 @@ def charge_for(
 ) -> list[ReleaseBudget[GaussianSumMechanism]]:
     """Charges each client for what it releases in one exchange of the method, outside a run.
 
-    In a run, each client's budget (`fedsynth.federation.client_budget`) charges the client
+    In a run, each client's budget (`fedsynth.federation.client_runtime`) charges the client
     according to the run's plan.
 
     Args:

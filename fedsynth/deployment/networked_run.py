@@ -27,12 +27,11 @@ from fedsynth.deployment.node_exchange import NodeExchange
 from fedsynth.deployment.proposal import Proposal, check_executable, new_run
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.observer import Observer
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.round_loop import RoundResult, negotiate_terms, run_round
+from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
-from fedsynth.federation.server import Server
+from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.ledger import History

@@ -44,7 +44,7 @@ from fedsynth.federation.protocol import (
     agreement,
     declared,
 )
-from fedsynth.federation.round_loop import needed_uploads
+from fedsynth.federation.server import needed_uploads
 from fedsynth.privacy.ledger.ledger import History
 
 REFUSAL_SECONDS = 10.0

@@ -49,9 +49,9 @@ from fedsynth.federation.run_data import NO_TEST
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_toml, write_whole
-from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import RunStart

@@ -48,9 +48,9 @@ from fedsynth.deployment.secure_aggregation.messages import (
 from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
 from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.errors import CheckpointError, MessageError
-from fedsynth.federation.client_group import step_alone
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime, ResumeState
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
+from fedsynth.federation.in_process import step_alone
 from fedsynth.federation.protocol import Refusal, RunTerms, agreement, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError

@@ -33,11 +33,11 @@ from fedsynth.privacy.errors import (
     UnaccountedReleaseError,
     UnplannedReleaseError,
 )
-from fedsynth.privacy.grid import Grid
-from fedsynth.privacy.guard import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.plans import ReleasePlan, check_plans
+from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings

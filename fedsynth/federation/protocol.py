@@ -8,10 +8,10 @@ cannot, or must not, answers with a `Refusal`.
 Both sides have the run's settings: a client uses its own copy, caps included, and refuses a server
 with other settings (`agreement`).
 
-Checks of the messages of an exchange, made on both sides before anything is computed from them.
+Both sides check the messages of an exchange before they compute anything from them. `Server.check`
+also checks an upload's fields against the method's rules (`fedsynth.core.uploads`).
 
-An upload's fields are checked against the method's rules in `fedsynth.core.uploads`, which
-`Server.check` calls.
+An `Observer` receives the events of a run. The command line uses an observer to print progress.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,10 +30,10 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method
+from fedsynth.core.uploads import check_named
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.requests import check_named
 
 BUDGET, REQUEST = "budget", "request"
 """Why clients refuse: their privacy budget would be exceeded; the server's request is invalid."""
@@ -276,3 +277,40 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not message.parameters:
         raise RequestRefusedError("the server did not send a model")
     check_named("model", message.parameters, context.architecture.state_dict())
+
+
+class Observer:
+    """Receives the events of a run. Every method does nothing; override those that you need.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
+    >>> class Bytes(Observer):
+    ...     def round_ended(self, row):
+    ...         print(f"round {row['round']}: {row['upload_floats']} numbers were sent")
+    >>> settings = RunSettings(FedAvg(local_steps=1), rounds=2, model=ModelSettings("linear"))
+    >>> result = simulate(settings, observer=Bytes())
+    round 1: 6500 numbers were sent
+    round 2: 6500 numbers were sent
+    """
+
+    def started(self, settings: RunSettings, folder: Path | None) -> None:
+        """Called when a run is about to start or to resume with these settings.
+
+        Args:
+            settings: the run's, resolved.
+            folder: what the run's folder is called once it has finished; None: it leaves none.
+        """
+
+    def note(self, text: str) -> None:
+        """Called with a line for the user, such as a warning or the reason why the run ended."""
+
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        """Called during a round, after `completed` of `total` steps of a phase. This is called
+        often, so it must be cheap."""
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        """Called with the metrics of a round, as in metrics.jsonl. In a private run, they do not
+        include simulation-only values."""
+
+    def ended(self, summary: Mapping[str, Any] | None) -> None:
+        """Called when the run has ended. `summary` is the content of summary.json, or None if the
+        run failed."""

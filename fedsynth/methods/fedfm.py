@@ -27,7 +27,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
-from fedsynth.core.uploads import Rule
+from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans, sums_rules
@@ -35,7 +35,6 @@ from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
-from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_embedding, in_range, one_of
 

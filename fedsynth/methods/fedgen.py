@@ -34,7 +34,7 @@ from fedsynth.core.client import ClientGroup, ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
-from fedsynth.core.uploads import Array, Rule, most_examples
+from fedsynth.core.uploads import Array, Rule, check_named, check_tensor, most_examples
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -42,7 +42,6 @@ from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
-from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import LatentGenerator, make_latent_generator
 from fedsynth.synthesizer.distillation.losses import diversity_loss

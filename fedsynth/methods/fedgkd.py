@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
+from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
-from fedsynth.privacy.requests import check_named
 from fedsynth.validation import in_range
 
 

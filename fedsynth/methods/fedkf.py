@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
+from fedsynth.core.uploads import check_named
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import (
@@ -47,7 +48,6 @@ from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.privacy.disclosure import Disclosure, released
-from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory
-from fedsynth.core.uploads import Named, Rule
+from fedsynth.core.uploads import Named, Rule, check_named
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
-from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsynth.reproduction.measures import measured
 from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
-from fedsynth.reproduction.rows import run_hash
+from fedsynth.reproduction.rows import measured, run_hash
 from fedsynth.reproduction.runs import Job, jobs_of
 from fedsynth.results.finished import Spread
 

@@ -34,7 +34,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DivergedError, FedsynthError, SettingError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.methods.shared.ensemble import EnsembleDistillation
 from fedsynth.methods.shared.local import TrainsLocally

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.round_loop import RoundResult
+from fedsynth.federation.server import RoundResult
 from fedsynth.privacy.disclosure import (
     COUNT,
     SHARE,

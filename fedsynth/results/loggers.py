@@ -21,7 +21,7 @@ from typing import Any
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.errors import OutputError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.files import read_text, write_whole
 from fedsynth.validation import check_choice
 

@@ -26,8 +26,8 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.round_loop import FIRST_EXCHANGE, needed_uploads
 from fedsynth.federation.run_data import data_set_id
+from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
 from fedsynth.privacy.files import read_text

@@ -20,12 +20,10 @@ from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.features.registry import features_source
-from fedsynth.federation.observer import Observer
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import Refusal
-from fedsynth.federation.round_loop import RoundResult
+from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import NO_TEST, PRIVATE
-from fedsynth.federation.server import Server
+from fedsynth.federation.server import RoundResult, Server
 from fedsynth.methods import own_source
 from fedsynth.models.registry import model_source
 from fedsynth.own_code import OwnCode

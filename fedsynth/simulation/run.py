@@ -32,13 +32,11 @@ from fedsynth.data.partition import count_matrix
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, with_proxy
 from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.observer import Observer
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import Refusal
-from fedsynth.federation.round_loop import RoundResult, negotiate_terms, run_round
+from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import PRIVATE, Clients, divided, new_ledgers
-from fedsynth.federation.server import Server
+from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
 from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError

@@ -1,13 +1,22 @@
-"""Messages of a simulation about privacy, unexpected settings and missing classes."""
+"""The lines that a simulation prints: its privacy, warnings, and its progress on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 from fedsynth.config.resolve import model_is_set
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import Observer
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results.disclosed import lost_in_words
 from fedsynth.results.report_facts import headline as headline_of_plan
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
@@ -64,3 +73,124 @@ def missing_classes(
     if guaranteed:
         why = "the released counts of such a class are not clearly above the noise: try a larger ε"
     return [f"warning: no client sends images of these classes: {names} ({why})"]
+
+
+LONG_PHASE = 1000  # steps
+DAY = 86400.0
+PRINT_SECONDS = 30.0
+"""The number of seconds without output after which the next step is printed."""
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration as hours, minutes and seconds.
+
+    >>> duration(125), duration(200000)
+    ('0:02:05', '2 days, 7:33:20')
+    """
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
+    """Returns the names and formatted values of the accuracies in the metrics of a round or in a
+    summary.
+
+    Args:
+        row: the metrics of a round, or the summary of a run.
+        personal: whether clients have personal models. The accuracy on the clients' test splits
+            then comes first.
+    """
+    pairs = []
+    if row.get("test_accuracy") is not None:
+        pairs.append(("test accuracy", _percent(row["test_accuracy"])))
+    for name, model in row.get("models", {}).items():
+        if "test_accuracy" in model:
+            pairs.append((name.upper(), _percent(model["test_accuracy"])))
+    if "local" in row:  # not with differential privacy: exact functions of private data
+        local = row["local"]
+        splits = [
+            ("AMP", _percent(local["amp"])),
+            ("FM", f"{local['fm']:.4f}"),
+            ("WLP", _percent(local["wlp"])),
+        ]
+        position = 0 if personal else len(pairs)
+        pairs[position:position] = splits
+    return pairs
+
+
+def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
+    """Formats the metrics of a round as one line. The metrics must not contain hidden values."""
+    parts = [f"round {row['round']}/{settings.rounds}"]
+    for name, value in accuracies(row, settings.method.personal):
+        parts.append(f"{name} {value}")
+    if "epsilon" in row:
+        parts.append(f"ε {format_epsilon(row['epsilon'])}")
+    if GENERATOR in row:
+        parts.append(f"generated: {format_facts(row[GENERATOR])}")
+    parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
+    parts += lost_in_words(row)
+    if "seconds" in row:
+        parts.append(f"{row['seconds']:.1f} s")
+    return " · ".join(parts)
+
+
+class StderrObserver(Observer):
+    """Prints a line on stderr for each note and each round, and for some steps of long rounds.
+
+    A step is printed if nothing else was printed for 30 seconds. With differential privacy,
+    computing times may depend on private data. Steps are then printed at each tenth of a long phase
+    instead, and no times are printed.
+
+    Args:
+        settings: the settings of the run.
+        first: a text that is printed before the first line. It is not printed earlier, so that an
+            error before the first line is a single line.
+    """
+
+    def __init__(self, settings: RunSettings, first: str = "") -> None:
+        self._settings = settings
+        self._first = first
+        self._started = self._printed = time.monotonic()
+        self._finished_rounds = 0
+        self._remaining = ""
+        self._tenth = 0
+
+    def note(self, text: str) -> None:
+        self._printed = time.monotonic()
+        lines = list(filter(None, (self._first, text)))
+        self._first = ""
+        with suppress(OSError):  # a closed pipe does not end a run
+            self._print("\n".join(lines))
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        phase = f"round {round}/{self._settings.rounds} {phase}"
+        self._show_step(phase, completed, total, self._remaining)
+
+    def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:
+        previous = self._tenth
+        self._tenth = 10 * completed // max(1, total)
+        due = time.monotonic() - self._printed > PRINT_SECONDS
+        if self._settings.privacy is not None:
+            due = total >= LONG_PHASE and 0 < self._tenth != previous
+        if due:
+            self.note(", ".join(filter(None, (f"{phase} {completed}/{total}", remaining))))
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        self.note(round_line(row, self._settings))
+        if self._settings.privacy is not None:
+            return
+        self._finished_rounds += 1
+        mean = (time.monotonic() - self._started) / self._finished_rounds
+        seconds = mean * (self._settings.rounds - row["round"])
+        self._remaining = f"about {duration(seconds)} left"
+        if self._finished_rounds == 1 and seconds >= DAY:
+            self.note(
+                f"note: at this speed, the run takes another {duration(seconds)}; you can stop "
+                "it and resume it later"
+            )

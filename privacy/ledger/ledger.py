@@ -9,7 +9,7 @@ If the ledger is in a folder that is kept across runs, its header also contains 
 client's records (`fedsynth.privacy.ledger.folder`). Later lines with the key `entry` state changes
 of the records.
 
-`fedsynth.privacy.ledger.lines` defines the lines and detects edits. `fedsynth.privacy.guard`
+`fedsynth.privacy.ledger.lines` defines the lines and detects edits. `fedsynth.privacy.mechanisms`
 refuses releases that would exceed the budget. `History` is the content of a ledger that a client
 sends to the server when it joins a run, and from which reports are computed.
 """

@@ -16,7 +16,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.simulation.stderr_observer import LONG_PHASE, StderrObserver
+from fedsynth.simulation.run_messages import LONG_PHASE, StderrObserver
 
 Call = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")

@@ -10,7 +10,7 @@ import pytest
 
 from fedsynth import FedAvg, ModelSettings, PrivacySettings, RunSettings, load_synthetic, simulate
 from fedsynth.errors import DivergedError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.simulation.run import Simulation
 from tests.own_images import make_folder, write_image

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation import stderr_observer
-from fedsynth.simulation.stderr_observer import StderrObserver
+from fedsynth.simulation import run_messages as stderr_observer
+from fedsynth.simulation.run_messages import StderrObserver
 
 
 @pytest.mark.parametrize("private", [False, True])

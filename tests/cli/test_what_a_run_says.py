@@ -12,7 +12,7 @@ import pytest
 
 from fedsynth.cli.options import from_preset, merged
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation.stderr_observer import round_line
+from fedsynth.simulation.run_messages import round_line
 
 Call = Callable[..., Any]
 

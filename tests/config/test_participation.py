@@ -24,7 +24,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import hold_out
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.costs import plan_of
+from fedsynth.federation.context import plan_of
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError

@@ -40,8 +40,8 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     RequestRefusedError,
 )
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.releases import Release
 from fedsynth.results.checkpoint import ClientMemory
 from fedsynth.results.verification import verify_run

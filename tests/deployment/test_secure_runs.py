@@ -36,7 +36,7 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
-from fedsynth.privacy import grid
+from fedsynth.privacy import randomness as grid
 from fedsynth.privacy.report.pages import render_markdown, report_sentences
 from tests.deployment.place import (
     CLIENTS,

@@ -20,14 +20,14 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import MessageError
-from fedsynth.federation.client_group import (
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
+from fedsynth.federation.context import public_context
+from fedsynth.federation.in_process import (
     evaluate_together,
     step_alone,
     step_together,
     view,
 )
-from fedsynth.federation.client_runtime import ClientData, ClientRuntime
-from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.methods import METHODS, method_class

@@ -27,8 +27,7 @@ from fedsynth.core.uploads import most_bytes, overlap
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.protocol import Replies
-from fedsynth.federation.round_loop import NoQuorum, run_round
-from fedsynth.federation.server import Server
+from fedsynth.federation.server import NoQuorum, Server, run_round
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedfm import FeatureSums
 from fedsynth.privacy.plans import FIRST, MAIN

@@ -13,9 +13,8 @@ import torch
 from fedsynth import RunResult, resolve, simulate
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.errors import DeviceMemoryError
-from fedsynth.federation.client_budget import ClientBudget
-from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
+from fedsynth.federation.protocol import Observer
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.releases import Release

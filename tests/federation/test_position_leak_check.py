@@ -20,9 +20,12 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.features.feature_map import two_sided
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.context import public_context
-from fedsynth.federation.position_leak_check import check_private_steps
+from fedsynth.federation.position_leak_check import (
+    MIN_RECORDS,
+    check_private_steps,
+    records_of_step,
+)
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.step_trial import MIN_RECORDS, records_of_step
 from fedsynth.methods import feddm
 from fedsynth.models import on_features as feature_linear
 from fedsynth.privacy import dpsgd

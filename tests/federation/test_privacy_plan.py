@@ -15,7 +15,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.client_budget import ClientBudget
+from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.methods.fedavg import FedAvg

@@ -25,8 +25,8 @@ from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState, generated_facts
 from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.simulation.run_messages import round_line
 from fedsynth.simulation.simulate import simulate
-from fedsynth.simulation.stderr_observer import round_line
 from fedsynth.synthesizer.distillation.stratification import stratified_weights
 from tests.digits import SPEC, convnet, digits
 from tests.digits import context as some_context

@@ -24,9 +24,8 @@ from fedsynth.methods.fedfm import COUNT_DEVIATIONS, AnchorState, FeatureSums, F
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import MAIN, PHASES, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings

@@ -28,8 +28,8 @@ from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

@@ -22,7 +22,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
@@ -30,9 +30,8 @@ from fedsynth.methods.shared.noise_shares import summed
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

@@ -33,8 +33,8 @@ from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.small import Linear
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate

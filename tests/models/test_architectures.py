@@ -23,9 +23,8 @@ from fedsynth.models.registry import (
 )
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.sgd import MomentumSgd

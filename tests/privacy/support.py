@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fedsynth.privacy.audit import epsilon_lower_bound
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, Release
 from fedsynth.privacy.report.figures import ReportFacts

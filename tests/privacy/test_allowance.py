@@ -20,10 +20,9 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     UnplannedReleaseError,
 )
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import (
     FIRST,
     MAIN,

@@ -16,10 +16,9 @@ from scipy.stats import norm
 
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, grid_of
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
 from fedsynth.privacy.plans import ReleasePlan
-from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.randomness import FINE, TAIL, Addends, Grid, SecretGenerator, grid_of
 from tests.privacy.support import guard
 
 REACH = 60

@@ -18,9 +18,9 @@ import pytest
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import encode, repair_ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.releases import Release
 from tests.privacy.support import release
 

@@ -18,9 +18,13 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClientView
 from fedsynth.data.images import normalise
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, clip_rows, clipped_sums
+from fedsynth.privacy.mechanisms import (
+    BudgetEnforcer,
+    GaussianSumMechanism,
+    clip_rows,
+    clipped_sums,
+)
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.digits import digits
 from tests.privacy.support import guard, release, series

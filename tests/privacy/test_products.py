@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.units import Sample
 from tests.privacy.support import series
 
 CLASSES, D, CLIP = 4, 3, 0.7

@@ -10,10 +10,10 @@ import torch
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.messages import Message
+from fedsynth.core.uploads import check_numbers
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.requests import check_numbers
 from fedsynth.simulation.simulate import simulate
 
 

@@ -19,7 +19,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.method import Method
 from fedsynth.data.partition import partition
-from fedsynth.federation.client_budget import ClientBudget
+from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import UnaccountedReleaseError

@@ -17,13 +17,12 @@ from fedsynth.core.client import PrivateClientView
 from fedsynth.core.method import charge_for
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.passes import Sample, Units
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.privacy.units import Sample, Units
 from tests.digits import context, digits
 from tests.privacy.support import guard, release, series
 

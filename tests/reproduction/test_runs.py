@@ -18,7 +18,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished

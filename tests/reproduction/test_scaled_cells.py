@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction.comparison import lines
 from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.rows import Rows

@@ -15,9 +15,9 @@ from fedsynth.reproduction.comparison import (
     lines,
     verdict,
 )
-from fedsynth.reproduction.measures import curve_of, measured
 from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.presets import Number
+from fedsynth.reproduction.rows import curve_of, measured
 
 
 @pytest.mark.parametrize(

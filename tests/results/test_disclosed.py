@@ -12,7 +12,7 @@ import pytest
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.disclosure import Disclosure, public, released

@@ -17,7 +17,7 @@ import pytest
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError, UnknownNameError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.results import loggers
 from fedsynth.results.loggers import LOGGERS, Several, make_loggers, numbers_of
 from fedsynth.simulation.simulate import simulate

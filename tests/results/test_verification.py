@@ -236,7 +236,7 @@ def test_noise_that_a_test_injected_leaves_its_verdict(
     def secret(**options: Any) -> Any:
         return original(test_only=np.random.default_rng(0))
 
-    import fedsynth.federation.client_budget as client_budget
+    import fedsynth.federation.client_runtime as client_budget
 
     original = client_budget.SecretGenerator
     monkeypatch.setattr(client_budget, "SecretGenerator", secret)

@@ -17,16 +17,15 @@ from torch import Tensor
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import FedsynthError
-from fedsynth.federation.costs import plan_of
+from fedsynth.federation.context import plan_of
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, clip_rows
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, clip_rows
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.simulation.audit.auditing import AuditedRun, AuditResult, audit_run
-from fedsynth.simulation.audit.canaries import Canaries
+from fedsynth.simulation.audit import AuditedRun, AuditResult, audit_run
+from fedsynth.simulation.canaries import Canaries
 from fedsynth.simulation.simulate import simulate
 
 CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}

@@ -11,11 +11,11 @@ from scipy.stats import norm
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.simulation.audit.canaries import (
+from fedsynth.simulation.canaries import (
     COLUMNS,
     Canaries,
     draw_directions,

@@ -25,8 +25,7 @@ from fedsynth.config.participation import (
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.round_loop import needed_uploads
-from fedsynth.federation.server import Server
+from fedsynth.federation.server import Server, needed_uploads
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.results.verification import verify_run

@@ -114,7 +114,7 @@ def test_an_observer_that_fails_does_not_end_a_run(
     def closed(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("fedsynth.simulation.stderr_observer.print", closed, raising=False)
+    monkeypatch.setattr("fedsynth.simulation.run_messages.print", closed, raising=False)
     assert len(simulate(settings_of("fedavg")).metrics) == 2
 
 

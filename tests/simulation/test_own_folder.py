@@ -12,10 +12,10 @@ import pytest
 from fedsynth import ImageData, load_dataset, load_folder, resolve, simulate
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DataError, PartitionError, SettingError
-from fedsynth.federation.costs import plan_of
+from fedsynth.federation.context import plan_of
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.audit.auditing import audit_run
+from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections
 from tests.interrupted import interrupted_in_round
 from tests.own_images import declare, make_folder

@@ -21,7 +21,7 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.releases import USER
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.audit.auditing import audit_run
+from fedsynth.simulation.audit import audit_run
 from fedsynth.simulation.simulate import RunResult, simulate
 
 SPEC = dataset_spec("digits")

@@ -19,9 +19,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings

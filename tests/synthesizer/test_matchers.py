@@ -17,9 +17,8 @@ from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
 from fedsynth.models import convnet as frozen
 from fedsynth.models.convnet import ConvNet
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
-from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.many_clients import Learner, train_together

@@ -22,7 +22,7 @@ from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.errors import PrivacyError
 
 POLL_SECONDS = 0.3

@@ -4,7 +4,7 @@ Server and client both derive the encoding and the parameters from the run's set
 accepts them from the other.
 
 If a release has noise to which several clients contribute, its values are already on a grid
-(`fedsynth.privacy.grid`), so that their encoding is exact. Without differential privacy, a field is
+(`fedsynth.privacy.randomness`), so that their encoding is exact. Without differential privacy, a field is
 rounded to the finest grid that fits its range.
 """
 
@@ -26,7 +26,7 @@ from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation.client import SumTerms
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint, IntVector, SecureSumError
 from fedsynth.federation.protocol import declared
-from fedsynth.privacy.grid import finest
+from fedsynth.privacy.randomness import finest
 
 NAME_DIGITS = 32
 

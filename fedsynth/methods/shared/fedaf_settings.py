@@ -11,11 +11,10 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Presets, ReleasePlan
-from fedsynth.core.uploads import Array, Rule
+from fedsynth.core.uploads import Array, Rule, check_tensor
 from fedsynth.methods.shared.class_sums import sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import DISTANCES, REDUCTIONS
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules

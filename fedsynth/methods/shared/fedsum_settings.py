@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Presets, ReleasePlan
-from fedsynth.core.uploads import Rule
+from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.methods.shared.class_sums import (
     COUNTS,
     IMAGES,
@@ -25,7 +25,6 @@ from fedsynth.methods.shared.noise_shares import DistributedNoise
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.disclosure import released as made_of_released
 from fedsynth.privacy.dpsgd import refuse_batch_norm
-from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS
 from fedsynth.synthesizer.condensation.sets import MAX_IPC

@@ -24,8 +24,8 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, State, Upload
 from fedsynth.errors import SettingError
-from fedsynth.privacy.grid import Addends
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.randomness import Addends
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 

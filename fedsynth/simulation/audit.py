@@ -24,10 +24,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, IntArray, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.federation.client_budget import ClientBudget
-from fedsynth.federation.context import public_context, resolve_device
-from fedsynth.federation.costs import plan_of
-from fedsynth.federation.observer import Observer
+from fedsynth.federation.client_runtime import ClientBudget
+from fedsynth.federation.context import plan_of, public_context, resolve_device
+from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import PUBLIC, Clients, declared, specification, with_declared
 from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.disclosure import mechanism_facts
@@ -38,7 +37,7 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import read_json, read_report
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.simulation.audit.canaries import KINDS, Canaries
+from fedsynth.simulation.canaries import KINDS, Canaries
 from fedsynth.simulation.run import Simulation
 from fedsynth.validation import check_choice, check_number
 
@@ -111,7 +110,7 @@ def audit_run(
     Args:
         settings: the settings of the run to audit.
         canaries: the number m of canaries. Each is included with probability 1/2.
-        canaries_as: "vectors" or "images" (see `fedsynth.simulation.audit.canaries`).
+        canaries_as: "vectors" or "images" (see `fedsynth.simulation.canaries`).
         guesses: the number of guesses, which must be even. It is fixed before the run. None: two
             fifths of the canaries.
         confidence: the probability that the bound of this audit is at most the true ε.

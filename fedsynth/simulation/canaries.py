@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.guard import BudgetEnforcer
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.units import Sample
 
 VECTORS, IMAGES = "vectors", "images"
 KINDS = (VECTORS, IMAGES)
