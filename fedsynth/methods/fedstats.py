@@ -54,8 +54,10 @@ from fedsynth.methods.statistics.class_moments import (
     step_rows,
 )
 from fedsynth.methods.statistics.images import class_means_of
-from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.settings import (
+    CENTRE,
+    MOMENTS,
+    STEP,
     CentreSums,
     FedStatsState,
     PlansStatistics,
@@ -241,7 +243,10 @@ class FedStats(PlansStatistics):
         self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
     ) -> FedStatsState:
         weight = state.parameters["classifier.weight"]
-        weight, velocity = self.pace(context).step(weight, gradient_Cd, state.velocity)
+        velocity = gradient_Cd
+        if state.velocity is not None:
+            velocity = self.momentum * state.velocity + gradient_Cd
+        weight = weight - self.rate(context) * velocity
         return replace(_with_parameters(state, {"classifier.weight": weight}), velocity=velocity)
 
     def _sums(

@@ -24,7 +24,7 @@ from fedsynth.features.registry import feature_map
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
-from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
+from fedsynth.methods.statistics.settings import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.privacy.accounting import epsilon

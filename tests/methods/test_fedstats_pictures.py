@@ -121,8 +121,7 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), by hand, with the pace that noise allows."""
     method = FedStats(features="pixels", second_moments="no", momentum=0.25)
     settings_of_run = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
-    how = method.pace(context(3, **settings_of_run))
-    assert how.momentum == 0.25
+    rate = method.rate(context(3, **settings_of_run))
     network = FeatureLinear(method.map_of(SPEC), SPEC)
     state = FedStatsState(network.state_dict())
     weight = state.parameters["classifier.weight"].double()
@@ -133,7 +132,7 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
         moved = method.server_step(state, {0: upload}, context(number, **settings_of_run))
         assert isinstance(moved, FedStatsState)
         state = moved
-        moves.append(how.rate * gradient.double())
+        moves.append(rate * gradient.double())
     expected = weight - moves[0] - (moves[1] + 0.25 * moves[0])
     torch.testing.assert_close(
         state.parameters["classifier.weight"].double(), expected, rtol=1e-4, atol=1e-4
@@ -151,12 +150,12 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     privacy = PrivacySettings(noise_multiplier=5.0)
     plans = method.release_plans(privacy, context(rounds=12, clients=4))
     noise = {one.name: 5.0 * one.relative_noise_multiplier * one.clip for one in plans}
-    how = method.pace(context(rounds=12, clients=4, sigma=5.0, noise=noise))
+    rate = method.rate(context(rounds=12, clients=4, sigma=5.0, noise=noise))
     shares = 3 if aggregation == "secure" else 1
     noise_std = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)
     draws = noise_std * np.random.default_rng(0).normal(size=(12, 4000))
     velocity = weight = np.zeros(4000)
     for gradient in draws:
-        velocity = how.momentum * velocity + gradient
-        weight = weight - how.rate * velocity
+        velocity = method.momentum * velocity + gradient
+        weight = weight - rate * velocity
     assert weight.std() == pytest.approx(method.logit_noise, rel=0.1)

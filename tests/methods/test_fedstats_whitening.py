@@ -152,7 +152,14 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
 
 def test_which_features_are_whitened_is_public() -> None:
     shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
-    actual = {c: [whitening.whitens(c, MAP, s) for s in shapes] for c in ("auto", "yes", "no")}
+    specs = [
+        replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
+        for c, h, w in shapes
+    ]
+    actual = {
+        choice: [replace(METHOD, whitening=choice).whitens(spec) for spec in specs]
+        for choice in ("auto", "yes", "no")
+    }
     assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
     assert not FedStats().whitens(SPEC)
     assert METHOD.whitens(SPEC)

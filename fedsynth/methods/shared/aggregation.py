@@ -3,7 +3,8 @@
 `average` computes ACA, the average over the active clients of a round. `update_cache` also computes
 OCA, the average over the last model of every client (FedKF, Algorithm 1).
 
-Robust aggregation limits the influence of a few malicious clients on the average. The rules use the values x_1 … x_m of each coordinate, one from each upload of the round:
+Robust aggregation limits the influence of a few malicious clients on the average. The rules use the
+values x_1 … x_m of each coordinate, one from each upload of the round:
 
     median    their median (Yin et al. 2018, arXiv 1803.01498, Definition 1)
     trimmed   the mean without the ⌈β·m⌉ smallest and largest (Definition 2 there)

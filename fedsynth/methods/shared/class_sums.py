@@ -4,10 +4,11 @@ A vector is computed from each example. Without differential privacy, the sums a
 With it, they are noisy and charged. FedAF computes its class-mean logits from them, and FedFM its
 anchors.
 
-Private condensation uses class sums too. A mechanism consists of release plans and of a matcher. `residual` and `gradient` release noisy
-class sums at each of T steps. `features` releases the noisy class sums under M networks and the
-class counts, once in a round (`synthesizer.condensation.private_matchers`). `paper` is Algorithm 1
-of FedDM as printed, which gives no guarantee, and works with the exact data.
+Private condensation uses class sums too. A mechanism consists of release plans and of a matcher.
+`residual` and `gradient` release noisy class sums at each of T steps. `features` releases the noisy
+class sums under M networks and the class counts, once in a round
+(`synthesizer.condensation.private_matchers`). `paper` is Algorithm 1 of FedDM as printed, which
+gives no guarantee, and works with the exact data.
 """
 
 from __future__ import annotations

@@ -9,20 +9,19 @@ Suppose that each gradient has noise ν per coordinate. After T steps W ← W �
 effective lengths η_t, the noise is ν·√(Σ η_t²) in each coordinate of W, and also in the logit of a
 z of norm 1. If a budget is divided over T releases, ν grows with √T. The noise therefore depends
 only on τ = Σ η_t, and not on the number of steps. As τ grows, the classifier moves from its class
-means to the maximum likelihood, and the noise grows too. `pace` chooses τ by the noise, which is
-known publicly before any data are read.
+means to the maximum likelihood, and the noise grows too. `step_rate` chooses τ by the noise, which
+is known publicly before any data are read.
 
-The module also has the moments of small pictures, and draws images from them. A small picture is a downsampled image. u is the vector of norm 1 that
-`fedsynth.features.scattering` makes of an image, and e_y is the image's one-hot label. Clients
-release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
-give the class counts, the class means and a common covariance around the means, of which only the
-directions above the noise are kept.
+The module also has the moments of small pictures, and draws images from them. A small picture is a
+downsampled image. u is the vector of norm 1 that `fedsynth.features.scattering` makes of an image,
+and e_y is the image's one-hot label. Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which
+are `Moments` with targets of norm 1. The sums give the class counts, the class means and a common
+covariance around the means, of which only the directions above the noise are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.feature_map import Shape, row_product
-from fedsynth.features.scattering import CONSTANT, cells_of, low_pass
+from fedsynth.features.scattering import CONSTANT, cells_of
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Moments, Outer, smat
 
 EXACT = 1e-6
@@ -146,34 +144,6 @@ class Spectrum:
         return scaled @ self.vectors.T
 
 
-@dataclass(frozen=True)
-class Pace:
-    """The size of the steps v ← m·v + g, W ← W − rate·v.
-
-    Attributes:
-        rate: the rate of each step.
-        momentum: m.
-    """
-
-    rate: float
-    momentum: float
-
-    def step(
-        self, weight_Cd: Tensor, gradient_Cd: Tensor, velocity_Cd: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns W and v after one step.
-
-        Args:
-            weight_Cd: W.
-            gradient_Cd: g.
-            velocity_Cd: v, or None before the first step.
-        """
-        velocity = gradient_Cd
-        if velocity_Cd is not None:
-            velocity = self.momentum * velocity_Cd + gradient_Cd
-        return weight_Cd - self.rate * velocity, velocity
-
-
 def total_weight(steps: int, momentum: float) -> float:
     """Computes Σ_t (1 − mᵗ)/(1 − m), the sum of the weights that momentum gives the gradients,
     which is τ divided by the rate.
@@ -184,8 +154,11 @@ def total_weight(steps: int, momentum: float) -> float:
     return sum((1 - momentum**t) / (1 - momentum) for t in range(1, steps + 1))
 
 
-def pace(noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float) -> Pace:
-    """Chooses a rate with which all steps together add noise of about `logit_noise` to a logit.
+def step_rate(
+    noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
+) -> float:
+    """Returns the rate η of the steps v ← m·v + g, W ← W − η·v, with which all steps together add
+    noise of about `logit_noise` to a logit.
 
     The rate is at most `max_rate`.
 
@@ -197,13 +170,12 @@ def pace(noise: float, steps: int, logit_noise: float, max_rate: float, momentum
         max_rate: the largest rate that is stable along the steepest direction.
         momentum: m, below 1.
 
-    >>> pace(0.001, steps=1, logit_noise=0.1, max_rate=200.0, momentum=0.5)
-    Pace(rate=100.0, momentum=0.5)
+    >>> step_rate(0.001, steps=1, logit_noise=0.1, max_rate=200.0, momentum=0.5)
+    100.0
     """
-    rate = max_rate
-    if noise > 0:
-        rate = min(max_rate, logit_noise / noise / total_weight(steps, momentum))
-    return Pace(rate, momentum)
+    if noise <= 0:
+        return max_rate
+    return min(max_rate, logit_noise / noise / total_weight(steps, momentum))
 
 
 PIXELS = "pixels"
@@ -220,30 +192,6 @@ def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
     """Returns the contribution of each example, √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most
     1."""
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
-
-
-def pixel_plan(
-    make: Callable[..., ReleasePlan], share: float, shape: Shape, classes: int
-) -> ReleasePlan:
-    """Returns the plan of this release, which takes place in the first exchange of a round.
-
-    Args:
-        make: creates a plan with the fields that all plans of the method share.
-        share: share of the budget μ².
-        shape: shape of the images.
-        classes: C.
-    """
-    return make(
-        name=PIXELS,
-        quantity="products of small pictures with labels, and their second moments",
-        clipped="u of each example, an image averaged in cells over its own norm, beside a "
-        "constant; the joint vector of its products has norm at most 1",
-        clip=1.0,
-        dimension=pixel_width(low_pass(shape).dimension, classes),
-        relative_noise_multiplier=share**-0.5,
-        phase=FIRST,
-        signal=classes**-0.5,
-    )
 
 
 def pixel_width(dimension: int, classes: int) -> int:

@@ -148,15 +148,39 @@ class MakesImages(Method):
         if not isinstance(teacher, FeatureLinear):
             raise TypeError(f"{self.name} needs a FeatureLinear model, got {type(teacher)}")
         teacher.requires_grad_(False)
-        moments = None
-        if state.picture_means is not None and state.picture_roots is not None:
-            moments = PixelMoments(state.picture_means, state.picture_roots)
-        steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
-        pixels = make_images(
-            teacher, state.class_means, moments, self.ipc, self.drawn_ipc, steps, context
-        )
+        pixels = self._pixels(teacher, state, context)
         images = normalise(pixels, context.spec)
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
+
+    def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
+        """Generates uint8 pixels [C · m, channels, H, W], sorted by class, with the optimised images
+        of a class first.
+
+        The images start from random processes if no moments of small pictures were released.
+        """
+        weight, shape = teacher.classifier.weight, context.spec.image_shape
+        statistics = ReleasedStatistics(teacher.embed_pixels, weight, state.class_means)
+        draws = torch_generator(context.seed, "fedstats' start images")
+
+        def start(count: int, candidates: int) -> Tensor:
+            if state.picture_means is None or state.picture_roots is None:
+                return public_start(statistics, count, shape, draws, candidates)
+            moments = PixelMoments(state.picture_means, state.picture_roots)
+            return drawn_start(moments, count, shape, draws).to(weight.device)
+
+        parts = []
+        if self.ipc:
+            # fully optimised images first, then the interpolated ones
+            positions = ALONG if self.image_steps else (1.0,)
+            initial = start(math.ceil(self.ipc / len(positions)), CANDIDATES)
+            settings = self.image_steps, self.image_lr, self.teacher_weight, self.smoothness
+            report = partial(context.report, "images")
+            optimised = images_from_statistics(statistics, initial, ImageSteps(*settings), report)
+            line = [initial + position * (optimised - initial) for position in positions]
+            parts.append(torch.cat(line, dim=1)[:, : self.ipc])
+        if self.drawn_ipc:
+            parts.append(start(self.drawn_ipc, FEW_CANDIDATES))
+        return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
 
     def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
         if state.images is None:
@@ -199,52 +223,6 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tenso
         scale *= math.sqrt(2)
     means = scale * pool.sums[-math.prod(shape) :].view(shape)
     return shrunk(means, scale * pool.noise_std).float()
-
-
-def make_images(
-    teacher: FeatureLinear,
-    class_means_Cd: Tensor,
-    moments: PixelMoments | None,
-    ipc: int,
-    drawn_ipc: int,
-    steps: ImageSteps,
-    context: RoundContext,
-) -> Tensor:
-    """Generates uint8 pixels [C · (ipc + drawn_ipc), channels, H, W], sorted by class, with the
-    optimised images of a class first.
-
-    Args:
-        teacher: the released classifier.
-        class_means_Cd: the released class means of z.
-        moments: the released moments of small pictures. With None, the images start from random
-            processes.
-        ipc: number of optimised images per class.
-        drawn_ipc: number of images per class that are drawn and not optimised.
-        steps: the settings of the optimisation.
-        context: the context of the last round.
-    """
-    weight = teacher.classifier.weight
-    statistics = ReleasedStatistics(teacher.embed_pixels, weight, class_means_Cd)
-    draws = torch_generator(context.seed, "fedstats' start images")
-
-    def start(count: int, candidates: int) -> Tensor:
-        shape = context.spec.image_shape
-        if moments is None:
-            return public_start(statistics, count, shape, draws, candidates)
-        return drawn_start(moments, count, shape, draws).to(weight.device)
-
-    parts = []
-    if ipc:
-        # fully optimised images first, then the interpolated ones
-        positions = ALONG if steps.steps else (1.0,)
-        initial = start(math.ceil(ipc / len(positions)), CANDIDATES)
-        report = partial(context.report, "images")
-        optimised = images_from_statistics(statistics, initial, steps, report)
-        line = [initial + position * (optimised - initial) for position in positions]
-        parts.append(torch.cat(line, dim=1)[:, :ipc])
-    if drawn_ipc:
-        parts.append(start(drawn_ipc, FEW_CANDIDATES))
-    return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
 
 
 def drawn_start(

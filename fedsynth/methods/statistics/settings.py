@@ -2,6 +2,9 @@
 
 The module also computes what follows from the settings and from public sizes: the feature map φ and
 the linear model on it, the releases of a run, and the size of the steps.
+
+Shares of the budget refer to μ². A release with the share s has the run's noise multiplier divided
+by √s. All releases together then cost as much as a single Gaussian release with the run's σ.
 """
 
 from __future__ import annotations
@@ -18,25 +21,29 @@ from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.registry import feature_map, feature_names, features_for, refuse_unknown_map
-from fedsynth.methods.shared.noise_shares import DistributedNoise
-from fedsynth.methods.statistics.class_moments import PIXELS, Pace, pace
-from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_differentiable
-from fedsynth.methods.statistics.releases import (
-    CENTRE,
-    FIRST_ROUND,
-    MOMENTS,
-    STEP,
-    Releases,
-    Shares,
-    public_facts,
+from fedsynth.features.random_process import MIN_SIDE
+from fedsynth.features.registry import (
+    feature_map,
+    feature_names,
+    features_for,
+    is_own_features,
+    refuse_unknown_map,
 )
-from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, whitens
+from fedsynth.features.scattering import low_pass
+from fedsynth.methods.shared.noise_shares import DistributedNoise
+from fedsynth.methods.statistics.class_moments import PIXELS, pixel_width, step_rate
+from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_differentiable
+from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, white_signal
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.products import grams_width
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
+
+CENTRE, MOMENTS, STEP = "centre", "moments", "step"
+"""The names of three release plans. The other two are `PIXELS` and `COVARIANCES`."""
+FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
             size, in units of 1/`curvature`.
         logit_noise: standard deviation of the noise that all steps together may add to a logit. It
             is used without second moments, and determines the step size together with the public
-            noise (`fedsynth.methods.statistics.class_moments.pace`).
+            noise (`fedsynth.methods.statistics.class_moments.step_rate`).
         momentum: share of the last change that is repeated in each step. It is used without second
             moments.
         curvature: a value that replaces all eigenvalues of the second moments if they are not
@@ -144,7 +151,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         if self.features not in (AUTO, *feature_names()):
             refuse_unknown_map(self.features, "method", AUTO)
         pictures = self.images_each > 0 and self.pictures != NO
-        self._shares(pictures, self.whitening == YES)
+        self._first_shares(pictures, self.whitening == YES)
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
         """Returns the feature map φ for the images of a dataset."""
@@ -165,15 +172,19 @@ class PlansStatistics(DistributedNoise, MakesImages):
         Raises:
             SettingError: `whitening=yes` is set for features without channels and spatial cells.
         """
-        return whitens(self.whitening, self.map_of(spec), spec.image_shape)
-
-    def _shares(self, pictures: bool, covariances: bool) -> Shares:
-        return Shares(
-            self.centre_share,
-            pictures * self.pixel_share,
-            covariances * self.covariance_share,
-            self.moment_share,
-        )
+        features = self.map_of(spec)
+        if self.whitening == AUTO:
+            grey = spec.channels == 1 and min(spec.height, spec.width) >= MIN_SIDE
+            return bool(features.blocks) and grey
+        if self.whitening == YES and not features.blocks:
+            raise SettingError(
+                "method",
+                "whitening",
+                "needs a feature map with channels and spatial cells (FeatureMap.blocks), but "
+                f"the feature map {features.name!r} has none. Set method.whitening=no",
+                value=self.whitening,
+            )
+        return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Returns whether second moments are released, which depends only on public settings."""
@@ -188,36 +199,95 @@ class PlansStatistics(DistributedNoise, MakesImages):
         """
         return privacy is not None and self.whitens(spec)
 
-    def releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Releases:
-        """Returns all releases of a run with these settings.
+    def _first_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
+        """Returns the shares of the releases of the first round, by the name of the plan.
+
+        A release that is not made has the share 0. The share of `MOMENTS` is for moments that
+        include second moments.
 
         Raises:
             SettingError: the shares leave no budget for steps.
         """
-        spec = context.spec
+        shares = {
+            CENTRE: self.centre_share,
+            PIXELS: pictures * self.pixel_share,
+            COVARIANCES: covariances * self.covariance_share,
+            MOMENTS: self.moment_share,
+        }
+        total = sum(shares.values())
+        if total >= 1:
+            raise SettingError(
+                "method",
+                "moment_share",
+                "must leave a part of the budget for the steps, but centre_share, pixel_share, "
+                f"covariance_share and moment_share add up to {total:g}",
+                value=self.moment_share,
+            )
+        return shares
+
+    def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:
+        """Returns the share of the budget μ² of each release, by the name of its plan.
+
+        A release that is not made has the share 0. Without second moments, the moments have the
+        same share as a step. The steps divide the rest of the budget equally.
+        """
+        spec, rounds = context.spec, context.rounds
         covariances = self.has_covariances(privacy, spec)
-        return Releases(
-            self.map_of(spec),
-            spec.image_shape,
-            spec.classes,
-            context.rounds,
-            self.has_second(privacy),
-            self._shares(self.releases_pictures(spec), covariances),
-            self.step_clip,
-        )
+        shares = self._first_shares(self.releases_pictures(spec), covariances)
+        rest = 1 - shares[CENTRE] - shares[PIXELS] - shares[COVARIANCES]
+        if rounds == 1 or not self.has_second(privacy):
+            return {**shares, MOMENTS: rest / rounds, STEP: rest / rounds * (rounds > 1)}
+        return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
+
+    def widths(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, int]:
+        """Returns the number of coordinates of each release, by the name of its plan.
+
+        The number is 0 for optional statistics that are not released.
+        """
+        features, classes = self.map_of(context.spec), context.spec.classes
+        d = features.dimension
+        shares = self.shares(privacy, context)
+        pictures = pixel_width(low_pass(context.spec.image_shape).dimension, classes)
+        return {
+            CENTRE: d,
+            PIXELS: pictures * bool(shares[PIXELS]),
+            COVARIANCES: grams_width(features.blocks) * bool(shares[COVARIANCES]),
+            MOMENTS: d * classes + d * (d + 1) // 2 * self.has_second(privacy),
+            STEP: d * classes,
+        }
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        return public_facts(
-            self.map_of(spec),
-            spec.image_shape,
-            pictures=self.releases_pictures(spec),
-            whitening=self.whitens(spec),
+        facts = {
+            "model": "linear in the features, without a bias: it follows from what is released"
+        }
+        if self.releases_pictures(spec):
+            small = low_pass(spec.image_shape)
+            facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
+        if self.whitens(spec):
+            facts["whitening"] = (
+                "in a private run by noisy covariances of the features' channels and cells, "
+                "released in round 1"
+            )
+        features = self.map_of(spec)
+        facts["feature map"] = (
+            f"{features.name}, {features.dimension} coordinates: fixed before data are read"
         )
+        if not is_own_features(features.name):
+            facts["feature map"] += "; which map was chosen on public benchmarks"
+        bounds = f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}"
+        facts["constants of the features"] = f"{bounds}: {features.source}"
+        return facts
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of all releases of a run.
+        """Returns the plans of the releases in round 1 and of the later steps.
+
+        The expected signals assume C equally frequent classes, in which all examples of a class are
+        identical, and examples of different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a
+        sum of C orthogonal terms of norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same.
+        All examples share one centre. Small pictures have the same signal as the moments, and
+        covariances have the signal of white features.
 
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes
@@ -225,22 +295,69 @@ class PlansStatistics(DistributedNoise, MakesImages):
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
-                raise SettingError(
-                    "privacy",
-                    key,
-                    f"must be left out with {self.name}, which sets the value for each release",
-                )
-        return self.sum_over_clients(self.releases(privacy, context).plans(), privacy, context)
+                reason = f"must not be set for {self.name}, which chooses a value for each release"
+                raise SettingError("privacy", key, reason)
+        shares, widths = self.shares(privacy, context), self.widths(privacy, context)
+        plans = []
+        for name, quantity, clipped, clip, signal in self._descriptions(privacy, context):
+            if not shares[name]:
+                continue
+            plan = ReleasePlan(
+                name=name,
+                quantity=quantity,
+                mechanism="statistics",
+                clipped=clipped,
+                clip=clip,
+                sample_rate=1.0,
+                steps=1,
+                dimension=widths[name],
+                relative_noise_multiplier=shares[name] ** -0.5,
+                phase=MAIN if name in (MOMENTS, STEP) else FIRST,
+                signal=signal,
+            )
+            plans.append(plan)
+        return self.sum_over_clients(tuple(plans), privacy, context)
+
+    def _descriptions(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> list[tuple[str, str, str, float, float]]:
+        """Returns name, quantity, clipped quantity, clip and expected signal of each release."""
+        features = self.map_of(context.spec)
+        by_class = context.spec.classes**-0.5
+        products = "products of features with labels"
+        if self.has_second(privacy):
+            products += ", and second moments of features"
+        z = "z = (φ(x) − m)/R of each example; the joint vector of its products has norm at most 1"
+        if self.has_covariances(privacy, context.spec):
+            z = z.replace("= (", "= T(") + "; T is made of the released covariances"
+        pictures = "products of small pictures with labels, and their second moments"
+        picture = (
+            "u of each example, an image averaged in cells over its own norm, beside a "
+            "constant; the joint vector of its products has norm at most 1"
+        )
+        covariances = "second moments of features' channels, and of their cells"
+        matrices = (
+            "φ(x)/B of each example, B the map's norm bound; the joint vector of the products "
+            "of its channels and of its cells has norm at most 1"
+        )
+        white = white_signal(features.blocks) if features.blocks else 0.0
+        steps = "sum of gradients of a linear model on features"
+        return [
+            (MOMENTS, products, z, 1.0, by_class),
+            (CENTRE, "sum of features", "φ(x) of each example", features.norm_bound, 1.0),
+            (PIXELS, pictures, picture, 1.0, by_class),
+            (COVARIANCES, covariances, matrices, 1.0, white),
+            (STEP, steps, "p − y of each example, and z", self.step_clip, by_class),
+        ]
 
     def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
-    def pace(self, context: RoundContext) -> Pace:
-        """Returns the rate and the momentum of steps without second moments, which depend only on
-        public numbers."""
+    def rate(self, context: RoundContext) -> float:
+        """Returns the rate of steps without second moments, which depends only on public numbers."""
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
-        return pace(
+        return step_rate(
             noise_std * self.step_clip / records / math.sqrt(context.rounds),
             context.rounds,
             self.logit_noise,
@@ -249,7 +366,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         )
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        widths = self.releases(context.privacy, context).widths()
+        widths = self.widths(context.privacy, context)
         bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
         rules: dict[str, Rule] = {}
         for field, plan in self.sum_releases(phase, context).items():
@@ -266,7 +383,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            reason = f"must be left out with {self.name}, which uses a linear model on features"
+            reason = f"must not be set for {self.name}, which trains a linear model on features"
             raise SettingError("model", "name", reason)
         if self.ipc > 0:
             check_differentiable(model)

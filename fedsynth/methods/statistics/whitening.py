@@ -16,18 +16,15 @@ longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.random_process import MIN_SIDE
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.models.on_features import root_names
-from fedsynth.privacy.plans import FIRST, ReleasePlan
-from fedsynth.privacy.products import Grams, grams_width, matrices_of, smat
+from fedsynth.privacy.products import Grams, matrices_of, smat
 
 YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
@@ -42,57 +39,10 @@ FLOOR = 0.02
 """The smallest eigenvalue that is used without noise, relative to the mean eigenvalue."""
 
 
-def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
-    """Returns whether z is whitened in a private run, which depends only on public facts.
-
-    Args:
-        choice: "yes", "no" or "auto". "auto" whitens grey images of at least 12 pixels a side.
-        features: the feature map.
-        shape: shape of the images.
-
-    Raises:
-        SettingError: the choice is "yes", but the features have no channels and spatial cells.
-    """
-    if choice == AUTO:
-        return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= MIN_SIDE
-    if choice == YES and not features.blocks:
-        raise SettingError(
-            "method",
-            "whitening",
-            "needs a feature map with channels and spatial cells (FeatureMap.blocks), which "
-            f"{features.name!r} does not have",
-            value=choice,
-        )
-    return choice == YES
-
-
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
     """Returns the contribution of each example, [p·svec(U Uᵀ); q·svec(Uᵀ U)] of the matrices U of
     u, whose norm is at most 1."""
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
-
-
-def covariance_plan(
-    make: Callable[..., ReleasePlan], share: float, features: FeatureMap
-) -> ReleasePlan:
-    """Returns the plan of this release, which takes place in the first exchange of a round.
-
-    Args:
-        make: creates a plan with the fields that all plans of the method share.
-        share: share of the budget μ².
-        features: the feature map.
-    """
-    return make(
-        name=COVARIANCES,
-        quantity="second moments of features' channels, and of their cells",
-        clipped="φ(x)/B of each example, B the map's norm bound; the joint vector of the products "
-        "of its channels and of its cells has norm at most 1",
-        clip=1.0,
-        dimension=grams_width(features.blocks),
-        relative_noise_multiplier=share**-0.5,
-        phase=FIRST,
-        signal=white_signal(features.blocks),
-    )
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
