@@ -228,7 +228,7 @@ def keep_large_allocations() -> bool:
     By default, glibc requests every allocation over 32 MB from the operating system, and returns it
     when it is freed. Each training step on a CPU then causes page faults for all its activations.
     For a ConvNet-32 on batches of 256 28×28 images, this was half of the CPU time (959 against 490
-    µs per image, one thread, measured once). `tests/cli/test_process.py` counts the page faults.
+    µs per image, one thread, measured once). `tests/cli/test_commands.py` counts the page faults.
     The setting applies to the whole process, so only the command line makes it, and not the
     library.
     """

@@ -1,20 +1,28 @@
-"""`fedsynth privacy plan` and `train --dry-run`."""
+"""`fedsynth privacy …`: plans, reports, signatures, audits, and what is done to ledgers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedsynth.config.resolve import resolve
+from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.formatting import format_epsilon
+from tests.cli.conftest import Call
+from tests.interrupted import interrupted_in_round
 
-Call = Callable[..., Any]
-FAST = "--rounds 2 --set iterations=2 --set server_epochs=1 --set ipc=1 --width 4"
+FAST = "--clients 3 --width 4 --device cpu --set iterations=2 --set server_epochs=1 --set ipc=1"
+REASON = "a round of real (none): a run on the same data without differential privacy"
+
+# ----------------------------------------------------------------------------------------- plans
 
 
 def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
@@ -32,7 +40,6 @@ def test_a_budget_gives_sigma_for_each_mechanism(fedsynth: Call) -> None:
     row = Release(1, "x", "m", "c", sigma, 1.0, rate, "poisson", 100, 1)
     assert epsilon([row], 1e-5) == pytest.approx(residual["epsilon"]["2"], rel=1e-9)
     assert rate == pytest.approx(2560 / 6000)
-    assert features["releases"] == 17
     sigma = features["noise_multiplier"]
     rows = [
         Release(1, "x", "m", "c", sigma, 1.0, 1.0, "full", 32, 1),
@@ -52,9 +59,7 @@ def test_a_plan_tells_the_signal_to_noise_of_releases_that_have_a_public_case(
     centre = 40 * 10**0.5 / (2 * (3 / 0.96) ** 0.5 * 2 * 3240**0.5)
     expected = [centre, 400 / (2 * 0.04**-0.5 * 2 * 324**0.5), centre]
     assert [row["signal_to_noise"] for row in plan["rows"]] == pytest.approx(expected)
-    shown = fedsynth(f"privacy plan {line}").stdout
-    assert "S/N" in shown
-    assert f"{expected[1]:.3g}" in shown
+    assert f"{expected[1]:.3g}" in fedsynth(f"privacy plan {line}").stdout
     assert "S/N" not in fedsynth("privacy plan --sigma 2 --rounds 1").stdout
 
 
@@ -67,30 +72,19 @@ def test_a_plan_is_of_the_settings_that_it_used(fedsynth: Call) -> None:
     assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
     both = fedsynth(f"privacy plan {line} --sigma 2 --set privacy.epsilon=1")
     assert "exceeds ε = 1 in round" in both.stderr
-
-
-def test_sigma_gives_epsilon_by_round_as_a_table(fedsynth: Call) -> None:
-    shown = fedsynth("privacy plan --sigma 3 --method fedavg --rounds 3 --n 6000").stdout
-    assert "dp-sgd" in shown
-    assert "ε after round" in shown
-    line = "--sigma 3 --rounds 1 --mechanism features --adjacency"
-    kinds = ("add-remove", "zero-out", "replace-one")
-    first, second, third = (plans(fedsynth, f"{line} {a}")[0]["epsilon"]["1"] for a in kinds)
-    assert first == second < third
+    assert "ε after round" in fedsynth(f"privacy plan {line} --sigma 3").stdout
 
 
 def test_a_dry_run_prints_the_guarantee_of_the_run(fedsynth: Call, tmp_path: Path) -> None:
-    line = f"train {FAST} --dp-sigma 3 --output {tmp_path / 'out'}"
+    line = f"train {FAST} --rounds 2 --dp-sigma 3 --output {tmp_path / 'out'}"
     dry = fedsynth(f"{line} --dry-run")
     assert dry.code == 0, dry.stderr
     assert not dry.output.exists()
     run = fedsynth(line)
-    assert run.code == 0, run.stderr
     spent = json.loads((run.folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
     assert f"ε = {format_epsilon(spent)} at" in dry.stdout
     as_json = json.loads(fedsynth(f"{line} --dry-run --json").stdout)
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
-    assert "no differential privacy" in fedsynth("train --dry-run").stdout
     assert json.loads(fedsynth("train --dry-run --json").stdout) == {"guarantee": False}
 
 
@@ -100,6 +94,270 @@ def test_a_dry_run_makes_no_ledger_and_refuses_what_the_run_would(
     line = f"train {FAST} --dp-ledger {tmp_path / 'kept'} --output {tmp_path / 'out'}"
     assert fedsynth(f"{line} --dp-sigma 3 --dry-run").code == 0
     assert not (tmp_path / "kept").exists()
-    capped = f"{line} --dp-sigma 1 --dp-epsilon 0.1"
-    for run in (fedsynth(f"{capped} --dry-run"), fedsynth(capped)):
-        assert (run.code, "above the cap" in run.stderr) == (2, True)
+    for dry in ("--dry-run", ""):
+        capped = fedsynth(f"{line} --dp-sigma 1 --dp-epsilon 0.1 {dry}")
+        assert (capped.code, "above the cap" in capped.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--dp-epsilon 8", "--dp-sigma 3", ""])
+def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None:
+    """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen
+    rounds."""
+    started = time.process_time()
+    long = f"train --dry-run --method fedavg {words}"
+    epochs, million = "--set local_epochs=1000000000", "--rounds 1000000"
+    sampled = "--rounds 2 --set batch=8 --clients 2"
+    for more in (million, f"{million} {epochs}", f"{sampled} {epochs}", f"{sampled} {million}"):
+        run = fedsynth(f"{long} {more}")
+        assert len(run.stdout) < 5000
+        if run.code != 0:  # a budget that no noise keeps is another line
+            assert words == "--dp-epsilon 8"
+            assert "8 cannot be reached with a noise multiplier up to 1e6" in run.stderr
+    if words:
+        shown = json.loads(fedsynth(f"{long} {million} --json").stdout)["epsilon"]
+        assert 20 < len(shown) < 40
+        assert list(shown)[-1] == "1000000"
+    assert time.process_time() - started < 20
+
+
+# --------------------------------------------------------------------------- reports, signatures
+
+
+def trained(fedsynth: Call, tmp_path: Path, options: str) -> Path:
+    """The folder of a run with these options."""
+    done = fedsynth(f"train {FAST} --rounds 2 --output {tmp_path / 'out'} {options}")
+    assert done.code == 0, done.stderr
+    return done.folder  # type: ignore[no-any-return]
+
+
+def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
+    folder = trained(fedsynth, tmp_path, "--dp-epsilon 4 --dp-mechanism features")
+    shown = fedsynth(f"privacy report {folder}").stdout
+    assert shown == (folder / "privacy_report.md").read_text()
+    page = tmp_path / "page.html"
+    assert fedsynth(f"privacy report {folder} --format html --output {page}").code == 0
+    assert page.read_text() == (folder / "privacy_report.html").read_text()
+    file = folder / "privacy_report.json"
+    report = json.loads(fedsynth(f"privacy report {folder} --format json").stdout)
+    assert report == json.loads(file.read_text())
+    good = fedsynth(f"privacy verify {folder}")
+    assert good.code == 0, good.stderr
+    for text in ("does not show that", "were compared with the ledger files", "is not signed"):
+        assert text in good.stdout
+
+    report["guarantee"]["epsilon"] /= 2
+    report["public_items"]["\x1b[2J"] = "<b>"
+    file.write_text(json.dumps(report))
+    bad = fedsynth(f"privacy verify {folder}")
+    assert bad.code == 1
+    assert "mismatch: guarantee.epsilon is" in bad.stdout
+    for form in ("markdown", "json", "html"):
+        text = fedsynth(f"privacy report {folder} --format {form}").stdout
+        assert text.replace("\n", "").isprintable()
+    assert "<b>" not in text
+
+    report["public_items"] = {str(number): "" for number in range(200)}
+    file.write_text(json.dumps(report))
+    flood = fedsynth(f"privacy verify {folder}")
+    assert (flood.code, len(flood.stdout.splitlines())) == (1, 41)
+    file.write_text('{"schema_version": 4, "unit": {}}')
+    fedsynth(f"privacy report {folder}").assert_refused("is damaged: ")
+
+
+def test_a_run_that_did_not_finish_can_be_reported(
+    fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with interrupted_in_round(2, monkeypatch):
+        folder = fedsynth(f"train {FAST} --rounds 3 --dp-sigma 3 --output {tmp_path}/out").folder
+    fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
+    shown = fedsynth(f"privacy report {folder}")
+    assert (shown.code, "the run did not finish" in shown.stderr) == (0, True)
+    assert fedsynth(f"privacy verify {folder}").code == 0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    """Files of a private key and its public one."""
+    pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
+    from cryptography.hazmat.primitives import serialization as forms
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    pem, none = forms.Encoding.PEM, forms.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, forms.PrivateFormat.PKCS8, none))
+    public_form = forms.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem, public_form))
+    return private, public
+
+
+def test_a_run_is_signed_and_the_signature_checked(
+    keys: tuple[Path, Path], fedsynth: Call, tmp_path: Path
+) -> None:
+    private, public = keys
+    train = f"train {FAST} --output {tmp_path / 'out'}"
+    fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
+        "not a private Ed25519 key"
+    )
+    fedsynth(f"{train} --sign-key {private}").assert_refused("no differential privacy")
+    assert not (tmp_path / "out").exists()
+    folder = trained(fedsynth, tmp_path, f"--dp-sigma 3 --sign-key {private}")
+    verify = f"privacy verify {folder} --public-key {public}"
+    good = fedsynth(verify)
+    assert good.code == 0, good.stderr
+    assert "the signature is valid for this key" in good.stdout
+    assert "the signature of the run was not checked" in fedsynth(f"privacy verify {folder}").stdout
+    (folder / "simulation_only" / "partition.txt").unlink()
+    assert fedsynth(verify).code == 0
+    (folder / "synthetic.png").write_bytes(b"another")  # no file that the report has a hash of
+    assert fedsynth(f"privacy verify {folder}").code == 0
+    bad = fedsynth(verify)
+    assert bad.code == 1
+    assert "mismatch: synthetic.png was changed after signing" in bad.stdout
+    assert fedsynth(f"privacy sign {folder} --key {private}").code == 0
+    assert fedsynth(verify).code == 0
+
+
+# ---------------------------------------------------------------------------------------- audits
+
+OPEN = (
+    "--method feddm --clients 2 --width 32 --set iterations=4 --set server_epochs=1 --ipc 2 "
+    "--device cpu"
+)
+FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
+
+
+def test_the_bound_is_printed_next_to_epsilon(fedsynth: Call) -> None:
+    told = fedsynth(f"privacy audit {FEDDM} --canaries 500")
+    assert told.code == 0
+    first, second = told.stdout.splitlines()
+    assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
+    assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
+    assert "cannot prove privacy" in second
+    assert not told.output.exists()
+
+
+def test_a_refuted_claim_is_exit_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SecretGenerator.normal
+    monkeypatch.setattr(
+        SecretGenerator,
+        "normal",
+        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 9, device),
+    )
+    told = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
+    facts = json.loads(told.stdout)
+    assert told.code == 1
+    assert facts["fault"]
+    assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
+    assert "refuted" in told.stderr
+
+
+def test_only_an_audit_of_the_runs_own_settings_goes_into_its_report(
+    fedsynth: Call, tmp_path: Path
+) -> None:
+    folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
+    audit = f"privacy audit --run {folder}"
+    file, config = folder / "privacy_report.json", folder / "config.toml"
+    before = file.read_bytes()
+    for option in ("--dp-clip 2", "--rounds 2"):
+        fedsynth(f"{audit} {option}").assert_refused("has other settings")
+    fedsynth(f"{audit} --config other.toml").assert_refused("use only one of them")
+    settings = config.read_text()
+    config.write_text(settings.replace("iterations = 4", "iterations = 2"))
+    assert "has other settings than the privacy" in fedsynth(f"{audit} --canaries 20").stderr
+    config.write_text(settings)
+    assert file.read_bytes() == before
+    for kind in ("vectors", "images"):
+        told = fedsynth(f"{audit} --canaries 300 --canaries-as {kind} --guesses 100 --dp-sigma 1")
+        assert told.code == 0
+        entry = json.loads(file.read_text())["audit"]
+        assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
+        assert entry["command"] == (
+            f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
+            f"--canaries-as {kind} --confidence 0.999"
+        )
+        for ending in ("md", "html"):
+            assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
+        assert fedsynth(f"privacy verify {folder}").code == 0
+
+
+def test_a_run_is_audited_with_the_noise_and_the_rounds_that_it_had(
+    fedsynth: Call, tmp_path: Path
+) -> None:
+    """A cap ends the run after one of three rounds; a kept ledger had something in it."""
+    places = f"--output {tmp_path / 'out'} --dp-ledger {tmp_path / 'kept'}"
+    told = fedsynth(f"train {OPEN} --rounds 3 --dp-sigma 1 --dp-epsilon 12 {places}")
+    report = json.loads((told.folder / "privacy_report.json").read_text())
+    assert report["rounds_done"] == 1
+    found = fedsynth(f"privacy audit --run {told.folder} --canaries 20 --json")
+    assert json.loads(found.stdout)["epsilon"] == pytest.approx(report["guarantee"]["epsilon"])
+
+
+# --------------------------------------------------------------------------------------- ledgers
+
+
+def test_a_ledger_may_be_named_without_privacy(train: Call, tmp_path: Path) -> None:
+    """Catches: `--method real` publishes raw images, and the next run's report says ε = 2."""
+    kept = f"--dp-ledger {tmp_path / 'ledgers'}"
+    dry = train(f"real {kept} --dry-run")
+    assert (dry.code, "no later run on these data can state an ε" in dry.stdout) == (0, True)
+    assert not (tmp_path / "ledgers").exists()
+    run = train(f"real {kept}")
+    assert "no later run on these data can state an ε" in run.stderr
+    for path in (tmp_path / "ledgers").glob("*.jsonl"):
+        (row,) = read_ledger(path).releases
+        assert row.unaccounted == "a run on the same data without differential privacy"
+    for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
+        train(f"feddm {budget} {kept}").assert_refused(REASON)
+    dry = train(f"feddm --dp-sigma 3 {kept} --dry-run")
+    assert (dry.code, "no ε can be stated" in dry.stdout) == (0, True)
+    noisy = train(f"feddm --dp-sigma 3 {kept}")
+    assert "no differential privacy guarantee: a ledger in" in noisy.stderr
+    assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
+    (folder,) = noisy.output.glob("*-feddm-*")
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert (report["guarantee"], report["verdict"]["reasons"]) == (None, [REASON])
+
+
+@pytest.mark.parametrize("options", ["", "--dp-sigma 3"])
+def test_a_ledger_folder_without_a_name_is_refused(
+    train: Call, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("", " "):
+        train(f"fedavg {options} --dp-ledger", given).assert_refused("ledger must be a folder")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    """A ledger without fingerprints is taken once somebody says whose it is, and not before."""
+    folder = tmp_path / "the ledgers"
+    line = f"feddm --dp-sigma 3 --dp-ledger '{folder}'"
+    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+    dataset = resolve({"partition": {"clients": 2}})
+    names = ("client-000", "client-001")
+    for name in names:
+        Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
+    command = f"fedsynth privacy carry-over '{folder}' client-000"
+    train(line).assert_refused(f"confirm this with {command}")
+    for name in names:
+        said = fedsynth(f"privacy carry-over '{folder}' {name}")
+        assert (said.code, "(1) count for all" in said.stdout) == (0, True)
+    assert train(line).code == 0
+    assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
+    wrong = fedsynth(f"privacy carry-over '{folder}' north")
+    wrong.assert_refused("existing ledgers: client-000, client-001")
+
+
+def test_repair(fedsynth: Call, tmp_path: Path) -> None:
+    path = tmp_path / "client-000.jsonl"
+    Ledger("client-000", path).charge(Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"round": 2, "qua')
+    done = fedsynth(f"privacy repair {path}")
+    assert done.code == 0
+    assert '\'{"round": 2, "qua\'' in done.stdout
+    (copy,) = tmp_path.glob("*.torn-*")
+    assert (path.read_bytes(), copy.read_bytes()) == (whole, whole + b'{"round": 2, "qua')

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -55,10 +53,10 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
         method_settings(["model.width=3"])
 
 
-@pytest.mark.parametrize("text", ["mu", "=1", "model.=1", "nowhere.x=1", "method.=1"])
-def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
-        set_options([text])
+def test_anything_else_is_refused() -> None:
+    for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
+        with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
+            set_options([text])
 
 
 def test_a_setting_that_is_given_twice_is_refused() -> None:
@@ -105,10 +103,3 @@ def test_a_help_shows_all_of_its_texts_in_80_columns(words: list[str]) -> None:
         assert "".join(text.split()) in letters
     for one in command.params:
         assert all(name in letters for name in one.opts if name.startswith("--"))
-
-
-def test_a_help_imports_no_torch() -> None:
-    code = "import sys; from fedsynth.cli.app import app; app(standalone_mode=False)"
-    for words in (["train", "--help"], ["--help"]):
-        script = f"{code}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
-        subprocess.run([sys.executable, "-c", script, *words], check=True, capture_output=True)

@@ -29,6 +29,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from tests.data.conftest import WNIDS, OfficialFiles, idx, leaf, leaf_path, png, writer
 from tests.fuzz.mutations import at_most as within
+from tests.fuzz.mutations import other_content
 
 MEGABYTE = 2**20
 OFFICE, CINIC = map(dataset_spec, ("office-caltech-10", "cinic10"))
@@ -49,22 +50,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         files.write_tiny_imagenet()
         files.write_domainnet()
         yield root
-
-
-@contextmanager
-def other_content(path: Path, content: bytes | None) -> Iterator[None]:
-    """Gives a file another content, or removes it; afterwards it is as before."""
-    before = path.read_bytes() if path.exists() else None
-    try:
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content)
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # it may be a pipe, which would not end a write
-        if before is not None:
-            path.write_bytes(before)
 
 
 def zeros(*shape: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tomllib
 import unicodedata
 from collections.abc import Callable
@@ -17,12 +16,7 @@ from fedsynth import FolderSettings, load_folder
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.folder_settings import read_declaration
 from fedsynth.data.load_folder import site_names
-from fedsynth.errors import (
-    DataError,
-    DataFilesCorruptError,
-    FedsynthError,
-    SettingError,
-)
+from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from tests.data.conftest import png
 from tests.own_images import declare, make_folder, write_image
 
@@ -45,28 +39,20 @@ def test_folders_of_classes_have_no_sites_and_numbers_their_order(tmp_path: Path
     for name in ("2", "10", "1"):
         write_image(tmp_path / name / "a.png", 1)
     found = load_folder(tmp_path)
-    assert found.train.spec.class_names == ("1", "2", "10")
-    assert (found.sites, found.names) == (None, None)
+    assert (found.train.spec.class_names, found.sites) == (("1", "2", "10"), None)
 
 
-def test_sizes_that_differ_ask_for_one(tmp_path: Path) -> None:
+def test_sizes_that_differ_ask_for_one_and_one_colour_image_makes_all_so(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20))
+    write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20), mode="RGB")
     with pytest.raises(
         DataError, match=r"2 different sizes \(most are 16×16\).*data.image_size=64"
     ):
         load_folder(tmp_path)
-    found = load_folder(tmp_path, image_size="12x10")
-    assert list(found.train.images.shape[1:]) == [1, 12, 10]
-
-
-def test_one_image_in_colour_makes_all_so_unless_said(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    write_image(tmp_path / "north" / "ill" / "colour.png", 9, mode="RGB")
-    found = load_folder(tmp_path).train.images
-    assert found.shape[1] == 3
+    found = load_folder(tmp_path, image_size="12x10").train.images
+    assert list(found.shape[1:]) == [3, 12, 10]
     assert bool((found[0, 0] == found[0, 2]).all())  # a grey one: three equal channels
-    assert load_folder(tmp_path, channels=1).train.images.shape[1] == 1
+    assert load_folder(tmp_path, image_size=16, channels=1).train.images.shape[1] == 1
 
 
 def test_of_16_bits_the_upper_8_are_kept(tmp_path: Path) -> None:
@@ -99,11 +85,8 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     bad = tmp_path / "north" / "well" / "03.png"
     bad.write_bytes(bad.read_bytes()[:60])
     (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
-    with pytest.raises(
-        DataFilesCorruptError,
-        match=r"2 of 24 files .* cannot be read, such as north/well/03.png .*; south/ill/00.png \(it is not "
-        r"a JPEG.*data.skip_corrupt=True",
-    ):
+    named = r"2 of 24 files .*north/well/03.png .*; south/ill/00.png .*data.skip_corrupt=True"
+    with pytest.raises(DataFilesCorruptError, match=named):
         load_folder(tmp_path, image_size=16)
     with pytest.warns(UserWarning, match=r"skipped in (.|\n)*north/well/03.png"):
         found = load_folder(tmp_path, image_size=16, skip_corrupt=True)
@@ -137,47 +120,35 @@ def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text
 
 
 # ------------------------------------------------------------------- what is skipped is counted
-def other_ending(root: Path) -> None:
-    image = root / "scans/north/ill/00.png"
-    image.rename(image.with_suffix(".dcm"))
+def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
+    """What is done to a folder of images at root/scans, and how the error counts it."""
+    scans, image = root / "scans", root / "scans/north/ill/00.png"
+    unsure = scans / "north/unsure"
+    return {
+        "broken link": (lambda: (scans / "south").symlink_to(root / "gone"), "broken links: 1"),
+        "loop": (lambda: (scans / "loop").symlink_to(scans / "loop"), "broken links: 1"),
+        "empty class": (unsure.mkdir, r"empty folders: 1 \(north/unsure\)"),
+        "empty site": (lambda: (scans / "south").symlink_to(root / "empty"), r"empty.* \(south\)"),
+        "hidden": ((scans / "north/.x.png").mkdir, None),
+        "ending": (lambda: image.rename(image.with_suffix(".dcm")), r"\.dcm: 1 \(north/ill/00.dcm"),
+        "no ending": (lambda: (scans / "notes").write_text("x"), r"no extension: 1 \(notes\)"),
+    }
 
 
-def class_of_another_kind(root: Path) -> None:
-    (root / "scans/north/unsure").mkdir()
-    (root / "scans/north/unsure/1.tif").write_bytes(b"II*")
-
-
-def empty_site_by_a_link(root: Path) -> None:
-    (root / "elsewhere").mkdir()
-    (root / "scans/south").symlink_to(root / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("damage", "counted"),
-    [
-        (lambda root: (root / "scans/south").symlink_to(root / "gone"), "broken links: 1"),
-        (lambda root: (root / "scans/loop").symlink_to(root / "scans/loop"), "broken links: 1"),
-        (lambda root: (root / "scans/north/unsure").mkdir(), r"empty folders: 1 \(north/unsure\)"),
-        (empty_site_by_a_link, r"empty folders: 1 \(south\)"),
-        (lambda root: (root / "scans/north/.x.png").mkdir(), None),
-        (other_ending, r"\.dcm: 1 \(north/ill/00.dcm\)"),
-        (class_of_another_kind, r"\.tif: 1 \(north/unsure/1.tif\)"),
-        (lambda root: (root / "scans/notes").write_text("x"), r"no extension: 1 \(notes\)"),
-    ],
-)
-def test_files_that_are_not_images_are_counted_and_refused(
-    tmp_path: Path, damage: Callable[[Path], object], counted: str | None
-) -> None:
+@pytest.mark.parametrize("name", damages(Path()))
+def test_files_that_are_not_images_are_counted_and_refused(tmp_path: Path, name: str) -> None:
     """Catches: half an archive, a site or a class that vanishes behind one note."""
     make_folder(tmp_path / "scans", ("north",))
-    damage(tmp_path)
+    (tmp_path / "empty").mkdir()
+    damage, counted = damages(tmp_path)[name]
+    damage()
     if counted is not None:
         with pytest.raises(DataError, match=rf"{counted}.*data.skip_other=True") as caught:
             load_folder(tmp_path / "scans")
         assert "\n" not in str(caught.value)
     with pytest.warns(UserWarning, match=counted or "hidden: 1"):
         found = load_folder(tmp_path / "scans", skip_other=True)
-    assert len(found.train) == 12 - (damage is other_ending)
+    assert len(found.train) == 12 - (name == "ending")
     assert (found.left_out == "") == (counted is None)
 
 
@@ -278,10 +249,7 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (
-            "name,label\na.png,ill\n",
-            r"line 1: the columns path and label are required, got name, label",
-        ),
+        ("name,label\na.png,ill\n", "line 1: the columns path and label are required"),
         ("path,label,site\na.png,ill,\n", "line 2: the cell of the column site is empty"),
         ("path,label\n../a.png,ill\n", "must be a path inside"),
         ("path,label\na.png,ill\na.png,well\n", "lists a.png twice"),
@@ -361,23 +329,31 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
         load_folder(tmp_path, image_size=8)
 
 
-def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
-    declare(make_folder(tmp_path))
-    write_image(tmp_path / "north" / "unsure" / "1.png", 1)
-    with pytest.raises(DataError, match=r"there is a class 'unsure' that .* does not declare"):
+@pytest.mark.parametrize(
+    ("sites", "folders", "error"),
+    [
+        (
+            ("north",),
+            ("north/ill", "north/well", "north/unsure"),
+            "a class 'unsure' that .* does not",
+        ),
+        (("north",), ("north/ill", "west/well"), "there is a site 'west'"),
+        (
+            ("north", "east"),
+            ("north/ill", "north/well"),
+            "declares the site 'east', but the folder",
+        ),
+        (("north",), ("north/ill",), "declares the class 'well', but the folder has no image"),
+    ],
+)
+def test_what_is_not_declared_is_refused(
+    tmp_path: Path, sites: tuple[str, ...], folders: tuple[str, ...], error: str
+) -> None:
+    for folder in folders:
+        write_image(tmp_path / folder / "1.png", 1)
+    declare(tmp_path, sites)
+    with pytest.raises(DataError, match=error):
         load_folder(tmp_path)
-    other = tmp_path / "other"
-    declare(make_folder(other, sites=("north", "west")))
-    with pytest.raises(DataError, match="there is a site 'west'"):
-        load_folder(other)
-    declare(other, sites=("north", "west", "east"))
-    with pytest.raises(DataError, match="declares the site 'east', but the folder has no image"):
-        load_folder(other)
-    declare(other, sites=("north", "west"))
-    for folder in other.glob("*/well"):
-        shutil.rmtree(folder)
-    with pytest.raises(DataError, match="declares the class 'well', but the folder has no image"):
-        load_folder(other)
 
 
 def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
@@ -403,13 +379,9 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),
-        ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date.*such as 2026-11-23"),
+        ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date"),
         ("[sizes]", "[sizes", "no valid TOML|is not valid TOML"),
-        (
-            '"ill", "well"',
-            '"ill", "ill "',
-            "images.class_names.* must not contain the same name twice",
-        ),
+        ('"ill", "well"', '"ill", "ill "', "images.class_names"),
     ],
 )
 def test_a_damaged_declaration_names_the_key(
@@ -447,19 +419,12 @@ def test_names_of_sites_are_names_of_ledgers() -> None:
     assert site_names(("Süd",))[0] == site_names(("Söd", "Süd"))[1]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"folder": ""},
-        {"folder": "x", "image_size": "5000"},
-        {"folder": "x", "channels": 2},
-        {"folder": "x", "test": "secret"},
-        {"folder": "x", "test": "public"},  # of what?
-    ],
-)
-def test_settings_that_cannot_be(values: dict[str, object]) -> None:
+def test_settings_that_cannot_be() -> None:
+    for values in ({"image_size": "5000"}, {"channels": 2}, {"test": "secret"}, {"test": "public"}):
+        with pytest.raises(FedsynthError, match=r"^data\."):
+            FolderSettings(**{"folder": "x", **values})  # type: ignore[arg-type]
     with pytest.raises(FedsynthError, match=r"^data\."):
-        FolderSettings(**values)  # type: ignore[arg-type]
+        FolderSettings("")
 
 
 def test_hostile_image_files_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -169,6 +170,21 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def other_content(path: Path, content: bytes | None) -> Iterator[None]:
+    """Gives a file another content, or removes it; afterwards it is as before."""
+    before = path.read_bytes() if path.exists() else None
+    try:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # it may be a pipe, which would not end a write
+        if before is not None:
+            path.write_bytes(before)
+
+
 class CommandFailedError(Exception):
     """The command line refused, in one line."""
 
@@ -204,11 +220,11 @@ class Faults:
         self.refused = 0
         self.accepted = 0
 
-    def of(self, case: object, call: Callable[[], Any]) -> Any:
+    def of(self, case: object, call: Callable[..., Any], *args: Any) -> Any:
         """What the call returns; None where it refuses, or is at fault."""
         try:
             with at_most(SECONDS):
-                result = call()
+                result = call(*args)
         except OWN as error:
             self.refused += 1
             text = str(error)

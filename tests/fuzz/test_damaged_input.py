@@ -24,13 +24,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth import Scaffold, load_dataset, resolve
+from fedsynth import Scaffold, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.messages import Packed
-from fedsynth.data.images import ImageData
+from fedsynth.data.registry import dataset_spec
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import Node
-from fedsynth.deployment.policy import ANY, Owner
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import CheckpointError
 from fedsynth.federation.context import public_context
@@ -39,6 +38,7 @@ from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from fedsynth.validation import read_sections, to_toml
+from tests.deployment.place import Place
 from tests.fuzz.mutations import (
     HOSTILE,
     Faults,
@@ -47,6 +47,7 @@ from tests.fuzz.mutations import (
     command,
     generator,
     json_bytes,
+    other_content,
 )
 from tests.messages import DTYPES, choices_of, example, kinds
 from tests.special import SPECIAL, special_file
@@ -56,22 +57,17 @@ STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
 
 @dataclass(frozen=True)
 class Bench:
-    """What a surface works with: an empty folder, its faults, and a finished private run."""
+    """What a surface works with: an empty folder, its faults, a finished private run, its cases."""
 
     folder: Path
     faults: Faults
     run: Callable[[], Path]
+    numbers: range
 
-
-Case = Callable[[int, random.Random], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    def cases(self) -> Iterator[tuple[int, random.Random]]:
+        """The number and the draws of each case."""
+        for number in self.numbers:
+            yield number, generator(number)
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +89,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]
 # --------------------------------------------------------------------------------- config files
 PLAIN = ("feddm", "fedavg", "fedkf", "fedhydra", "fedgen", "fedfm", "fedaf", "scaffold")
 STRANGE = (
-    "1979-05-27T07:32:00Z",
-    "07:32:00",
-    "0x" + "f" * 5000,
-    "9" * 400,
-    "9" * 5000,
-    "1e400",
-    "-inf",
-    "[" * 5000,
-    "[" * 200 + "]" * 200,
-    "{a=" * 300 + "1" + "}" * 300,
-    "'''\nx\n'''",
-    '"\\u0000"',
-    '"\\u202e"',
+    *("1979-05-27T07:32:00Z", "07:32:00", "0x" + "f" * 5000, "9" * 400, "9" * 5000, "1e400"),
+    *("-inf", "[" * 5000, "[" * 200 + "]" * 200, "{a=" * 300 + "1" + "}" * 300),
+    *("'''\nx\n'''", '"\\u0000"', '"\\u202e"'),
 )
+TEXTS = 200  # cases whose text is changed; in the others one setting is
 
 
 def sections(method: str) -> dict[str, dict[str, Any]]:
@@ -158,27 +145,17 @@ def settings_read(path: Path) -> RunSettings:
     return settings
 
 
-def configs(bench: Bench, content: Callable[[random.Random], bytes]) -> Case:
+def configs(bench: Bench) -> None:
+    """Changes of the text, and settings of another type, huge, not finite, or deeply nested."""
     path = bench.folder / "config.toml"
-
-    def case(number: int, rng: random.Random) -> None:
-        path.write_bytes(content(rng))
-        made = bench.faults.of(number, lambda: settings_read(path))
+    for number, rng in bench.cases():
+        given = sections(rng.choice(PLAIN))
+        if number < TEXTS:
+            path.write_bytes(altered(to_toml(given).encode(), rng))
+        else:
+            path.write_bytes(with_one(given, rng).encode(errors="surrogateescape"))
+        made = bench.faults.of(number, settings_read, path)
         bench.faults.unless(made is None or finite(made), number, f"made {made}")
-
-    return case
-
-
-def config_texts(bench: Bench) -> Case:
-    return configs(bench, lambda rng: altered(to_toml(sections(rng.choice(PLAIN))).encode(), rng))
-
-
-def config_values(bench: Bench) -> Case:
-    """One setting, of any section, becomes another type, huge, not finite, or deeply nested."""
-    return configs(
-        bench,
-        lambda rng: with_one(sections(rng.choice(PLAIN)), rng).encode(errors="surrogateescape"),
-    )
 
 
 # -------------------------------------------------------------------------------------- options
@@ -210,27 +187,19 @@ TINY = (
     *("train", "--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8"),
     *("--set", "iterations=1"),
 )
-PLAN = ("privacy", "plan", "--mechanism=residual")
-OTHER = (
-    (*PLAN, "--epsilon"),
-    (*PLAN, "--epsilon", "8", "--rounds"),
-    (*PLAN, "--epsilon", "8", "--n"),
-    ("privacy", "plan", "--epsilon", "8", "--method"),
-    (*PLAN, "--sigma"),
-    (*PLAN, "--sigma", "3", "--delta"),
-    (*PLAN, "--sigma", "3", "--clients"),
-    (*PLAN, "--sigma", "3", "--sample-rate"),
-    (*PLAN, "--sigma", "3", "--set"),
-    *(tuple(line.split()) for line in (
-        "privacy report", "privacy report --ledger", "privacy verify", "privacy verify x --ledger",
-        "privacy verify x --public-key", "privacy sign x --key", "privacy repair",
-        "privacy carry-over .", "privacy carry-over", "runs", "methods show", "distill --models",
-        "distill --models x --arch", "distill --models x --student", "distill --models x --width",
-        "distill --models x --depth", "distill --models x --seed", "distill --models x --set",
-        "distill --models x --dataset", "partition --clients", "partition --alpha",
-        "partition --picture", "partition --set", "privacy audit --run", "privacy audit --canaries",
-    )),
-)  # fmt: skip
+PLAN = "privacy plan --mechanism=residual"
+OTHER = tuple(tuple(line.split()) for line in (
+    f"{PLAN} --epsilon", f"{PLAN} --epsilon 8 --rounds", f"{PLAN} --epsilon 8 --n",
+    "privacy plan --epsilon 8 --method", f"{PLAN} --sigma", f"{PLAN} --sigma 3 --delta",
+    f"{PLAN} --sigma 3 --clients", f"{PLAN} --sigma 3 --sample-rate", f"{PLAN} --sigma 3 --set",
+    "privacy report", "privacy report --ledger", "privacy verify", "privacy verify x --ledger",
+    "privacy verify x --public-key", "privacy sign x --key", "privacy repair",
+    "privacy carry-over .", "privacy carry-over", "runs", "methods show", "distill --models",
+    "distill --models x --arch", "distill --models x --student", "distill --models x --width",
+    "distill --models x --depth", "distill --models x --seed", "distill --models x --set",
+    "distill --models x --dataset", "partition --clients", "partition --alpha",
+    "partition --picture", "partition --set", "privacy audit --run", "privacy audit --canaries",
+))  # fmt: skip
 
 
 def word(option: str, rng: random.Random) -> str:
@@ -242,13 +211,12 @@ def word(option: str, rng: random.Random) -> str:
 
 
 def try_command(faults: Faults, number: int, args: list[str]) -> None:
-    faults.of((number, [a[:60] for a in args[-4:]]), lambda: command(*args))
+    faults.of((number, [a[:60] for a in args[-4:]]), command, *args)
 
 
-def options_of_runs(bench: Bench) -> Case:
+def options_of_runs(bench: Bench) -> None:
     """A tiny run with one hostile option: what is accepted is run."""
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         private = number % 3 == 0
         option = rng.choice(TRAIN + PRIVATE + ("set",) * 20 if private else TRAIN + ("set",) * 12)
         short = ["--ipc=1", "--set=server_epochs=1"]
@@ -261,89 +229,50 @@ def options_of_runs(bench: Bench) -> Case:
             output = "--dry-run"  # a number of rounds may be meant
         try_command(bench.faults, number, [*TINY, *short, *sigma, output, given])
 
-    return case
 
-
-def options_of_other_commands(bench: Bench) -> Case:
-    def case(number: int, rng: random.Random) -> None:
+def options_of_other_commands(bench: Bench) -> None:
+    for number, rng in bench.cases():
         *start, last = OTHER[number % len(OTHER)]
         value = word(last.removeprefix("--"), rng)
         end = [f"{last}={value}"] if last.startswith("--") else [last, value]
         try_command(bench.faults, number, [*start, *end])
 
-    return case
-
 
 # -------------------------------------------------------------------- reports and files of a run
-def alike(one: Any, other: Any) -> bool:
-    """Two JSON values are equal, numbers up to 1e-6 of them and whole ones exactly."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, float) and type(other) in (int, float):
-        try:
-            return math.isclose(one, other, rel_tol=1.01e-6, abs_tol=1e-12)
-        except OverflowError:
-            return False
-    return type(one) is type(other) and bool(one == other)
+def meaning(report: bytes) -> Any:
+    """What must follow from the run's files, all but which versions made it; floating-point numbers
+    to five digits."""
+    found = json.loads(
+        report, parse_int=str, parse_float=lambda text: f"{round(float(text), 11) + 0.0:.5g}"
+    )
+    if isinstance(found.get("provenance"), dict):
+        found["provenance"] = found["provenance"].get("config")
+    if isinstance(found.get("accountant"), dict):
+        found["accountant"].pop("library", None)
+    return found
 
 
-def without_versions(report: dict[str, Any]) -> dict[str, Any]:
-    """What must follow from the run's files: all but which versions made it."""
-    report = json.loads(json.dumps(report))
-    kept = report.get("provenance")
-    report["provenance"] = kept.get("config") if isinstance(kept, dict) else kept
-    accountant = report.get("accountant")
-    if isinstance(accountant, dict):
-        accountant.pop("library", None)
-    return report
-
-
-def with_content(file: Path, content: bytes, call: Callable[[], Any]) -> Any:
-    """What the call returns with another content of a file, which then has its own again."""
-    before = file.read_bytes()
-    file.write_bytes(content)
-    try:
-        return call()
-    finally:
-        file.write_bytes(before)
-
-
-def verified_reports(bench: Bench) -> Case:
-    """`privacy verify` refuses each change of the report's JSON, or the change has no meaning."""
+def reports(bench: Bench) -> None:
+    """`privacy verify` refuses each change of the report's JSON that has a meaning; each form of a
+    damaged report is text, and nothing in it is taken for HTML."""
     run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
     file = run / "privacy_report.json"
-    good = json.loads(file.read_text())
-
-    def case(number: int, rng: random.Random) -> None:
-        content = json_bytes(altered_json(good, rng), rng)
-        verify = functools.partial(command, "privacy", "verify", str(run))
-        done = with_content(file, content, lambda: bench.faults.of(number, verify))
-        if done is not None and done[0] == 0:
-            same = alike(without_versions(good), without_versions(json.loads(content)))
+    good = file.read_bytes()
+    for number, rng in bench.cases():
+        content = json_bytes(altered_json(json.loads(good), rng), rng)
+        form = ("verify", "markdown", "verify", "html", "verify", "json")[number % 6]
+        show = ["privacy", "report", str(run), "--format", form]
+        words = ["privacy", "verify", str(run)] if form == "verify" else show
+        with other_content(file, content):
+            done = bench.faults.of(number, command, *words)
+        if done is None:
+            continue
+        if form == "verify" and done[0] == 0:
+            same = meaning(good) == meaning(content)
             bench.faults.unless(same, number, f"accepted {content[:3000]!r}")
-
-    return case
-
-
-def shown_reports(bench: Bench) -> Case:
-    """Each form of a damaged report is text, and nothing in it is taken for HTML."""
-    run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
-    file = run / "privacy_report.json"
-    good = json.loads(file.read_text())
-
-    def case(number: int, rng: random.Random) -> None:
-        form = ("markdown", "html", "json")[number % 3]
-        show = functools.partial(command, "privacy", "report", str(run), "--format", form)
-        content = json_bytes(altered_json(good, rng), rng)
-        shown = with_content(file, content, lambda: bench.faults.of(number, show))
-        if shown is not None:
-            bench.faults.unless("\x1b" not in shown[1], number, "steers a terminal")
-            script = form == "html" and "<script" in shown[1]
-            bench.faults.unless(not script, number, "has a script")
-
-    return case
+        bench.faults.unless("\x1b" not in done[1], number, "steers a terminal")
+        script = form == "html" and "<script" in done[1]
+        bench.faults.unless(not script, number, "has a script")
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -376,26 +305,22 @@ def same_checkpoint(path: Path, good: Checkpoint) -> bool:
     return True
 
 
-def checkpoints(bench: Bench) -> Case:
+def checkpoints(bench: Bench) -> None:
     """Never another round, state or memory than was written."""
     path = bench.folder / "checkpoint"
     good = write_checkpoint(path)
     assert same_checkpoint(path, good)
     contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         file = path / POINTER
         if number < DAMAGED_FILES:
             file = rng.choice(list(contents))
             content = altered(contents[file], rng, *contents.values())
         else:
             content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
-        with_content(
-            file, content, lambda: bench.faults.of(number, lambda: same_checkpoint(path, good))
-        )
+        with other_content(file, content):
+            bench.faults.of(number, same_checkpoint, path, good)
         assert sorted(path.iterdir()) == list(contents)
-
-    return case
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -461,61 +386,57 @@ def rows_of(path: Path) -> tuple[Release, ...]:
     return ledger.releases
 
 
-def changed_ledgers(bench: Bench) -> Case:
+def changed_ledgers(bench: Bench) -> None:
     """A prefix of whole lines is all that may be taken for the ledger."""
     good = write_ledger(bench.folder)
     lines = [json.loads(line) for line in good.splitlines()]
     meant = [lines[:n] for n in range(1, len(lines) + 1)]
     path = bench.folder / "damaged.jsonl"
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         path.write_bytes(altered(good, rng))
-        rows = bench.faults.of(number, lambda: rows_of(path))
+        rows = bench.faults.of(number, rows_of, path)
         if rows is not None:
             now = [json.loads(line) for line in path.read_bytes().splitlines()]
             bench.faults.unless(now in meant, number, "read as other rows")
             bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
 
-    return case
 
-
-def rehashed_ledgers(bench: Bench) -> Case:
+def rehashed_ledgers(bench: Bench) -> None:
     """Impossible rows stay refused where their hashes are right."""
     content = write_ledger(bench.folder)
     good = [json.loads(line) for line in content.splitlines()]
     assert rehashed(good) == content
     path = bench.folder / "damaged.jsonl"
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         changed = altered_json(good, rng)
         try:
             content = rehashed(changed)
         except (AttributeError, RecursionError, ValueError, TypeError):  # no lines of objects
             content = json_bytes(changed, rng)
         path.write_bytes(content)
-        for row in bench.faults.of(number, lambda: rows_of(path)) or ():
+        for row in bench.faults.of(number, rows_of, path) or ():
             bench.faults.unless(sound(row), number, f"took {row}")
 
-    return case
+
+def repaired(path: Path) -> bool:
+    repair_ledger(path)
+    return True
 
 
-def repaired_ledgers(bench: Bench) -> Case:
+def repaired_ledgers(bench: Bench) -> None:
     """What is left after a repair is a ledger of the rows that were charged, or the file as it
     was."""
     good = write_ledger(bench.folder)
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         path = bench.folder / f"{number}.jsonl"
         torn = good[: rng.randrange(1, len(good))]
         before = torn if rng.random() < 0.5 else altered(torn, rng)
         path.write_bytes(before)
-        if bench.faults.of(number, lambda: (repair_ledger(path),)) is None:
+        if bench.faults.of(number, repaired, path) is None:
             bench.faults.unless(path.read_bytes() == before, number, "changed what it refused")
         else:
             rows = rows_of(path)
             bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
-
-    return case
 
 
 # ------------------------------------------------------------------------------------- messages
@@ -568,59 +489,32 @@ def wrong(made: Packed, sent: bytes) -> str:
     return f"{sorted(declared)} were left out" if declared else ""
 
 
-def messages(bench: Bench) -> Case:
+def messages(bench: Bench) -> None:
     """Exactly the types, shapes and names that its own header declares."""
     all_kinds = kinds()
     assert len(all_kinds) > 25
-
-    def case(number: int, rng: random.Random) -> None:
+    for number, rng in bench.cases():
         kind = all_kinds[number % len(all_kinds)]
+        case = f"{number} {kind.__name__}"
         sent = damaged_message(example(kind, rng).to_bytes(), rng)
-        made = bench.faults.of(f"{number} {kind.__name__}", lambda: kind.from_bytes(sent))
-        if made is not None:
-            fault = wrong(made, sent)
-            bench.faults.unless(not fault, f"{number} {kind.__name__}", fault)
-
-    return case
+        made = bench.faults.of(case, kind.from_bytes, sent)
+        fault = "" if made is None else wrong(made, sent)
+        bench.faults.unless(not fault, case, fault)
 
 
 # --------------------------------------------------------------------------- frames to a client
-ROUND = {"round": 1, "participants": [0]}
-
-
 RUN = "0123456789abcdef"
 
 
-@dataclass(frozen=True)
-class Few:
-    """A source of a few records."""
-
-    data: ImageData
-
-    def read(self, proposal: Proposal, number: int) -> ImageData:
-        return self.data
-
-    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        return []
-
-    def identifier(self, proposal: Proposal) -> str:
-        return "few"
-
-
-def proposed(private: bool) -> tuple[Proposal, Few]:
-    more = {"privacy": {"noise_multiplier": 3.0, "sample_rate": 1.0}} if private else {}
-    settings = resolve(
-        {
-            "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
-            "partition": {"clients": 1},
-            "model": {"name": "linear"},
-            "method": {"local_steps": 1},
-            **more,
-        }
-    )
-    train, _ = load_dataset("digits")
-    data = ImageData(train.images[:40], train.labels[:40], train.spec)
-    return Proposal(RUN, settings, data.spec), Few(data)
+def proposed(private: bool) -> Proposal:
+    given = {
+        "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
+        "partition": {"clients": 1, "subset": 0.03},
+        "model": {"name": "linear"},
+        "method": {"local_steps": 1},
+        "privacy": {"noise_multiplier": 3.0, "sample_rate": 1.0} if private else {},
+    }
+    return Proposal(RUN, resolve(given), dataset_spec("digits"))
 
 
 def conversation(proposal: Proposal) -> list[Frame]:
@@ -632,11 +526,16 @@ def conversation(proposal: Proposal) -> list[Frame]:
     assert message is not None
     sent = message(parameters=model, weight=1.0).to_bytes()
     private = settings.privacy is not None
-    terms = {"sizes": None, "noise_multiplier": 3.0 if private else None}
+    step = {
+        "participants": [0],
+        "sizes": None,
+        "noise_multiplier": 3.0 if private else None,
+        "phase": "main",
+    }
     asked = [
         ("join", {"proposal": proposal.to_json(), "last_round": 0}, b""),
-        ("step", {**ROUND, **terms, "phase": "main"}, sent),
-        ("step", {**ROUND, **terms, "phase": "main", "round": 2}, sent),
+        ("step", {**step, "round": 1}, sent),
+        ("step", {**step, "round": 2}, sent),
     ]
     return [
         Frame(kind, {**facts, "number": number}, payload)
@@ -656,19 +555,20 @@ def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + frame.payload
 
 
-def frames(bench: Bench, private: bool) -> Case:
+def answered(node: Node, sent: bytes) -> Frame:
+    return Frame.from_bytes(node.answer(RUN, sent))
+
+
+def frames(bench: Bench, private: bool) -> None:
     """The conversation as it should be, with one damaged frame before each of its frames: a client
     answers it with a frame, and the right one as usual."""
     faults = bench.faults
-
-    proposal, source = proposed(private)
-    owner = Owner(approved=frozenset({ANY}))
+    proposal = proposed(private)
     other_run: list[Node] = []
 
     def asked() -> Iterator[tuple[Node, Frame]]:
         for number in count():
-            home = bench.folder / f"home-{number}"
-            node = Node(0, home, source, owner, device="cpu", say=lambda text: None)
+            node = Place(bench.folder / str(number)).node(0)
             for frame in conversation(proposal):
                 if node not in other_run:
                     yield node, frame
@@ -677,15 +577,12 @@ def frames(bench: Bench, private: bool) -> Case:
         file = node.home / "client-000.jsonl"
         return len(read_ledger(file).releases) if private and file.exists() else 0
 
-    turns = asked()
-
-    def case(number: int, rng: random.Random) -> None:
-        node, frame = next(turns)
+    for (number, rng), (node, frame) in zip(bench.cases(), asked(), strict=False):
         sent = damaged_frame(frame, rng)
         before = charges(node)
-        answer = faults.of(number, lambda: Frame.from_bytes(node.answer(RUN, sent)))
+        answer = faults.of(number, answered, node, sent)
         if answer is None:
-            return
+            continue
         known = answer.kind in ("answer", "refusal", "error")
         faults.unless(known, number, f"answers {answer.kind}")
         faults.unless(answer.facts["client"] == 0, number, "another client answers")
@@ -695,8 +592,8 @@ def frames(bench: Bench, private: bool) -> Case:
         faults.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
         if frame.kind == "join" and answer.kind == "answer":
             other_run.append(node)  # perhaps with other settings, which it then keeps
-            return
-        right = Frame.from_bytes(node.answer(RUN, frame.to_bytes()))
+            continue
+        right = answered(node, frame.to_bytes())
         # a step that a private client began is never begun again
         done = private and frame.kind == "step" and answer.kind != "error"
         faults.unless(
@@ -705,8 +602,6 @@ def frames(bench: Bench, private: bool) -> Case:
             f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {right}",
         )
 
-    return case
-
 
 # ------------------------------------------------------------------------------------- the table
 @dataclass(frozen=True)
@@ -714,18 +609,16 @@ class Surface:
     """One kind of input; `refused` and `accepted` are the least shares of its cases."""
 
     cases: int
-    make: Callable[[Bench], Case]
+    play: Callable[[Bench], None]
     refused: float = 0.0
     accepted: float = 0.0
 
 
 SURFACES = {
-    "config text": Surface(200, config_texts, refused=0.33),
-    "config value": Surface(400, config_values, refused=0.33, accepted=0.02),
+    "config": Surface(600, configs, refused=0.33, accepted=0.01),
     "option of a run": Surface(110, options_of_runs, accepted=0.1),
     "option of another command": Surface(105, options_of_other_commands),
-    "report to verify": Surface(180, verified_reports),
-    "report to show": Surface(100, shown_reports),
+    "report": Surface(300, reports),
     "checkpoint": Surface(400, checkpoints, refused=0.8),
     "ledger": Surface(200, changed_ledgers, refused=0.5),
     "rehashed ledger": Surface(300, rehashed_ledgers, accepted=0.05),
@@ -748,8 +641,6 @@ def test_damaged_input_is_refused_in_one_line_or_read_as_promised(
     monkeypatch.chdir(tmp_path)  # names that are taken for paths must not hit this folder
     surface = SURFACES[name]
     faults = Faults()
-    case = surface.make(Bench(tmp_path, faults, finished_run))
     cases = range(0, surface.cases, step)
-    for number in cases:
-        case(number, generator(number))
+    surface.play(Bench(tmp_path, faults, finished_run, cases))
     faults.check(cases, surface.refused, surface.accepted)
