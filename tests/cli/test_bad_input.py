@@ -44,7 +44,6 @@ LINES = (
     ("reproduce feddm:table2 --alpha 0.5", "no cell with alpha 0.5; it has 0.1, 0.01"),
     (f"reproduce {CELL} --time-budget soon", "--time-budget must be a duration"),
     (f"reproduce {CELL} --scale 2", "scale must be above 0 and below 1, got 2.0"),
-    ("reproduce fedkf:table4", "none of these cells can be run"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
     ("runs {tmp}", "there is no finished run in {tmp}"),
     ("privacy report {tmp}", "cannot read the privacy report"),

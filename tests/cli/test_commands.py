@@ -85,7 +85,7 @@ def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
     assert all("clients" not in key for row in rows for key in row["settings"])
     for row in rows:
         summary = json.loads((output / row["run"] / "summary.json").read_text())
-        for key in ("test_accuracy", "upload_bytes", "local"):
+        for key in ("test_accuracy", "upload_bytes"):
             assert row.get(key) == summary.get(key)
         spent = [found.get("differential_privacy", {}).get("epsilon") for found in (row, summary)]
         assert spent[0] == spent[1]
@@ -215,6 +215,8 @@ def test_a_tables_cells_settings_and_sources_are_shown(fedsynth: Call) -> None:
     shown = fedsynth("reproduce --list feddm:table2 --alpha 0.1").stdout
     for text in ("method.iterations=1000", "Sec. 4.1, Hyperparameters", "67.38 ± 0.32"):
         assert text in shown
+    refused = fedsynth("reproduce fedkf:table4")
+    assert (refused.code, "none of these cells can be run" in refused.stderr) == (2, True)
 
 
 def test_a_cell_runs_and_is_compared_with_the_published_value(
@@ -308,7 +310,7 @@ def test_a_run_that_gets_a_signal_ends_in_order(number: int, code: int, tmp_path
 
 def test_resume_ends_a_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same folder as any run, and a report that verifies."""
-    small = f"--device cpu --output {tmp_path / 'out'} --set iterations=2 --subset 0.2"
+    small = f"--device cpu --output {tmp_path / 'out'} --set iterations=1 --subset 0.2 --width 8"
     with interrupted_in_round(2, monkeypatch):
         cut = fedsynth(f"train {small} --dp-sigma 3")
     assert cut.code == 130

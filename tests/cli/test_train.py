@@ -13,8 +13,8 @@ import pytest
 
 from fedsynth.cli.options import from_preset, merged
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation import stderr_observer
-from fedsynth.simulation.stderr_observer import LONG_PHASE, StderrObserver, round_line
+from fedsynth.simulation import run_messages
+from fedsynth.simulation.run_messages import LONG_PHASE, StderrObserver, round_line
 from tests.cli.conftest import Call, call_train
 
 CASES = {  # line: mechanism
@@ -219,7 +219,7 @@ def test_remaining_time_is_that_of_the_mean_round(
 ) -> None:
     """A private run shows no times, because they may depend on the data."""
     now = 0.0
-    monkeypatch.setattr(stderr_observer.time, "monotonic", lambda: now)
+    monkeypatch.setattr(run_messages.time, "monotonic", lambda: now)
     privacy = {"noise_multiplier": 3.0} if private else {}
     observer = StderrObserver(resolve({"run": {"rounds": 10}, "privacy": privacy}))
     observer.step(1, "train", 1, 10)

@@ -81,26 +81,32 @@ class OfficialFiles:
         self.patch = patch
 
     def write_idx(
-        self, folder: str, splits: tuple[str, str], first: int = 0, zipped: bool = False
+        self,
+        folder: str,
+        splits: tuple[str, str],
+        first: int = 0,
+        zipped: bool = False,
+        sizes: tuple[int, int] = (20, 10),
+        classes: int = 10,
     ) -> list[Bytes]:
         raw = self.root / folder / "raw"
         raw.mkdir(parents=True)
         written = []
-        for split, n in zip(splits, (20, 10), strict=True):
+        for split, n in zip(splits, sizes, strict=True):
             images = RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8)
-            labels = (np.arange(n) % 10 + first).astype(np.uint8)
+            labels = (np.arange(n) % classes + first).astype(np.uint8)
             for kind, content in (("images-idx3", idx(images)), ("labels-idx1", idx(labels))):
                 path = raw / f"{split}-{kind}-ubyte{'.gz' if zipped else ''}"
                 path.write_bytes(gzip.compress(content) if zipped else content)
             written += [images, labels]
         return written
 
-    def write_cifar10(self) -> Bytes:
+    def write_cifar10(self, each: int = 4) -> Bytes:
         folder = self.root / "cifar-10-batches-py"
         folder.mkdir()
-        data = RNG.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
+        data = RNG.integers(0, 256, (6, each, 3072), dtype=np.uint8)
         for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-            batch = {b"labels": [i, 1, 2, 9], b"data": data[i]}
+            batch = {b"labels": [(i + k) % 10 for k in range(each)], b"data": data[i]}
             (folder / name).write_bytes(pickle.dumps(batch, 2))
         return data
 

@@ -7,14 +7,12 @@ wide networks are narrow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedsynth.config.settings import RunSettings
 from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction.comparison import lines
 from fedsynth.reproduction.preset_files import preset, preset_names
@@ -46,11 +44,6 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def quiet(settings: RunSettings) -> Iterator[Observer]:
-    yield Observer()
-
-
 @pytest.mark.parametrize(
     "name", by_family(CELLS, ("fedprox:synthetic", "feddm:table2", "fedhydra:table1"))
 )
@@ -63,7 +56,7 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
     assert len(jobs) == 1
     told: list[str] = []
     rows = Rows(tmp_path, 0.002)
-    runner = Runner(rows, Clock(), report=told.append, watch=quiet)
+    runner = Runner(rows, Clock(), report=told.append, watch=lambda _: nullcontext(Observer()))
     (outcome,) = runner.run(jobs)
     assert (outcome.status, outcome.error) == ("finished", None)
     found = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
