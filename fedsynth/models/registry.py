@@ -20,7 +20,6 @@ from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
 from fedsynth.models.convnet import NORMS, ConvNet
-from fedsynth.models.large import AlexNet, googlenet, resnet18, resnet50
 from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
@@ -62,6 +61,21 @@ class _Architecture:
     source: OwnCode | None = None
 
 
+def _large(name: str) -> Callable[..., nn.Module]:
+    """Returns a function that builds a network of `fedsynth.models.large`.
+
+    The module is imported only then, because importing torchvision takes longer than torch.
+    """
+
+    def build(image_shape: Shape, classes: int, norm: str) -> nn.Module:
+        from fedsynth.models import large
+
+        network: nn.Module = getattr(large, name)(image_shape, classes, norm=norm)
+        return network
+
+    return build
+
+
 _MODELS = {
     "convnet": _Architecture(ConvNet, NORMS),
     "linear": _Architecture(Linear),
@@ -73,11 +87,11 @@ _MODELS = {
     "cnn2": _Architecture(
         partial(Cnn, channels=(16, 32, 64), hidden=64), ("batch", "group", "instance")
     ),
-    "googlenet": _Architecture(googlenet, ("batch", "group")),
+    "googlenet": _Architecture(_large("googlenet"), ("batch", "group")),
     "resnet8": _Architecture(ResNet8, ("instance", "group", "batch")),
-    "resnet18": _Architecture(resnet18, ("batch", "group")),
-    "resnet50": _Architecture(resnet50, ("batch", "group")),
-    "alexnet": _Architecture(AlexNet, ("batch", "group")),
+    "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
+    "resnet50": _Architecture(_large("resnet50"), ("batch", "group")),
+    "alexnet": _Architecture(_large("AlexNet"), ("batch", "group")),
 }
 
 

@@ -3,6 +3,8 @@ steps, and what they refuse."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -228,3 +230,16 @@ def test_fast_instance_norm_is_group_norm(
         weight, bias = norm.weight.float(), norm.bias.float()
         exact = nn.functional.group_norm(x.float(), channels, weight, bias).to(dtype)
         torch.testing.assert_close(fast.float(), exact.float(), atol=1e-4, rtol=0.008)
+
+
+def test_torchvision_is_imported_only_for_its_networks() -> None:
+    """Importing it takes longer than torch, and each command would wait for it."""
+    code = (
+        "import sys, fedsynth; from fedsynth import ModelSettings, RunSettings, FedDM; "
+        "from fedsynth.models.registry import build_model; "
+        "build_model(RunSettings(FedDM()).model, (1, 8, 8), 10, 0); "
+        "assert 'torchvision' not in sys.modules; "
+        "build_model(ModelSettings('resnet18'), (3, 32, 32), 10, 0); "
+        "assert 'torchvision' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
