@@ -45,19 +45,6 @@ those of the method's base classes."""
 
 
 @dataclass(frozen=True)
-class ExchangeTypes:
-    """The types of the two messages of an exchange, or None if the method has no such exchange.
-
-    Args:
-        downlink: the type of the server's message.
-        upload: the type of a client's message.
-    """
-
-    downlink: type[Message] | None
-    upload: type[Message] | None
-
-
-@dataclass(frozen=True)
 class Method(OptionalHooks):
     """The base class of all methods. A subclass is a frozen dataclass of validated settings.
 
@@ -118,11 +105,15 @@ class Method(OptionalHooks):
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
-    def exchange_types(cls, phase: str) -> ExchangeTypes:
-        """Returns the declared message types of an exchange, "first" or "main"."""
+    def exchange_types(cls, phase: str) -> tuple[type[Message] | None, type[Message] | None]:
+        """Returns the declared types of the server's and of a client's message of an exchange,
+        "first" or "main".
+
+        Both are None if the method has no such exchange.
+        """
         if phase == FIRST:
-            return ExchangeTypes(cls.first_downlink, cls.first_upload)
-        return ExchangeTypes(cls.downlink, cls.upload)
+            return cls.first_downlink, cls.first_upload
+        return cls.downlink, cls.upload
 
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
         """Returns the server's state before the first round.
@@ -154,7 +145,7 @@ class Method(OptionalHooks):
             client: the client's index.
             context: the round's context. An implementation reads only its public values.
         """
-        declared = self.exchange_types(phase).upload
+        _, declared = self.exchange_types(phase)
         if declared is not None and issubclass(declared, ModelParameters):
             return model_rules(client, context)
         return {}
@@ -286,15 +277,9 @@ def charge_for(
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
         reason = "must guarantee differential privacy, because only then can clients be charged"
         raise SettingError("privacy", "mechanism", reason)
-    sigma = privacy.noise_multiplier
-    return [
-        charge_round(
-            method.client_plans(plans, client, context),
-            context.round,
-            sigma,
-            guard,
-            secret,
-            phase=phase,
-        )
-        for client, guard, secret in zip(clients, guards, secrets, strict=True)
-    ]
+    charged = []
+    for client, guard, secret in zip(clients, guards, secrets, strict=True):
+        client_plans = method.client_plans(plans, client, context)
+        noise = privacy.noise_multiplier
+        charged.append(charge_round(client_plans, context.round, noise, guard, secret, phase=phase))
+    return charged

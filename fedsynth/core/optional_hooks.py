@@ -28,15 +28,33 @@ Upload = Any
 State = Any
 
 
-class FirstExchange:
-    """Hooks for an exchange with the clients that comes before the main exchange of a round.
+class OptionalHooks:
+    """Hooks with a default, in groups.
 
     Class attributes:
         first_downlink: the type of the server's message in the first exchange. None if the method
             has no first exchange.
         first_upload: the type of a client's message in the first exchange. None if the method has
             no first exchange.
+        same_releases_every_round: whether every round makes all releases of `release_plans`. If
+            False, `round_plans` selects the releases of a round, and all clients must take part in
+            every round.
+        images_from: a text that says what a run needs in order to make synthetic images. Empty if
+            the method makes none.
+        learns_from_images: whether the run's model was trained on the images that the run exports.
+        heterogeneous: whether clients may use other architectures than the server.
+        personal: whether each client ends with a personal model.
+        variant_names: the names of the models that `variants` may return.
+        takes_model: whether the run's model settings decide the method's network. If False, the
+            method has its own network, and a run that sets a model reports that the setting has no
+            effect.
+        model_sees_data: whether clients run the network on private data. If True, a custom network
+            is refused if it mixes the examples of a batch.
+        metric_privacy: the status under differential privacy of each metric that `facts` returns. A
+            private run fails if `facts` returns a metric that is not declared here.
     """
+
+    # ----------------------------- an exchange with the clients before the main exchange of a round
 
     first_downlink: ClassVar[type[Message] | None] = None
     first_upload: ClassVar[type[Message] | None] = None
@@ -68,9 +86,7 @@ class FirstExchange:
         """
         raise NotImplementedError  # abstract
 
-
-class SecureSums:
-    """Hooks for methods whose server sees only the sum of the uploads (FedStats, FedSum)."""
+    # --------------------- methods whose server sees only the sum of the uploads (FedStats, FedSum)
 
     @property
     def requires_secure_sum(self) -> bool:
@@ -110,15 +126,7 @@ class SecureSums:
         """
         raise NotImplementedError  # abstract
 
-
-class ReleaseSchedule:
-    """Hooks for private releases that differ between rounds or between clients.
-
-    Class attributes:
-        same_releases_every_round: whether every round makes all releases of `release_plans`. If
-            False, `round_plans` selects the releases of a round, and all clients must take part in
-            every round.
-    """
+    # --------------------------------------- private releases that differ between rounds or clients
 
     same_releases_every_round: ClassVar[bool] = True
 
@@ -145,15 +153,7 @@ class ReleaseSchedule:
         """
         return plans
 
-
-class SyntheticImages:
-    """Hooks for synthetic images that the server makes, for the run folder and for export.
-
-    Class attributes:
-        images_from: a text that says what a run needs in order to make synthetic images. Empty if
-            the method makes none.
-        learns_from_images: whether the run's model was trained on the images that the run exports.
-    """
+    # -------------------- synthetic images that the server makes, for the run folder and for export
 
     images_from: ClassVar[str] = ""
     learns_from_images: ClassVar[bool] = True
@@ -194,21 +194,7 @@ class SyntheticImages:
         """
         return False
 
-
-class OtherModels:
-    """Hooks for models besides the server's, and for networks that the run's settings do not
-    decide.
-
-    Class attributes:
-        heterogeneous: whether clients may use other architectures than the server.
-        personal: whether each client ends with a personal model.
-        variant_names: the names of the models that `variants` may return.
-        takes_model: whether the run's model settings decide the method's network. If False, the
-            method has its own network, and a run that sets a model reports that the setting has no
-            effect.
-        model_sees_data: whether clients run the network on private data. If True, a custom network
-            is refused if it mixes the examples of a batch.
-    """
+    # -------------- models besides the server's, and networks that the run's settings do not decide
 
     heterogeneous: ClassVar[bool] = False
     personal: ClassVar[bool] = False
@@ -242,14 +228,7 @@ class OtherModels:
         """
         return {}
 
-
-class RoundMetrics:
-    """Hooks for the metrics of a round and for the facts that a privacy report lists.
-
-    Class attributes:
-        metric_privacy: the status under differential privacy of each metric that `facts` returns. A
-            private run fails if `facts` returns a metric that is not declared here.
-    """
+    # ------------------------------------ metrics of a round, and facts that a privacy report lists
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
 
@@ -304,9 +283,3 @@ class RoundMetrics:
         paper prints no ε.
         """
         return {}
-
-
-class OptionalHooks(
-    FirstExchange, SecureSums, ReleaseSchedule, SyntheticImages, OtherModels, RoundMetrics
-):
-    """All hooks that have a default, in one base class."""

@@ -218,8 +218,8 @@ def declared(method: Method, phase: str, side: Side) -> type[Message]:
     Raises:
         MessageError: the method has no such exchange.
     """
-    types = method.exchange_types(phase)
-    expected = types.downlink if side == "downlink" else types.upload
+    downlink, upload = method.exchange_types(phase)
+    expected = downlink if side == "downlink" else upload
     if expected is None:
         raise MessageError(f"{method.name} has no {phase} exchange")
     return expected

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,14 @@ from fedsynth.core.method import Memory, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans, sums_rules
+from fedsynth.methods.shared.class_sums import (
+    COUNTS,
+    ClassSums,
+    class_sums,
+    feature_width,
+    sums_plans,
+    sums_rules,
+)
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
@@ -178,16 +185,16 @@ class FedFM(TrainsLocally):
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, AnchorsDown):  # not the plain model of the first exchange
-            shape = context.spec.classes, _width(context)
+            shape = context.spec.classes, feature_width(context, logits=False)
             check_tensor("anchors", message.anchors, shape, torch.float32)
             check_tensor("has_anchor", message.has_anchor, shape[:1], torch.bool)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        declared = self.exchange_types(phase).upload
+        _, declared = self.exchange_types(phase)
         rules = super().upload_rules(phase, client, context)
         if declared is None or not issubclass(declared, FeatureSums | ModelAndSums):
             return rules
-        shape = context.spec.classes, _width(context)
+        shape = context.spec.classes, feature_width(context, logits=False)
         return {**rules, **sums_rules(client, shape, SUMS, context)}
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
@@ -225,7 +232,7 @@ class FedFM(TrainsLocally):
         anchors, has_anchor = state.anchors, state.has_anchor
         if anchors is None or has_anchor is None:
             classes, device = context.spec.classes, context.device
-            anchors = torch.zeros(classes, _width(context), device=device)
+            anchors = torch.zeros(classes, feature_width(context, logits=False), device=device)
             has_anchor = torch.zeros(classes, dtype=torch.bool, device=device)
         return AnchorsDown(state.parameters, 1.0, anchors, has_anchor)
 
@@ -264,7 +271,7 @@ class FedFM(TrainsLocally):
             "features (anchors)",
             "features f(x) of each example",
             clip=self.anchor_clip,
-            width=_width(context),
+            width=feature_width(context, logits=False),
             classes=context.spec.classes,
             noise=self.anchor_noise,
             phase=self.sums_phase,
@@ -275,7 +282,7 @@ class FedFM(TrainsLocally):
     ) -> ClassSums:
         """Computes the sums of a client's features under `model` for each class."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return class_sums(client, embed, _width(context), SUMS, context)
+        return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
@@ -336,10 +343,3 @@ class FedFMLite(FedFM):
     ) -> AnchorState:
         anchored = self._with_anchors(state, list(uploads.values()), context)
         return replace(anchored, parameters=average(uploads))
-
-
-def _width(context: RoundContext) -> int:
-    """Returns D, the dimension of the embedding."""
-    classifier: Any = context.architecture.classifier
-    width: int = classifier.in_features
-    return width

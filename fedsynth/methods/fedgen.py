@@ -42,8 +42,8 @@ from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
-from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.distillation.generator import LatentGenerator, make_latent_generator
+from fedsynth.seeding import forked_rng, torch_generator
+from fedsynth.synthesizer.distillation.generator import LatentGenerator
 from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, in_range
@@ -268,10 +268,10 @@ class FedGen(TrainsLocally):
     ) -> LatentGenerator:
         """Returns a generator with the given tensors, or a newly initialised generator."""
         classifier: Any = context.architecture.classifier
-        sizes = context.spec.classes, classifier.in_features
-        generator = make_latent_generator(
-            *sizes, context.seed, noise=self.noise, hidden=self.hidden
-        ).to(context.device)
+        with forked_rng(context.seed, "latent generator initialisation"):
+            generator = LatentGenerator(
+                context.spec.classes, classifier.in_features, self.noise, self.hidden
+            ).to(context.device)
         if learner:
             load_tensors({"generator": generator}, learner)
         return generator

@@ -105,7 +105,19 @@ class FedHydra(DataFreeEnsembleDistillation):
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Performs the server's part of Algorithm 1, lines 9 to 25."""
-        U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 1 to 3
+        losses = pair_losses(  # Algorithm 2
+            models,
+            context.spec,
+            context.seed,
+            context.device,
+            steps=self.stratification_steps,
+            batch=self.stratification_batch,
+            learning_rate=self.stratification_lr,
+            latent=self.latent,
+            width=self.generator_width,
+            loop=context.server_loop,
+        )
+        U = guidance(losses, self.stratification_floor)  # Eqs. 1 to 3
         U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
         targets = None  # P
         if self.lessons == "average":
@@ -127,21 +139,6 @@ class FedHydra(DataFreeEnsembleDistillation):
         self.note_models(models, context)
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
         return EnsembleState({}, tallies=training.tallies, matrices=matrices)
-
-    def pair_losses(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """Computes the losses of Algorithm 2, [T_G, C, m], for models in evaluation mode."""
-        return pair_losses(
-            models,
-            context.spec,
-            context.seed,
-            context.device,
-            steps=self.stratification_steps,
-            batch=self.stratification_batch,
-            learning_rate=self.stratification_lr,
-            latent=self.latent,
-            width=self.generator_width,
-            loop=context.server_loop,
-        )
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
         """Returns the function that computes P from the logits of all models (Algorithm 3)."""

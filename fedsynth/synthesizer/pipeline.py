@@ -23,11 +23,16 @@ from fedsynth.models.convnet import VectorJacobian
 from fedsynth.models.layers import EmbeddingNetwork
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.owner import DataOwner
-from fedsynth.privacy.passes import padded, power_of_two
+from fedsynth.privacy.passes import power_of_two
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation.matching import FeatureMap, NetworkFeatures
-from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
+from fedsynth.synthesizer.condensation.private_matchers import (
+    GradientMatcher,
+    ResidualMatcher,
+    mean_cotangents,
+    per_example_gradients,
+)
 from fedsynth.training.sgd import MomentumSgd
 
 Networks = Callable[[], nn.Module]
@@ -40,8 +45,6 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 CPU_NUMBERS = 2**21
 """The number of values in all records of one pass of a `ModuleFeatures`."""
-GRADIENTS_AT_ONCE = 16
-"""The number of records whose separate gradients are computed in one backward pass."""
 
 
 class SyntheticRecords(NamedTuple):
@@ -355,9 +358,8 @@ class GradientMatching(_PrivateMatching):
         synthetic = self.start(self._per_class, seed=0)
 
         def gradients(x: Tensor) -> Tensor:
-            return self._record_gradients(
-                features, synthetic, x, torch.zeros(len(x), dtype=torch.int64)
-            )
+            classes = torch.zeros(len(x), dtype=torch.int64)
+            return per_example_gradients(features, synthetic, x, classes, self._cotangents)
 
         self.owner.check_independent(gradients)
         super().begin()
@@ -366,35 +368,13 @@ class GradientMatching(_PrivateMatching):
         return self._per_class * math.prod(self.owner.record_shape)
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        features = self._features(step)
-        if self.loss is mean_distance:  # many records in one backward pass
-            matcher = GradientMatcher(self.owner, self._series, self._divisor)
-            return matcher.gradient(step, features, synthetic)
+        matcher = GradientMatcher(self.owner, self._series, self._divisor, self._cotangents)
+        return matcher.gradient(step, self._features(step), synthetic)
 
-        def gradients(x: Tensor, classes: Tensor) -> Tensor:
-            return self._record_gradients(features, synthetic, x, classes)
-
-        sums = self.owner.class_sums(self._series, gradients, start_over_row=64.0)
-        return (sums / self._divisor).view_as(synthetic)
-
-    def _record_gradients(
-        self, features: FeatureMap, synthetic: Tensor, x: Tensor, classes: Tensor
-    ) -> Tensor:
-        """Returns a separate gradient for each record [N, ...].
-
-        Records of class -1 are padding, and their gradients are zero.
-        """
-        real = features.real(x, _segment(x))
-        out = real.new_zeros(len(x), synthetic[0].numel())
-        for label in classes[classes >= 0].unique().tolist():
-            u, pull = features.vjp(synthetic[label], _segment(synthetic[label]))
-            for rows in torch.nonzero(classes == label).flatten().split(GRADIENTS_AT_ONCE):
-                cotangents = [
-                    _loss_gradient(self.loss, real[row][None], u) for row in rows.tolist()
-                ]
-                pulled = pull(padded(torch.stack(cotangents), GRADIENTS_AT_ONCE))
-                out[rows.to(x.device)] = pulled[: len(rows)].flatten(1)
-        return out
+    def _cotangents(self, made_MD: Tensor, real_RD: Tensor) -> Tensor:
+        if self.loss is mean_distance:  # in closed form
+            return mean_cotangents(made_MD, real_RD)
+        return torch.stack([_loss_gradient(self.loss, real[None], made_MD) for real in real_RD])
 
 
 def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:

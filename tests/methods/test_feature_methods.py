@@ -38,9 +38,9 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import LeNet5, Linear
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.seeding import torch_generator
+from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.distillation.generator import make_latent_generator
+from fedsynth.synthesizer.distillation.generator import LatentGenerator
 from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.feature_statistics import (
     augmented,
@@ -168,6 +168,12 @@ def guided(anchors: Array, kind: str, weight: float, alpha: float) -> Pull:
     return pull
 
 
+def latent_generator() -> LatentGenerator:
+    """FedGen's generator before its training, by the run's seed."""
+    with forked_rng(0, "latent generator initialisation"):
+        return LatentGenerator(3, 3)
+
+
 def class_means(models: Sequence[tuple[int, Array]], previous: Array | None = None) -> Array:
     """Returns the anchors of clients (number, V), weighted by their examples; a missing class keeps
     the previous anchor."""
@@ -255,7 +261,7 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
     message = method.broadcast(state, ctx)
     assert isinstance(message, GeneratorDown)
     assert message.seen_classes.all()
-    generator = make_latent_generator(3, 3, 0).to(device)
+    generator = latent_generator().to(device)
     load_tensors({"generator": generator}, message.generator)
     generator.eval()
 
@@ -291,7 +297,7 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
 def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) -> None:
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     _, state = rounds(method, device, ((0, 1, 2),))
-    generator = make_latent_generator(3, 3, 0).to(device)
+    generator = latent_generator().to(device)
     adam = torch.optim.Adam(generator.parameters(), 3e-4, weight_decay=1e-2)
     models = [local(START, k) for k in range(3)]
     counts = torch.tensor(
@@ -322,7 +328,7 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings() -> None
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     _, state = rounds(method, active=((0, 1, 2),))
     ctx = context(1)
-    generator = make_latent_generator(3, 3, 0)
+    generator = latent_generator()
     load_tensors({"generator": generator}, state.learner)
     asked = torch.arange(3).repeat_interleave(TALLIED)
     draws = torch_generator(0, "tally of generated embeddings")

@@ -15,7 +15,6 @@ from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.stratification import (
     guidance,
     pair_losses,
-    share_of_classes,
     share_of_clients,
     stratified_aggregation,
     stratified_probabilities,
@@ -39,8 +38,7 @@ def test_eqs_2_and_3(device: torch.device) -> None:
 def test_eqs_4_to_7_and_rows_of_zeros(device: torch.device) -> None:
     u = torch.tensor([[3.0, 1.0], [0.0, 0.0], [1.0, 0.0]], device=device)
     assert share_of_clients(u).tolist() == [[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]
-    assert share_of_classes(u).tolist() == [[0.75, 1.0], [0.0, 0.0], [0.25, 0.0]]
-    assert share_of_classes(torch.zeros(4, 2)).tolist() == [[0.25, 0.25]] * 4
+    assert share_of_clients(u.T).T.tolist() == [[0.75, 1.0], [0.0, 0.0], [0.25, 0.0]]
 
 
 def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:

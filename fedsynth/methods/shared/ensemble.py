@@ -139,7 +139,6 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
 
     def __post_init__(self) -> None:
         EnsembleDistillation.__post_init__(self)
-        OneShotSettings.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
         """Adds a note to the round if the batch-norm loss L_BN skips models that have no running

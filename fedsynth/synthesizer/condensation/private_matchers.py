@@ -36,7 +36,6 @@ from fedsynth.synthesizer.condensation.matching import (
     frozen_means,
     matching_gradient,
     pull_back,
-    segment_means_vjp,
 )
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 
@@ -57,6 +56,10 @@ class PrivateSums(Protocol):
     ) -> Released:
         """Samples records, computes a vector for each, and returns a noisy sum for each class."""
 
+
+Cotangents = Callable[[Tensor, Tensor], Tensor]
+"""A function (features of the synthetic images of a class [M, D], features of real records [R, D])
+-> for each record, the gradient of its loss with respect to the synthetic features [R, M, D]."""
 
 PASSES, PULLED = 4, 8
 """Limits of `per_example_gradients`. The vectors of a (client, class) pair are pulled back in about
@@ -114,15 +117,21 @@ class GradientMatcher(MatchingObjective):
     The gradient of the squared-norm loss with x as the only real image is g̃(x) = 2·J_cᵀ
     (mean_{S_c} u − u(x)). The mean of g̃ over a batch is the gradient of the batch. One forward
     pass of S_c serves all examples of the class, and many vectors are pulled back at a time.
+
+    Args:
+        clients, series, divisor: see `ResidualMatcher`.
+        cotangents: the derivative of the loss of single examples. If None, the loss is the squared
+            distance of means.
     """
 
     clients: PrivateSums
     series: Sequence[GaussianSumMechanism]
     divisor: float
+    cotangents: Cotangents | None = None
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            return per_example_gradients(features, synthetic, x_NCHW, segment_N)
+            return per_example_gradients(features, synthetic, x_NCHW, segment_N, self.cotangents)
 
         # Each call repeats the forward pass of the synthetic images; a discarded image is cheap in
         # comparison.
@@ -131,7 +140,11 @@ class GradientMatcher(MatchingObjective):
 
 
 def per_example_gradients(
-    features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
+    features: FeatureMap,
+    synthetic_SICHW: Tensor,
+    x_NCHW: Tensor,
+    segment_N: Tensor,
+    cotangents: Cotangents | None = None,
 ) -> Tensor:
     """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W].
 
@@ -148,7 +161,9 @@ def per_example_gradients(
         x_NCHW: the real images. Their number N is public, and so is the number of pairs.
         segment_N: the index of each image's pair. −1 marks images that are ignored. It should be on
             the CPU, where the passes are planned.
+        cotangents: see `GradientMatcher`.
     """
+    derivative = cotangents or mean_cotangents
     segment_N = segment_N.cpu()
     device = x_NCHW.device
     segments = len(synthetic_SICHW)
@@ -156,14 +171,25 @@ def per_example_gradients(
     at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
     out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
     for number in segment_N[segment_N >= 0].unique().tolist():
-        means, pull = segment_means_vjp(
-            features, synthetic_SICHW, torch.full((1,), number, device=device), exact=False
-        )
+        images = synthetic_SICHW[number]
+        number_M = torch.full((len(images),), number, device=device)
+        made, pull = features.vjp(images, number_M, exact=False)
         for rows in torch.nonzero(segment_N == number).flatten().split(at_once):
             rows = rows.to(device, non_blocking=True)
-            cotangents = padded(2 * (means - u[rows]), at_once)[:, None]
-            out[rows] = pull(cotangents)[: len(rows)].flatten(1)
+            vectors = padded(derivative(made, u[rows]), at_once)
+            out[rows] = pull(vectors)[: len(rows)].flatten(1)
     return out
+
+
+def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
+    """Returns the derivative of ‖mean_m u_m − r‖² with respect to each u_m, [R, M, D].
+
+    Args:
+        made_MD: the features u_m of the synthetic images of a class.
+        real_RD: the features r of real records.
+    """
+    gradient_RD = 2 * (made_MD.mean(dim=0) - real_RD) / len(made_MD)
+    return gradient_RD[:, None].expand(-1, len(made_MD), -1)
 
 
 def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation, blended, warped
-from fedsynth.validation import check_ranges
+from fedsynth.validation import check_fields, in_range
 
 AT_ONCE = 48
 
@@ -45,18 +45,17 @@ class StudentSettings:
     True
     """
 
-    steps: int = 1000
-    batch: int = 64
-    learning_rate: float = 2e-3
-    weight_decay: float = 1e-2
+    steps: int = in_range(1000, 1, 10**7)
+    batch: int = in_range(64, 2, 10**6)
+    learning_rate: float = in_range(2e-3, 0, 10)
+    weight_decay: float = in_range(1e-2, 0, 10)
     mixup: bool = True
-    views: int = 6
+    views: int = in_range(6, 0, 10**4)
     flip: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self, steps=(1, 10**7), batch=(2, 10**6), views=(0, 10**4))
-        check_ranges(self, learning_rate=(0, 10), weight_decay=(0, 10))
+        check_fields(self)
 
 
 def train_student(

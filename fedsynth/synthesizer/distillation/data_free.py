@@ -12,7 +12,6 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fedsynth.evaluation.generated import describe, generator_tally
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import Generator, descend, make_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
-from fedsynth.validation import check_ranges
+from fedsynth.validation import check_fields, in_range
 
 
 @dataclass(frozen=True)
@@ -67,29 +66,22 @@ class DataFreeDistiller:
 
     teacher: nn.Module
     images: DatasetSpec | tuple[int, int, int]
-    steps: int = 5000
-    batch: int = 128
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    generator_lr: float = 0.2
-    one_hot_weight: float = 0.2
-    activation_weight: float = 0.02
-    kl_weight: float = 0.0
-    latent: int = 100
-    width: int = 64
-    replay: int = 0
-    replay_batches: int = 500
+    steps: int = in_range(5000, 1)
+    batch: int = in_range(128, 2)
+    learning_rate: float = in_range(0.01, 0)
+    momentum: float = in_range(0.9, 0, 1)
+    generator_lr: float = in_range(0.2, 0)
+    one_hot_weight: float = in_range(0.2, 0)
+    activation_weight: float = in_range(0.02, 0)
+    kl_weight: float = in_range(0.0, 0)
+    latent: int = in_range(100, 1)
+    width: int = in_range(64, 1)
+    replay: int = in_range(0, 0)
+    replay_batches: int = in_range(500, 1)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        weights = ("one_hot_weight", "activation_weight", "kl_weight")
-        check_ranges(
-            self,
-            batch=(2, inf),
-            momentum=(0, 1),
-            **dict.fromkeys(("steps", "latent", "width", "replay_batches"), (1, inf)),
-            **dict.fromkeys(("learning_rate", "generator_lr", "replay", *weights), (0, inf)),
-        )
+        check_fields(self)
 
     def fit(
         self, student: nn.Module, report: Callable[[int, int], None] = lambda completed, total: None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from fedsynth.synthesizer.distillation.losses import (
     batch_norm_matching,
     student_loss,
 )
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import check_fields, in_range, one_of
 
 Aggregate = Callable[[Tensor, Tensor], Tensor]
 """A function (logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N,
@@ -77,8 +76,6 @@ class OneShotSettings:
             code is 256.
         latent, generator_width: the length of the generator's noise vector and the generator's
             width. DENSE's public code has 256 and 64.
-        conditional: whether the label is an input of the generator. The generators of the papers
-            take only noise and learn the labels of an epoch together with its noise.
         generator_reset: whether each epoch trains a new generator, as in DENSE's public code.
         learn_noise: whether Adam optimises the noise of an epoch together with the generator, as in
             DENSE's public code.
@@ -105,39 +102,28 @@ class OneShotSettings:
             DENSE's public code has 0.9, but trains on each image among many others (`replay`).
     """
 
-    server_epochs: int = 200
-    generator_steps: int = 30
-    generator_lr: float = 1e-3
-    generator_beta1: float = 0.9
-    generator_batch: int = 128
-    latent: int = 100
-    generator_width: int = 64
-    conditional: bool = False
+    server_epochs: int = in_range(200, 0)
+    generator_steps: int = in_range(30, 1)
+    generator_lr: float = in_range(1e-3, 0)
+    generator_beta1: float = in_range(0.9, 0, 0.9999)
+    generator_batch: int = in_range(128, 2)
+    latent: int = in_range(100, 1)
+    generator_width: int = in_range(64, 1)
     generator_reset: bool = False
     learn_noise: bool = False
-    bn_weight: float = 1.0
-    ad_weight: float = 0.5
+    bn_weight: float = in_range(1.0, 0)
+    ad_weight: float = in_range(0.5, 0)
     only_disagreement: bool = False
-    student_images: str = "all"
+    student_images: str = one_of("all", "last", "best")
     replay: bool = False
     flips: bool = False
-    crop: float = 0.0
-    hard_weight: float = 1.0
-    server_lr: float = 0.01
-    server_momentum: float = 0.0
+    crop: float = in_range(0.0, 0, 0.5)
+    hard_weight: float = in_range(1.0, 0)
+    server_lr: float = in_range(0.01, 0)
+    server_momentum: float = in_range(0.0, 0, 1)
 
     def __post_init__(self) -> None:
-        check_choices(self, student_images=("all", "last", "best"))
-        check_ranges(
-            self,
-            generator_beta1=(0, 0.9999),
-            generator_batch=(2, inf),
-            server_momentum=(0, 1),
-            crop=(0, 0.5),
-            **dict.fromkeys(("generator_steps", "latent", "generator_width"), (1, inf)),
-            **dict.fromkeys(("server_epochs", "generator_lr", "server_lr"), (0, inf)),
-            **dict.fromkeys(("bn_weight", "ad_weight", "hard_weight"), (0, inf)),
-        )
+        check_fields(self)
 
 
 class OneShotDistillation:
@@ -240,7 +226,7 @@ class OneShotDistillation:
                 batches.append(batch)
         if settings.student_images == "last":
             with torch.no_grad():
-                x = self._generated(z, y)
+                x = self._generated(z)
                 batches = [Batch(x, self._aggregate(self._logits(x), y), y, y.new_zeros(()))]
         return batches
 
@@ -250,7 +236,7 @@ class OneShotDistillation:
         """Takes one generator step down L_Gen and returns the images from before the step."""
         settings = self._settings
         with torch.enable_grad():
-            x = self._generated(z, y)
+            x = self._generated(z)
             view = self._views(x, self._spec, self._view_draws)
             with batch_norm_matching(self._models if settings.bn_weight else []) as bn_loss:
                 P = self._aggregate(self._logits(view), y)  # Eq. 12
@@ -296,9 +282,9 @@ class OneShotDistillation:
         x = self._student_views(batch.images, self._spec, self._view_draws)
         return x, (self._targets or self._aggregate)(self._logits(x), batch.labels)
 
-    def _generated(self, z: Tensor, y: Tensor) -> Tensor:
+    def _generated(self, z: Tensor) -> Tensor:
         with mixed(self._device, self._precision):
-            return widened(self._generator.normalised(z, y))  # y: only if it is conditional
+            return widened(self._generator.normalised(z))
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits of all models, [m, N, C]."""
@@ -311,14 +297,8 @@ class OneShotDistillation:
             return widened(self._student(x))
 
     def _new_generator(self, seed: int, *numbers: int) -> None:
-        generator = make_generator(
-            self._spec,
-            seed,
-            *numbers,
-            latent=self._settings.latent,
-            width=self._settings.generator_width,
-            classes=self._spec.classes if self._settings.conditional else 0,
-        )
+        latent, width = self._settings.latent, self._settings.generator_width
+        generator = make_generator(self._spec, seed, *numbers, latent=latent, width=width)
         self._generator = generator.to(self._device, non_blocking=True).train()
         self._adam = self._new_adam(generator.parameters())
 

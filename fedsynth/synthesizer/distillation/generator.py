@@ -3,8 +3,7 @@
 The image generator is similar to DCGAN (Radford et al. 2016), in the form that DAFL (Chen et al.
 2019) trains without data. A linear layer makes a small feature map. The map is doubled twice by
 upsampling with convolution, batch norm and leaky ReLU. One more convolution and a sigmoid follow.
-The output is pixels in [0, 1], and `normalised` returns network inputs. With `classes` the
-generator is conditional, which means that a one-hot label is part of its input.
+The output is pixels in [0, 1], and `normalised` returns network inputs.
 
 A generator never reads data. It learns only from released models.
 """
@@ -57,15 +56,11 @@ class DoublingConv2d(nn.Conv2d):
 class Generator(nn.Module):
     """A generator that maps noise [N, latent] to pixels [N, C, H, W] in [0, 1].
 
-    A conditional generator also takes labels [N].
-
     Args:
         images: the specification of the images, or their shape (C, H, W).
         latent: the length of the noise vector z.
         width: the number of channels of the last hidden layer (64 in DAFL). The layers before it
             have twice as many.
-        classes: the number of classes of a conditional generator, or 0 for a generator without
-            labels.
         running: whether batch norm keeps running statistics, which evaluation mode needs.
     """
 
@@ -74,18 +69,16 @@ class Generator(nn.Module):
         images: DatasetSpec | tuple[int, int, int],
         latent: int = 100,
         width: int = 64,
-        classes: int = 0,
         running: bool = True,
     ) -> None:
         super().__init__()
         spec = as_spec(images)
         self.latent = latent
-        self.classes = classes
         self._spec = spec
         self._rows = -(-spec.height // 4)
         self._columns = -(-spec.width // 4)
         self._wide = 2 * width
-        self.start = nn.Linear(latent + classes, self._wide * self._rows * self._columns)
+        self.start = nn.Linear(latent, self._wide * self._rows * self._columns)
         self.body = nn.Sequential(
             nn.BatchNorm2d(self._wide, track_running_stats=running),
             DoublingConv2d(self._wide, self._wide),
@@ -97,19 +90,15 @@ class Generator(nn.Module):
             nn.Conv2d(width, spec.channels, 3, padding=1),
         )
 
-    def forward(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
-        if self.classes:
-            if labels_N is None:
-                raise ValueError("a conditional generator must be called with labels")
-            z_NL = torch.cat([z_NL, F.one_hot(labels_N, self.classes).to(z_NL.dtype)], dim=1)
+    def forward(self, z_NL: Tensor) -> Tensor:
         h = self.start(z_NL).view(len(z_NL), self._wide, self._rows, self._columns)
         h = self.body(channels_last(h))
         # in float32: in bfloat16 the sigmoid is 1 from 6.5 on, so bright pixels have no gradient
         return torch.sigmoid(widened(h[..., : self._spec.height, : self._spec.width]))
 
-    def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
+    def normalised(self, z_NL: Tensor) -> Tensor:
         """Returns generated images as network inputs, (pixels − mean)/std."""
-        pixels = self(z_NL, labels_N)
+        pixels = self(z_NL)
         mean, std = pixel_constants(self._spec, pixels.device)
         return (pixels - mean) / std
 
@@ -134,24 +123,12 @@ class LatentGenerator(nn.Module):
         return self.out(self.hidden(inputs))
 
 
-def make_latent_generator(
-    classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256
-) -> LatentGenerator:
-    """Returns a generator of embeddings whose weights depend only on the seed.
-
-    The state of the global random generator does not change.
-    """
-    with forked_rng(seed, "latent generator initialisation"):
-        return LatentGenerator(classes, size, noise, hidden)
-
-
 def make_generator(
     images: DatasetSpec | tuple[int, int, int],
     seed: int,
     *numbers: int,
     latent: int = 100,
     width: int = 64,
-    classes: int = 0,
     running: bool = True,
 ) -> Generator:
     """Returns a `Generator` whose weights depend only on `seed` and `numbers`.
@@ -162,7 +139,7 @@ def make_generator(
     torch.Size([2, 1, 28, 28])
     """
     with forked_rng(seed, "generator initialisation", *numbers):
-        return Generator(images, latent, width, classes, running)
+        return Generator(images, latent, width, running)
 
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:

@@ -144,14 +144,6 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
     )
 
 
-def share_of_classes(u_CM: Tensor) -> Tensor:
-    """Divides each column of U by its sum (Eqs. 6 and 7).
-
-    A column of zeros becomes uniform.
-    """
-    return share_of_clients(u_CM.T).T
-
-
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
     """Returns Ū_r and Ū_c, each [C, m].
 
@@ -171,7 +163,8 @@ def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, 
             [0.0000, 1.0000]])
     """
     by_class = share_of_clients(u_CM)
-    return by_class, share_of_classes(by_class if in_place else u_CM)
+    columns = by_class if in_place else u_CM
+    return by_class, share_of_clients(columns.T).T  # Eqs. 6 and 7
 
 
 def stratified_aggregation(
