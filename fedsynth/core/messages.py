@@ -131,8 +131,8 @@ class Packed:
                 numbers[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
-                    f"{type(self).__name__}.{f.name} cannot be sent, because it is not a finite "
-                    f"number, a tensor, a mapping or None: {value!r:.80}"
+                    f"{type(self).__name__}.{f.name} must be a finite number, a tensor, a mapping "
+                    f"or None, got {value!r:.80}"
                 )
         header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
@@ -155,8 +155,8 @@ class Packed:
         numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
         if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
             raise MessageError(
-                f"the header of a received {cls.__name__} message must contain a mapping of "
-                "numbers, a mapping of keys and a list of fields that are None"
+                f"the header of a received {cls.__name__} message must have the mappings "
+                "`numbers` and `keys` and the list `none`"
             )
         try:
             tensors = safetensors.torch.load(sent)
@@ -173,7 +173,9 @@ class Packed:
             value = _pop_field(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
             if not isinstance(value, forms[f.name]):
                 kind_name = type(value).__name__
-                raise MessageError(f"{cls.__name__}.{f.name} has the wrong type {kind_name}")
+                raise MessageError(
+                    f"the field {cls.__name__}.{f.name} has the wrong type {kind_name}"
+                )
             values[f.name] = value
         unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if unused:
@@ -228,13 +230,11 @@ def _header(sent: bytes) -> dict[str, Any]:
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(
-                f"its header has {length} bytes, but may have at most {LONGEST_HEADER}"
-            )
+            raise ValueError(f"the header has {length} bytes, more than {LONGEST_HEADER}")
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         header = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
-            raise ValueError(f"the message is not in wire format {WIRE_FORMAT}")
+            raise ValueError(f"the wire format must be {WIRE_FORMAT}")
         return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
@@ -277,14 +277,14 @@ def _pop_field(
     if name in keys:
         listed = keys.pop(name)
         if not isinstance(listed, list) or len(set(map(str, listed))) != len(listed):
-            raise MessageError(f"{what} must list each of its keys exactly once")
+            raise MessageError(f"{what} must list each key exactly once")
         missing = [key for key in listed if f"{name}.{key}" not in tensors]
         if missing:
-            raise MessageError(f"{what} has no tensor for its key {missing[0]!r:.80}")
+            raise MessageError(f"{what} must have a tensor for the key {missing[0]!r:.80}")
         return {key: tensors.pop(f"{name}.{key}") for key in listed}
     if name in tensors:
         return tensors.pop(name)
-    raise MessageError(f"{what} is missing in a received message")
+    raise MessageError(f"the field {what} is missing in a received message")
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:

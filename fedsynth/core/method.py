@@ -89,11 +89,9 @@ class Method(OptionalHooks):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
     robust_refusal: ClassVar[str] = (
-        "the server of this method does not average models, so a robust rule would have no effect"
+        "the server averages no models, so a robust rule would have no effect"
     )
-    features_refusal: ClassVar[str] = (
-        "the clients or the server of this method use the images directly"
-    )
+    features_refusal: ClassVar[str] = "the clients or the server use the images directly"
     presets: ClassVar[Presets] = {}
 
     def __post_init__(self) -> None:
@@ -272,10 +270,10 @@ def charge_for(
     """
     privacy = context.privacy
     if privacy is None or privacy.noise_multiplier is None:
-        raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
+        raise SettingError("privacy", "noise_multiplier", "must be set before clients are charged")
     plans = method.round_plans(method.release_plans(privacy, context), context.round)
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
-        reason = "must guarantee differential privacy, because only then can clients be charged"
+        reason = "must guarantee differential privacy, or clients cannot be charged"
         raise SettingError("privacy", "mechanism", reason)
     charged = []
     for client, guard, secret in zip(clients, guards, secrets, strict=True):

@@ -73,7 +73,7 @@ class Number:
         if not abs(value) <= sys.float_info.max:  # an int may exceed every float
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not self.low <= value <= self.high:
-            reason = f"is {value:.6g}, but must be in [{self.low:g}, {self.high:g}]"
+            reason = f"must be between {self.low:g} and {self.high:g}, got {value:.6g}"
             raise UploadRejectedError(name, reason)
 
 
@@ -118,12 +118,12 @@ class Array:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
         if not _plain(value):
-            raise UploadRejectedError(name, "must be a dense tensor with values")
+            raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
-                f"is {_short(value.dtype)} {list(value.shape)}, but must be "
-                f"{_short(self.dtype)} {self._sizes()}",
+                f"must be a {_short(self.dtype)} tensor of shape {self._sizes()}, got "
+                f"{_short(value.dtype)} of shape {list(value.shape)}",
             )
         if value.dtype == torch.bool or not value.numel():
             return
@@ -131,7 +131,9 @@ class Array:
         if self.sums_to_one:
             error = float((value.double().sum(dim=-1) - 1).abs().max())
             if error > TOLERANCE:
-                raise UploadRejectedError(name, f"has rows whose sums differ from 1 by {error:.3g}")
+                raise UploadRejectedError(
+                    name, f"must have rows that sum to 1, but a sum differs by {error:.3g}"
+                )
 
     def _fits(self, value: Tensor) -> bool:
         sizes = tuple(value.shape)
@@ -179,11 +181,11 @@ class Named:
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
             raise UploadRejectedError(
-                name, f"has the entry {extra[0]!r:.80}, which was not requested"
+                name, f"must not have the entry {extra[0]!r:.80}, which the server did not request"
             )
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
-            raise UploadRejectedError(name, f"must have an entry {missing[0]!r:.80}")
+            raise UploadRejectedError(name, f"must have the entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
@@ -203,9 +205,11 @@ class Free:
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
             if not _plain(value):
-                raise UploadRejectedError(name, "must be a dense tensor with values")
+                raise UploadRejectedError(
+                    name, "must be a dense tensor, got a sparse or a meta tensor"
+                )
             if value.nbytes > self.nbytes:
-                reason = f"has {value.nbytes} bytes, but must have at most {self.nbytes}"
+                reason = f"must have at most {self.nbytes} bytes, got {value.nbytes}"
                 raise UploadRejectedError(name, reason)
             if value.dtype != torch.bool and value.numel():
                 check_values(name, value, -math.inf, math.inf)
@@ -251,7 +255,7 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
         if not math.isfinite(extreme):
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not minimum <= extreme <= maximum:
-            reason = f"contains {extreme:.6g}, but must be in [{minimum:g}, {maximum:g}]"
+            reason = f"must have values between {minimum:g} and {maximum:g}, got {extreme:.6g}"
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
@@ -266,7 +270,7 @@ def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
     shared = overlap(upload.arrays())
     if shared is not None:
-        raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+        raise UploadRejectedError(shared[0], f"must not share memory with the field {shared[1]}")
 
 
 FREE = Free()
@@ -341,26 +345,25 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     >>> check_numbers([("parameters.weight", torch.ones(9))], max_norm=2.0)
     Traceback (most recent call last):
     ...
-    fedsynth.privacy.errors.RequestRefusedError: the server's message has norm 3, above ...
+    fedsynth.privacy.errors.RequestRefusedError: the norm of the server's message must be ...
     """
     squared = 0.0
     for name, value in arrays:
         if value.is_complex():
             raise RequestRefusedError(
-                f"the server's message has complex numbers in {name}; only real numbers are allowed"
+                f"the field {name} of the server's message must contain real numbers, but "
+                "contains complex numbers"
             )
         if not value.is_floating_point():
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
-            raise RequestRefusedError(
-                f"the server's message has numbers in {name} that are not finite"
-            )
+            raise RequestRefusedError(f"the field {name} of the server's message is not finite")
         squared += float(value.to(torch.float64).square().sum())
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has norm {norm:.4g}, above the declared max_request_norm "
-            f"{max_norm:g}; the client did not answer it, and no privacy budget was spent"
+            f"the norm of the server's message must be at most max_request_norm={max_norm:g}, "
+            f"got {norm:.4g}. The client did not answer and spent no privacy budget"
         )
 
 
@@ -379,12 +382,12 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
     >>> check_tensor("known", torch.ones(3, 3), (3,), torch.bool)
     Traceback (most recent call last):
     ...
-    fedsynth.privacy.errors.RequestRefusedError: the server's known is torch.float32 [3, 3], ...
+    fedsynth.privacy.errors.RequestRefusedError: the field known of the server's message must be ...
     """
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise RequestRefusedError(
-            f"the server's {name} is {value.dtype} {list(value.shape)}, but should be "
-            f"{dtype} {list(shape)}"
+            f"the field {name} of the server's message must be a {dtype} tensor of shape "
+            f"{list(shape)}, got {value.dtype} of shape {list(value.shape)}"
         )
 
 
@@ -405,8 +408,8 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
     odd = sorted(set(sent) ^ set(expected))
     if odd:
         raise RequestRefusedError(
-            f"the server's {name} has another architecture than this client's: the tensor "
-            f"{odd[0]!r:.80} is missing or unexpected"
+            f"the field {name} of the server's message must have the tensors of the client's "
+            f"network, but the tensor {odd[0]!r:.80} is missing or unexpected"
         )
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

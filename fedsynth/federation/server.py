@@ -105,7 +105,7 @@ class Server:
                 self._check(phase, client, reply, context)
                 shared = overlap(reply.arrays(), self._next.arrays())
                 if shared is not None:
-                    reason = f"shares memory with the server's {shared[1]}"
+                    reason = f"must not share memory with the server's {shared[1]}"
                     raise UploadRejectedError(shared[0], reason)
             except UploadRejectedError as error:
                 rejected[client] = error

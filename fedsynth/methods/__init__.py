@@ -87,7 +87,7 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
         raise SettingError(
             "run",
             "method",
-            f"must be a class whose `name` is not that of a built-in method, got {name!r}",
+            f"must be a class with a name that no built-in method has, got the name {name!r}",
         )
     _CUSTOM[name] = (method, source)
     return name

@@ -171,16 +171,15 @@ class Solo(TrainsLocally):
     personal = True
     dp_mechanisms = ()
     refusal = (
-        "nothing is sent, so there is nothing to protect, and the reported accuracies are exact "
-        "functions of private data"
+        "the clients send nothing that noise could protect, and the reported accuracies are "
+        "computed from private data"
     )
-    robust_refusal = "nothing is sent, so there is nothing to average"
+    robust_refusal = "the clients send no models that the server could average"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = "cannot be used with solo, which has no global model"
-            raise SettingError("method", "final", reason, value="oca")
+            raise SettingError("method", "final", "must be aca for solo, which has no global model")
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

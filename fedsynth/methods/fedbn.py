@@ -64,22 +64,15 @@ class FedBN(TrainsLocally):
     reference = "Li et al. 2021, FedBN, arXiv 2102.07623"
     personal = True
     dp_mechanisms = ()
-    features_refusal = (
-        "the method needs batch-norm layers, and a model on features has none. Use fedavg instead"
-    )
+    features_refusal = "a model on features has no batch-norm layers. Use fedavg instead"
     refusal = (
-        "batch norm mixes the examples of a batch, so the influence of one example on a "
-        "step cannot be bounded"
+        "batch norm mixes the examples of a batch, so no clip bounds the influence of one example"
     )
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
-            raise SettingError(
-                "model",
-                "norm",
-                "must be batch, because fedbn keeps batch-norm layers on the clients, and this "
-                "network has none",
-            )
+            reason = "must be batch for fedbn, which keeps the batch-norm layers on the clients"
+            raise SettingError("model", "norm", reason)
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

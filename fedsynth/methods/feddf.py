@@ -67,7 +67,7 @@ class FedDF(EnsembleDistillation):
             raise SettingError(
                 "method",
                 "proxy",
-                "must name a data set of public images for feddf, or be noise for random pixels",
+                "must name a data set with public images, or be noise for random pixels",
             )
 
     def distil(

@@ -119,10 +119,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.matching != "mean":
-            self._refuse_fixed_networks(
-                f"with method.matching={self.matching}, which needs examples in every step: set "
-                "method.matching=mean or method.networks_per_round=0"
-            )
+            self._refuse_fixed_networks(f"with method.matching={self.matching}")
 
     # ------------------------------------------------------------------- server, lines 2 to 8
 
@@ -204,10 +201,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
         if has_batch_norm(model):
-            self._refuse_fixed_networks(
-                "for a network with batch norm, in which the features of an image depend on the "
-                "other images of the batch"
-            )
+            self._refuse_fixed_networks("for a network with batch norm")
 
     def _refuse_fixed_networks(self, reason: str) -> None:
         if self.networks_per_round:
@@ -236,8 +230,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         at most the number of steps.
         """
         self._refuse_fixed_networks(
-            "with differential privacy, because the option uses exact class means: set "
-            "privacy.mechanism=features and method.networks instead"
+            "with differential privacy. Set privacy.mechanism=features and method.networks instead"
         )
         if privacy.mechanism != "features":
             return super().release_plans(privacy, context)

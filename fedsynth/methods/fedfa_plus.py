@@ -114,18 +114,16 @@ class FedFAPlus(TrainsLocally):
     upload = StatisticsUp
     state = StatisticsState
     refusal = (
-        "the losses mix the examples of a batch, so the influence of one example on a step "
-        "cannot be bounded. Clients also upload channel statistics and histograms of features "
-        "that no mechanism protects"
+        "the losses mix the examples of a batch, so no clip bounds the influence of one example. "
+        "No mechanism protects the uploaded channel statistics and histograms"
     )
     dp_mechanisms = ()
     features_refusal = (
-        "the method augments the outputs of convolutional stages, and a model on features has "
-        "none. Use fedfm instead"
+        "a model on features has no convolutional stages to augment. Use fedfm instead"
     )
     robust_refusal = (
-        "the server needs the differences between the clients' channel statistics, which a "
-        "robust rule would remove"
+        "a robust rule would remove the differences between the clients' channel statistics, "
+        "which the server needs"
     )
 
     parts: str = one_of("both", "augmentation", "alignment")
@@ -140,8 +138,8 @@ class FedFAPlus(TrainsLocally):
             raise SettingError(
                 "model",
                 "name",
-                f"must be a network whose `stage_names` lists the stages after which {self.name} "
-                "augments feature maps. With method.parts=alignment, any network works",
+                "must be a network with the attribute `stage_names`, the names of the stages to "
+                "augment. Set method.parts=alignment for other networks",
             )
 
     def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:

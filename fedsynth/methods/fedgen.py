@@ -137,7 +137,7 @@ class FedGen(TrainsLocally):
     downlink = GeneratorDown
     upload = ModelAndCounts
     state = GeneratorState
-    robust_refusal = "the server also trains a generator on the classifier of each client"
+    robust_refusal = "the server trains a generator on the classifier of each client"
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),
@@ -174,14 +174,13 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
         if context.privacy is None and total > size:
-            raise UploadRejectedError(
-                "counts", f"add up to {total:g}, but the client has at most {size:g} examples"
+            reason = (
+                f"must add up to at most {size:g}, the client's number of examples, got {total:g}"
             )
+            raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
-            raise UploadRejectedError(
-                "counts",
-                f"are all zero, but must not be, because the upload's weight is {upload.weight:g}",
-            )
+            reason = f"must have a value above 0 in an upload with the weight {upload.weight:g}"
+            raise UploadRejectedError("counts", reason)
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()

@@ -74,7 +74,7 @@ class FedNova(TrainsLocally):
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
             raise UploadRejectedError(
-                "norm", f"is {upload.norm:g}, but must be at least 1, the value for one step"
+                "norm", f"must be at least 1, the value for one step, got {upload.norm:g}"
             )
 
     def combine(

@@ -218,7 +218,7 @@ class FedSum(SumsFeatures):
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
         """Returns the images and labels of the classes that have enough data."""
         if state.images is None or state.condensed is None:
-            raise ValueError("the state has no images yet, because no round has been completed")
+            raise ValueError("the state has no images, because no round was completed")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]

@@ -60,13 +60,8 @@ class QFFL(TrainsLocally):
     one_pass = True
     upload = FairModel
     dp_mechanisms = ()
-    refusal = (
-        "each client uploads its exact loss, which determines its weight, and no mechanism "
-        "protects this loss"
-    )
-    robust_refusal = (
-        "clients are weighted by the losses that they report, which a robust rule must not rely on"
-    )
+    refusal = "each client uploads its exact loss, which no mechanism protects"
+    robust_refusal = "the server weights clients by their reported losses, and a malicious client can report any loss"
 
     momentum: float = 0.0
     lr: float = in_range(0.01, 1e-12)

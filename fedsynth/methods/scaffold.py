@@ -91,8 +91,8 @@ class Scaffold(TrainsLocally):
             raise SettingError(
                 "method",
                 "momentum",
-                f"must be 0 with scaffold, got {self.momentum}, because option II computes the "
-                "control variate from plain SGD steps",
+                "must be 0 for scaffold, which computes control variates from plain SGD steps, "
+                f"got {self.momentum}",
             )
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:

@@ -160,7 +160,7 @@ class ModuleFeatures:
 def _step_features(networks: Networks, seed: int, step: int, device: torch.device) -> FeatureMap:
     """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
-        raise TypeError("networks must be a function that returns a network, but is a network")
+        raise TypeError("networks must be a function that returns a network, got a network")
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -214,8 +214,8 @@ class FeatureMatching:
         for label, members in enumerate(self._members):
             if not len(members):
                 raise DataError(
-                    f"class {label} has no record, but every class from 0 to {self.classes - 1} "
-                    "must have one"
+                    f"every class from 0 to {self.classes - 1} must have a record, but class "
+                    f"{label} has none"
                 )
 
     def start(self, per_class: int, seed: int) -> Tensor:
@@ -431,7 +431,8 @@ def condense(
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
         raise DivergedError(
-            f"condensation diverged, so the synthetic records are not finite: use an lr below {lr:g}"
+            "condensation diverged, and synthetic records contain NaN or infinity. Use an lr below "
+            f"{lr:g}"
         )
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

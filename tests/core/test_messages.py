@@ -105,7 +105,7 @@ class One(Message):
 
 def test_what_cannot_be_sent() -> None:
     for value in ("words", float("nan"), float("inf"), [torch.ones(1)]):
-        with pytest.raises(MessageError, match=r"Words\.text cannot be sent"):
+        with pytest.raises(MessageError, match=r"Words\.text must be"):
             Words(value).to_bytes()
     with pytest.raises(MessageError, match=r"Words\.text is missing"):
         Words.from_bytes(Words(None).to_bytes())  # only a field whose default is None may be None
@@ -163,17 +163,17 @@ def resized(shape: list[int]) -> bytes:
         (changed(numbers={"weight": float("nan")}), "finite number"),
         (changed(numbers={"weight": 2**64}), "finite number"),
         (changed(numbers={"weight": 10**400}), "finite number"),
-        (changed(parts=" " * 2**23), "its header has 8"),
+        (changed(parts=" " * 2**23), "the header has 8"),
         (changed(numbers={"weight": 3, "more": 1}), "unexpected entry 'more'"),
-        (changed(numbers=[3]), "mapping of numbers"),
+        (changed(numbers=[3]), "mappings `numbers`"),
         (changed(keys={"parameters": []}), r"unexpected entry 'parameters\.w'"),
-        (changed(keys={"parameters": ["w", "v"]}), "no tensor for its key 'v'"),
+        (changed(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
         (changed(keys={"parameters": ["w", "w"]}), "exactly once"),
         (changed(keys={"parameters": "w"}), "exactly once"),
         (changed(keys={}), r"ModelParameters\.parameters is missing"),
         (changed(version="1"), "not a valid fedsynth message"),
-        (changed(none=None), "mapping of numbers"),
-        (changed(none={"weight": 1}), "mapping of numbers"),
+        (changed(none=None), "mappings `numbers`"),
+        (changed(none={"weight": 1}), "mappings `numbers`"),
         (changed(none=["weight"]), "unexpected entry 'weight'"),
         (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
         (changed(none=[["weight"]]), "unexpected entry"),

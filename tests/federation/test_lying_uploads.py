@@ -246,13 +246,19 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": (
             with_fields(labels=lambda sent, y=label: filled(y)(sent.labels)),
-            re.escape(f"labels contains {label:.6g}, but must be in [0, 9]"),
+            re.escape(f"labels must have values between 0 and 9, got {label:.6g}"),
         )
         for label in (-100, -1, 10, 2**40)
     },
-    "a label too few": (with_fields(labels=lambda sent: sent.labels[:-1]), "labels has "),
-    "an image too few": (with_fields(images=lambda sent: sent.images[:-1].clone()), "labels has "),
-    "no label": (with_fields(labels=lambda sent: sent.labels[:0]), "labels has "),
+    "a label too few": (
+        with_fields(labels=lambda sent: sent.labels[:-1]),
+        "labels must have one entry",
+    ),
+    "an image too few": (
+        with_fields(images=lambda sent: sent.images[:-1].clone()),
+        "labels must have one entry",
+    ),
+    "no label": (with_fields(labels=lambda sent: sent.labels[:0]), "labels must have one entry"),
     "more images": (
         with_fields(
             images=lambda sent: sent.images.repeat(100, 1, 1, 1),
@@ -262,29 +268,29 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
     ),
     "one class": (
         with_fields(labels=lambda sent: torch.zeros_like(sent.labels)),
-        "but at most 2 images per class were requested$",
+        "at most 2 times",
     ),
 }
 ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): (
             with_fields(soft=lambda sent, p=p: filled(p)(sent.soft)),
-            "^soft has rows whose sums differ" if p == 0.9 else "^soft contains",
+            "^soft must have rows" if p == 0.9 else "^soft must have values",
         )
         for p in (-0.5, 0.9, 2.0)
     },
     ("fedfa-plus", "half a histogram"): (
         with_fields(statistics=half_histogram),
-        "rows whose sums differ from 1",
+        "rows that sum to 1",
     ),
-    ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight is"),
+    ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight must be"),
     ("fedgen", "counts"): (
         with_fields(counts=lambda sent: torch.full((10,), sent.weight)),
         "add up to",
     ),
-    ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "are all zero"),
+    ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "a value above 0"),
     **{
-        ("fednova", f"norm {name}"): (with_fields(norm=norm), "norm is")
+        ("fednova", f"norm {name}"): (with_fields(norm=norm), "norm must be")
         for name, norm in {
             "0": lambda sent: 0.0,
             "1e-300": lambda sent: 1e-300,
@@ -317,12 +323,12 @@ def test_another_clients_architecture_is_another_model() -> None:
 def test_a_model_that_is_the_servers_own_memory_is_rejected() -> None:
     exchanged = exchanges("fedavg")[-1]
     own = ModelParameters(exchanged.state.parameters, 1.0)
-    assert "shares memory with the server's parameters." in exchanged.rejected(own)
+    assert "must not share memory with the server's parameters." in exchanged.rejected(own)
     view = dict(own.parameters)
     copied: Any = {name: tensor.clone() for name, tensor in view.items()}
     last = list(view)[-1]
     copied[last] = view[last].view(view[last].shape)
-    assert f"parameters.{last} shares" in exchanged.rejected(ModelParameters(copied, 1.0))
+    assert f"parameters.{last} must not share" in exchanged.rejected(ModelParameters(copied, 1.0))
 
 
 @settings(deadline=None, max_examples=200)

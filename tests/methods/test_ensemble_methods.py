@@ -166,7 +166,7 @@ def test_agreement_is_of_the_student_s_images() -> None:
     assert facts["agreement"] == pytest.approx(0.1, abs=0.05)
     assert (facts["class_entropy"], facts["classes"]) == (0, 1)
     assert notes.lines == [
-        "the batch-norm loss skips models 0, because they have no batch norm with running statistics"
+        "the batch-norm loss ignores the models 0, which have no batch norm with running statistics"
     ]
 
 
@@ -208,7 +208,7 @@ def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.Mo
     assert seen == [1]
     nobody = {0: replace(one, weight=0.0), 1: replace(two, weight=0.0)}
     assert Dense().server_step(state, nobody, context()) is state
-    with pytest.raises(SettingError, match="cannot be used"):
+    with pytest.raises(SettingError, match="final must be aca"):
         Dense(final="oca")
 
 

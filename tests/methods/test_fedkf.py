@@ -207,7 +207,7 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
     late = FedAvg(local_epochs=3, equal_steps=True, batch=4, stragglers=1.0)
     passes = late.straggler_epochs(ctx)
     assert [late._sgd(passes[k], ctx).steps for k in range(3)] == [2 * passes[k] for k in range(3)]
-    with pytest.raises(SettingError, match=r"equal_steps .* set method\.local_steps=0"):
+    with pytest.raises(SettingError, match=r"equal_steps .* Set method\.local_steps=0"):
         FedAvg(equal_steps=True, local_steps=3)
 
 

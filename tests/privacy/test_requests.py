@@ -21,9 +21,9 @@ def test_the_norm_is_of_all_tensors_together() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
     check_numbers(arrays, 10.0)  # sqrt(36 + 64)
     check_numbers(arrays, None)
-    with pytest.raises(RequestRefusedError, match="norm 10, above"):
+    with pytest.raises(RequestRefusedError, match="got 10"):
         check_numbers(arrays, 9.99)
-    with pytest.raises(RequestRefusedError, match=r"norm 4\.808e\+38"):  # no overflow
+    with pytest.raises(RequestRefusedError, match=r"got 4\.808e\+38"):  # no overflow
         check_numbers([("a", torch.full((2,), 3.4e38))], 1e38)
     for value in (float("nan"), float("inf")):
         with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
@@ -60,7 +60,7 @@ class Proximal(Message):
 
 def test_a_plain_number_of_a_message_is_checked() -> None:
     check_numbers(Proximal(mu=0.1).numbers(), None)
-    with pytest.raises(RequestRefusedError, match="numbers in mu that are not finite"):
+    with pytest.raises(RequestRefusedError, match=r"mu .*not finite"):
         check_numbers(Proximal(mu=float("nan")).numbers(), None)
 
 

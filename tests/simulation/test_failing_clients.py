@@ -237,5 +237,5 @@ def test_a_rows_rejection_is_shown_in_a_private_run(
     shown = [
         json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
     ]
-    assert shown[0]["rejected"] == {"2": "weight is -1, but must be in [0, 1]"}
+    assert shown[0]["rejected"] == {"2": "weight must be between 0 and 1, got -1"}
     assert verify_run(result.folder).problems == []

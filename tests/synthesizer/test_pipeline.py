@@ -172,7 +172,7 @@ def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
 
 def test_what_cannot_be_condensed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     x, y = records()
-    with pytest.raises(DataError, match="class 3 has no record"):
+    with pytest.raises(DataError, match="class 3 has none"):
         FeatureMatching(x, y, fixed_network, classes=4, steps=1)
     unbounded = FeatureMatching(x, y, fixed_network, classes=CLASSES, steps=20)
     with pytest.raises(DivergedError, match="use an lr below"):

@@ -279,7 +279,7 @@ def image_plan(
     elif mechanism == "paper":
         clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
     else:
-        raise _unsupported(mechanism, "release_plans")
+        raise _unsupported(mechanism)
     return ReleasePlan(
         name=IMAGES,
         quantity="synthetic images",
@@ -338,9 +338,6 @@ def private_matching(
         columns: number of leading coordinates of the features that the mechanism `residual`
             matches. With None, it matches all.
         min_examples: smallest released count with which the mechanism `features` sends a class.
-
-    Raises:
-        SettingError: the clients were charged for a different mechanism.
     """
     plan = clients.plan(IMAGES)
     series = clients.series(IMAGES)
@@ -350,16 +347,15 @@ def private_matching(
     if plan.mechanism == "gradient":
         return GradientMatcher(clients, series, divisor)
     if plan.mechanism != "features":
-        raise _unsupported(plan.mechanism, "client_step")
+        raise _unsupported(plan.mechanism)
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].noise_std)
     return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 
-def _unsupported(mechanism: str, hook: str) -> SettingError:
-    return SettingError(
-        "privacy",
-        "mechanism",
-        f"is {mechanism!r}, which the condensing methods do not implement: a method that "
-        f"supports another mechanism must override `{hook}`",
+def _unsupported(mechanism: str) -> SettingError:
+    reason = (
+        f"must be residual, gradient, features or paper, got {mechanism!r}. A method with another "
+        "mechanism must override `release_plans` and `client_step`"
     )
+    return SettingError("privacy", "mechanism", reason)

@@ -57,12 +57,12 @@ class TrainsOnUnion(Method):
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
     features_refusal = (
-        "the server trains the network on condensed images. Use fedstats instead, which makes "
+        "the server trains the network on synthetic images. Use fedstats instead, which makes "
         "images from sums of features"
     )
     robust_refusal = (
-        "the server does not average models, but trains on the union of the clients' images. "
-        "A malicious client affects only the images that it sends"
+        "the server averages no models, but trains on the images of all clients. A malicious "
+        "client can change only its own images"
     )
 
     server_epochs: int = in_range(500, 0)

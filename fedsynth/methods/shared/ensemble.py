@@ -68,10 +68,8 @@ class EnsembleDistillation(TrainsLocally):
     heterogeneous = True
     state = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
-    features_refusal = "the server distils on generated or public images. Use fedavg instead"
-    robust_refusal = (
-        "the server distils the logits of the clients' models and does not average the models"
-    )
+    features_refusal = "the server distils on images. Use fedavg instead"
+    robust_refusal = "the server distils the clients' models and averages no models"
 
     local_epochs: int = 200
     batch: int = 128
@@ -81,8 +79,8 @@ class EnsembleDistillation(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = f"cannot be used with {self.name}, where a run ends with the distilled model"
-            raise SettingError("method", "final", reason, value="oca")
+            reason = f"must be aca for {self.name}, because a run ends with the distilled model"
+            raise SettingError("method", "final", reason)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
@@ -146,8 +144,8 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
-                f"the batch-norm loss skips models {', '.join(without)}, because they have no "
-                "batch norm with running statistics"
+                f"the batch-norm loss ignores the models {', '.join(without)}, which have no batch "
+                "norm with running statistics"
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:

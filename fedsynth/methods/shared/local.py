@@ -124,8 +124,8 @@ class TrainsLocally(Method):
         for key in ("equal_steps", "stragglers"):
             if self.local_steps and getattr(self, key):
                 reason = (
-                    "cannot be used together with method.local_steps, which gives all clients the "
-                    "same number of steps: set method.local_steps=0"
+                    "has no effect with method.local_steps, which gives all clients the same "
+                    "number of steps. Set method.local_steps=0"
                 )
                 raise SettingError("method", key, reason)
 

@@ -87,8 +87,8 @@ class DistributedNoise(Method):
             raise SettingError(
                 "method",
                 "honest",
-                f"must be below the number of clients, {clients}, because one client may be the "
-                "attacker and knows the noise that it adds",
+                f"must be below the number of clients ({clients}), because one client may be the "
+                "attacker",
                 value=self.honest,
             )
         return self.honest or max(1, clients - 1)
@@ -144,8 +144,8 @@ class DistributedNoise(Method):
         if context.privacy is None or clients >= shares + attackers:
             return True
         context.note(
-            f"round {context.round} is discarded: only {clients} clients answered, but the noise "
-            f"of {shares} clients is needed in addition to that of a possible attacker"
+            f"round {context.round} is discarded, because only {clients} clients answered. Their "
+            f"sum has enough noise with at least {shares + attackers} clients"
         )
         return False
 

@@ -101,7 +101,7 @@ class MakesImages(Method):
         smoothness: weight of the total variation in the loss of the images.
     """
 
-    images_from = "ipc or drawn_ipc above 0, and a first round"
+    images_from = "a value of ipc or drawn_ipc above 0 and a completed first round"
     learns_from_images = False
 
     ipc: int = in_range(0, 0, MAX_IPC)
@@ -119,7 +119,8 @@ class MakesImages(Method):
             raise SettingError(
                 "method",
                 "pictures",
-                "is yes, but no images are requested: set method.ipc, for example to 400",
+                "must be auto or no, because no images are requested. To request images, set "
+                "method.ipc=400",
             )
 
     @property
@@ -254,6 +255,6 @@ def check_differentiable(model: FeatureLinear) -> None:
         raise SettingError(
             "method",
             "ipc",
-            "must be 0, because the feature map has no gradient with respect to the pixels, which "
-            "may be caused by torch.no_grad. Set method.drawn_ipc=400 for images without gradients",
+            "must be 0, because the feature map has no gradient with respect to the pixels. Remove "
+            "torch.no_grad from the feature map, or set method.drawn_ipc=400",
         )

@@ -125,12 +125,12 @@ class PlansStatistics(DistributedNoise, MakesImages):
     upload = StatisticSums
     state = FedStatsState
     robust_refusal = (
-        "the server needs the sums over all clients' examples, which a robust rule cannot replace"
+        "the server needs the exact sum of the uploads, which a robust rule does not compute"
     )
     same_releases_every_round = False
     model_sees_data = False
     takes_model = False
-    features_refusal = "method.features names the feature map instead"
+    features_refusal = "the setting method.features chooses the feature map"
 
     features: str = AUTO
     centre_share: float = in_range(0.04, 1e-4, 0.9)
@@ -219,8 +219,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
             raise SettingError(
                 "method",
                 "moment_share",
-                "must leave a part of the budget for the steps, but centre_share, pixel_share, "
-                f"covariance_share and moment_share add up to {total:g}",
+                "is too large. The sum of centre_share, pixel_share, covariance_share and "
+                f"moment_share must be below 1, got {total:g}",
                 value=self.moment_share,
             )
         return shares

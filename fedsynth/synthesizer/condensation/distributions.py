@@ -33,9 +33,8 @@ def refuse_private(matching: str) -> None:
         raise SettingError(
             "method",
             "matching",
-            "cannot be used with differential privacy, because no mechanism protects the features "
-            "of each example: use method.matching=mean",
-            value=matching,
+            "must be mean with differential privacy, because no mechanism protects the features "
+            f"of single examples, got {matching!r}",
         )
 
 

@@ -93,15 +93,12 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
     """
     images = len(upload.images)
     if len(upload.labels) != images:
-        raise UploadRejectedError(
-            "labels", f"has {len(upload.labels)} entries, but there are {images} images"
-        )
+        reason = f"must have one entry for each of the {images} images, got {len(upload.labels)}"
+        raise UploadRejectedError("labels", reason)
     largest = max(torch.bincount(upload.labels).tolist(), default=0)
     if largest > ipc:
-        raise UploadRejectedError(
-            "labels",
-            f"contains a class {largest} times, but at most {ipc} images per class were requested",
-        )
+        reason = f"must contain each class at most {ipc} times, got {largest} times"
+        raise UploadRejectedError("labels", reason)
 
 
 def start_images(
@@ -273,8 +270,8 @@ def train_on_union(
         raise SettingError(
             "method",
             "min_examples",
-            "is above the number of examples that any client has of any class, so no client sends "
-            "an image: choose a lower number, or fewer clients (partition.clients)",
+            "must be lower, because no client has as many examples of any class. Alternatively, "
+            "reduce the number of clients (partition.clients)",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])

@@ -155,8 +155,8 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise ValueError(
-            "the teacher must have a linear layer, because the input of the last linear layer is "
-            "used as the features"
+            "the teacher must have a linear layer, because the features are the input of the last "
+            "linear layer"
         )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
