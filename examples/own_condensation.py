@@ -38,7 +38,7 @@ from fedsynth.core.messages import released
 from fedsynth.core.method import Memory, ReleasePlan, Results
 from fedsynth.methods.shared.class_sums import class_means, feature_width, sums_plans
 from fedsynth.privacy.plans import MAIN
-from fedsynth.synthesizer.condensation.knowledge import average_over_holders
+from fedsynth.synthesizer.condensation.losses import average_over_holders
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 from fedsynth.training.sgd import Objective
 

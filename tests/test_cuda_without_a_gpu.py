@@ -35,7 +35,7 @@ LOOPS = (
     ("synthesizer/condensation/matching.py", "matching_gradient"),
     ("synthesizer/condensation/matching.py", "pull_back"),
     ("synthesizer/condensation/distributions.py", "DistributionMatcher.gradient"),
-    ("synthesizer/condensation/knowledge.py", "logits_gradient"),
+    ("synthesizer/condensation/losses.py", "logits_gradient"),
     ("synthesizer/condensation/private_matchers.py", "ResidualMatcher.gradient"),
     ("synthesizer/condensation/private_matchers.py", "GradientMatcher.gradient"),
     ("synthesizer/condensation/private_matchers.py", "FeatureSumMatcher.gradient"),

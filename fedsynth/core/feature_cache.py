@@ -38,11 +38,15 @@ Look = Callable[[Tensor], Tensor]
 
 
 class _Table:
-    """The vectors that have been computed so far for the images of a data set."""
+    """The vectors that have been computed so far for the images of a data set.
+
+    A table of features φ also has the table of the embedding z that was requested last.
+    """
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
         self.computed = torch.zeros(len(data), dtype=torch.bool)
+        self.embedded: tuple[Embedding, _Table] | None = None
 
     def look(self, records: Tensor, compute: Look) -> Look:
         """Computes the missing vectors of `records` and returns a function that looks up the
@@ -61,28 +65,15 @@ class _Table:
         return self.vectors.__getitem__
 
 
-class _MapCache:
-    """The cache for one data set and one feature map.
-
-    It holds the features φ, and the vectors z of the embedding that was requested last.
-    """
-
-    def __init__(self, data: ImageData, features: FeatureMap) -> None:
-        self.features = _Table(data, features)
-        self.embedded: tuple[Embedding, _Table] | None = None
-
-
-_CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _MapCache]] = (
-    WeakKeyDictionary()
-)
+_CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Table]] = WeakKeyDictionary()
 """The caches of each data set by feature map. The map object is the key, because two maps can have
 the same name, dimension and constants."""
 
 
-def _cache_of(data: ImageData, features: FeatureMap) -> _MapCache:
+def _cache_of(data: ImageData, features: FeatureMap) -> _Table:
     caches = _CACHES.setdefault(data, WeakKeyDictionary())
     if features not in caches:
-        caches[features] = _MapCache(data, features)
+        caches[features] = _Table(data, features)
     return caches[features]
 
 
@@ -122,11 +113,11 @@ def feature_table(
     cache = _cache_of(data, features)
     cpu_records = records.cpu()
     if embedding is None:
-        return cache.features.look(cpu_records, compute)
+        return cache.look(cpu_records, compute)
 
     def embed(missing: Tensor) -> Tensor:
         indices = missing.to(data.images.device, non_blocking=True)
-        return _embedded(cache.features.look(missing, compute)(indices), embedding)
+        return _embedded(cache.look(missing, compute)(indices), embedding)
 
     if cache.embedded is None or not cache.embedded[0].same(embedding):
         cache.embedded = None  # frees the previous one first
@@ -144,7 +135,7 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
         features: the feature map that computed the vectors.
         vectors_Nd: the vectors, float32, on the data's device and in the data's order.
     """
-    table = _cache_of(data, features).features
+    table = _cache_of(data, features)
     table.vectors = vectors_Nd
     table.computed[:] = True
 

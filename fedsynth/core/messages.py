@@ -248,7 +248,9 @@ def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
     hints = get_type_hints(kind)
     forms: dict[str, tuple[type, ...]] = {}
     for f in fields(kind):
-        parts = get_args(hints[f.name]) if _is_union(hints[f.name]) else (hints[f.name],)
+        parts: tuple[Any, ...] = (hints[f.name],)
+        if get_origin(hints[f.name]) in (Union, UnionType):
+            parts = get_args(hints[f.name])
         allowed: list[type] = []
         for part in parts:
             if part is Any:
@@ -259,10 +261,6 @@ def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
                 allowed.append(get_origin(part) or part)
         forms[f.name] = tuple(allowed)
     return forms
-
-
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, UnionType)
 
 
 def _pop_field(

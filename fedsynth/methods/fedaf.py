@@ -1,5 +1,4 @@
-"""FedAF: aggregation-free federated learning by condensation and knowledge matching (arXiv
-2404.18962).
+"""FedAF: federated learning by condensation and knowledge matching (arXiv 2404.18962).
 
 In every round, each client computes the mean logits V_k of each class of its data under the global
 model w_r, and soft labels R_k from them (Eqs. 5 and 11). The client then condenses its data into
@@ -50,8 +49,8 @@ from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.layers import with_grouped_statistics
 from fedsynth.seeding import forked_rng, torch_generator
-from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
-from fedsynth.synthesizer.condensation.knowledge import (
+from fedsynth.synthesizer.condensation.losses import (
+    DistributionMatcher,
     average_over_holders,
     collaborative_distance,
     knowledge_matching,

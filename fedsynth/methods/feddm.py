@@ -42,7 +42,7 @@ from fedsynth.models.layers import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations
-from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
+from fedsynth.synthesizer.condensation.losses import DistributionMatcher
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     MatchingObjective,

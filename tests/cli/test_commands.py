@@ -172,7 +172,7 @@ def test_models_of_different_architectures_become_one(tmp_path: Path, fedsynth: 
     )
     assert run.code == 0, run.stderr
     assert run.stdout.count("test accuracy") == 3
-    assert "batch-norm loss skips models 0, 1" in run.stdout
+    assert "batch-norm loss ignores the models 0, 1" in run.stdout
     student = build_model(ModelSettings("cnn1"), (1, 8, 8), 10, 0)
     student.load_state_dict(load_file(made))
 

@@ -18,7 +18,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.distributions import MATCHINGS, DistributionMatcher
+from fedsynth.synthesizer.condensation.losses import MATCHINGS, DistributionMatcher
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, digits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.synthesizer.condensation.knowledge import (
+from fedsynth.synthesizer.condensation.losses import (
     DISTANCES,
     average_over_holders,
     collaborative_distance,

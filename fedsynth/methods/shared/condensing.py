@@ -26,7 +26,7 @@ from fedsynth.models.layers import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.distributions import MATCHINGS, refuse_private
+from fedsynth.synthesizer.condensation.losses import MATCHINGS, refuse_private
 from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import (
     MAX_IPC,
@@ -124,7 +124,7 @@ class CondensingMethod(TrainsOnUnion):
             synthetic images are always separate. Batch norm is refused with differential privacy.
         matching: what the condensation matches. "mean" matches the class means of features.
             "gaussian", "energy" and "sinkhorn" match the distributions of features of each class by
-            that loss (`fedsynth.synthesizer.condensation.distributions`), and are refused with
+            that loss (`fedsynth.synthesizer.condensation.losses`), and are refused with
             differential privacy.
         blur: blur of the losses "gaussian", "energy" and "sinkhorn", in the units that these losses
             define.

@@ -16,7 +16,7 @@ from fedsynth.methods.shared.class_sums import sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.knowledge import DISTANCES, REDUCTIONS
+from fedsynth.synthesizer.condensation.losses import DISTANCES, REDUCTIONS
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules
 from fedsynth.validation import in_range, one_of
 

@@ -165,17 +165,15 @@ def _class_pools(
             yield clients.examples(position, label), generator
 
 
-def real_start(
-    clients: ExactClientView, segments: ClientClassPairs, ipc: int, seed: int, draw: int = 0
-) -> Tensor:
+def real_start(clients: ExactClientView, segments: ClientClassPairs, ipc: int, seed: int) -> Tensor:
     """Returns `ipc` random real images of each (client, class) pair, [S, ipc, C, H, W].
 
-    If a class has fewer images, some images are repeated. The draw depends only on (seed, client,
-    draw), so REAL and FedDM start from the same images if they have the same seed.
+    If a class has fewer images, some images are repeated. The draw depends only on (seed, client),
+    so REAL and FedDM start from the same images if they have the same seed.
     """
     indices = clients.data.labels.new_empty(len(segments), ipc)
     pools = _class_pools(
-        clients, segments, lambda client: torch_generator(seed, "start images", client, draw)
+        clients, segments, lambda client: torch_generator(seed, "start images", client, 0)
     )
     for number, (pool, generator) in enumerate(pools):
         order = torch.randperm(len(pool), generator=generator)
