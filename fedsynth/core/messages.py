@@ -314,6 +314,6 @@ class ModelParameters(Message):
 
     parameters: Mapping[str, Tensor] = released()
     weight: float = public(
-        "with DP on: 1, or 0 for a straggler that a public draw drops; with DP off: the "
-        "number of examples"
+        "with differential privacy 1, or 0 for a dropped straggler, which is drawn publicly. "
+        "Without differential privacy the number of examples"
     )

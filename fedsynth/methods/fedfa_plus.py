@@ -106,7 +106,7 @@ class FedFAPlus(TrainsLocally):
     """
 
     name = "fedfa-plus"
-    summary = "feature augmentation and alignment (TPAMI 2024; not feature anchors)"
+    summary = "local training with feature augmentation and alignment (TPAMI 2024), without anchors"
     reference = (
         "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
     )

@@ -69,7 +69,9 @@ class GeneratorDown(ModelParameters):
 class ModelAndCounts(ModelParameters):
     """The upload of a client: the model, and the class counts [C]."""
 
-    counts: Tensor = public("with DP on: ones; with DP off: the numbers of examples of each class")
+    counts: Tensor = public(
+        "all 1 with differential privacy, and the numbers of examples of each class without it"
+    )
 
 
 def ensemble_loss(

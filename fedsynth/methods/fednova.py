@@ -28,7 +28,9 @@ from fedsynth.methods.shared.local import TrainsLocally
 class NormalisedModel(ModelParameters):
     """The upload of a client: the model, and ‖a_k‖₁."""
 
-    norm: float = public("with DP on, the number of steps depends only on public sizes")
+    norm: float = public(
+        "with differential privacy, the number of steps depends only on public sizes"
+    )
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,7 @@ class FedStats(PlansStatistics):
     """
 
     name = "fedstats"
-    summary = (
-        "clients send noisy class statistics of fixed features; the server computes model "
-        "and images from them"
-    )
+    summary = "the server computes a model and images from noisy class statistics of fixed features"
     reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
     dp_mechanisms = ("statistics",)
 

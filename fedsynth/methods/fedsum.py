@@ -71,10 +71,7 @@ class FedSum(SumsFeatures):
     """
 
     name = "fedsum"
-    summary = (
-        "clients send class sums of features under shared networks; the server adds them up and "
-        "condenses one set of images"
-    )
+    summary = "the server condenses one set of images from class sums of features over all clients"
     reference = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
 
     # --------------------------------------------------------------------------------- the messages

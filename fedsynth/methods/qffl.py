@@ -55,7 +55,7 @@ class QFFL(TrainsLocally):
     """
 
     name = "qffl"
-    summary = "clients with larger losses have more weight, for even accuracy"
+    summary = "clients with larger losses have more weight, so that accuracies become even"
     reference = "Li et al. 2020, q-FFL, arXiv 1905.10497"
     one_pass = True
     upload = FairModel

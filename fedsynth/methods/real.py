@@ -59,7 +59,7 @@ class Real(TrainsInBall):
     """
 
     name = "real"
-    summary = "clients send random real images: FedDM's control, without any privacy"
+    summary = "clients send random real images without privacy, as FedDM's control"
     reference = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload = RealImages
     refusal = "the clients send real images, which no mechanism protects"

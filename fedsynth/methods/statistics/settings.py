@@ -257,23 +257,21 @@ class PlansStatistics(DistributedNoise, MakesImages):
         }
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        facts = {
-            "model": "linear in the features, without a bias: it follows from what is released"
-        }
+        facts = {"model": "linear in the features, without a bias, and computed from releases"}
         if self.releases_pictures(spec):
             small = low_pass(spec.image_shape)
             facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
         if self.whitens(spec):
             facts["whitening"] = (
-                "in a private run by noisy covariances of the features' channels and cells, "
-                "released in round 1"
+                "private runs whiten the features by noisy covariances of channels and cells, which "
+                "are released in round 1"
             )
         features = self.map_of(spec)
         facts["feature map"] = (
             f"{features.name}, {features.dimension} coordinates: fixed before data are read"
         )
         if not is_own_features(features.name):
-            facts["feature map"] += "; which map was chosen on public benchmarks"
+            facts["feature map"] += ", and chosen on public benchmarks"
         bounds = f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}"
         facts["constants of the features"] = f"{bounds}: {features.source}"
         return facts

@@ -40,8 +40,8 @@ class SyntheticSet(Message):
     # a subclass may send uint8 pixels: `normalised` returns a network's inputs
     images: Tensor = released()
     labels: Tensor = public(
-        "with DP on, every class is sent, or only classes with a large released noisy "
-        "count, each with the same number of images"
+        "with differential privacy, all classes are sent, or the classes with large released "
+        "counts. Each class has the same number of images"
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
