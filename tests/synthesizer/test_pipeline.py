@@ -175,7 +175,7 @@ def test_what_cannot_be_condensed_is_named(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(DataError, match="class 3 has none"):
         FeatureMatching(x, y, fixed_network, classes=4, steps=1)
     unbounded = FeatureMatching(x, y, fixed_network, classes=CLASSES, steps=20)
-    with pytest.raises(DivergedError, match="use an lr below"):
+    with pytest.raises(DivergedError, match="Use an lr below"):
         condense(unbounded, per_class=1, lr=1e30, progress=True)
     assert "condensing" in capsys.readouterr().err
 

@@ -236,34 +236,14 @@ def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
     return torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)[0]
 
 
-def segment_means_vjp(
-    features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True
-) -> tuple[Tensor, VectorJacobian]:
-    """Computes the mean features of some (client, class) pairs, and prepares their backward pass.
-
-    Returns the means mean_{S_c} u [G, D], and a function that maps vectors v [V, G, D] to J_cᵀ v_c
-    [V, G, ipc, C, H, W]. J_c is the Jacobian of mean_{S_c} u.
-    """
-    shape = synthetic_SICHW[numbers_G].shape
-    ipc = shape[1]
-    u, vjp = features.vjp(
-        synthetic_SICHW[numbers_G].flatten(0, 1), numbers_G.repeat_interleave(ipc), exact=exact
-    )
-
-    def pull(v_VGD: Tensor) -> Tensor:
-        pulled = vjp((v_VGD / ipc).repeat_interleave(ipc, dim=1))
-        return pulled.view(len(v_VGD), *shape)
-
-    return u.unflatten(0, (len(u) // ipc, ipc)).mean(dim=1), pull
-
-
 def pull_back(
     features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Returns J_cᵀ v_c for every (client, class) pair, [S, ipc, C, H, W].
 
-    The images of a pair affect only the mean of this pair. A pass can therefore contain few pairs,
-    which keeps it in a CPU's cache. With batch norm, one pass contains all pairs.
+    J_c is the Jacobian of mean_{S_c} u. The images of a pair affect only the mean of this pair. A
+    pass can therefore contain few pairs, which keeps it in a CPU's cache. With batch norm, one pass
+    contains all pairs.
 
     Args:
         features: computes u.
@@ -271,9 +251,13 @@ def pull_back(
         cotangents: a function (means [G, D] of some pairs, the indices of these pairs) -> v [G, D].
     """
     out = torch.empty_like(synthetic_SICHW)
+    ipc = synthetic_SICHW.shape[1]
     for numbers in passes(features, synthetic_SICHW):
-        means, pull = segment_means_vjp(features, synthetic_SICHW, numbers)
-        out[numbers] = pull(cotangents(means, numbers)[None])[0]
+        images = synthetic_SICHW[numbers]
+        u, pull = features.vjp(images.flatten(0, 1), numbers.repeat_interleave(ipc))
+        means = u.unflatten(0, (len(numbers), ipc)).mean(dim=1)
+        vectors = (cotangents(means, numbers) / ipc).repeat_interleave(ipc, dim=0)
+        out[numbers] = pull(vectors[None])[0].view_as(images)
     return out
 
 
