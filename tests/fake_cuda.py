@@ -50,23 +50,14 @@ class DeviceMixError(Exception):
     """An operation got tensors, or a generator, of two devices."""
 
 
-class OutOfScopeError(Exception):
-    """An operation that this stand-in cannot repeat as a GPU does it; none of ours is one."""
-
-
 class CaptureError(RuntimeError):
     """Something waits for the device while a CUDA graph is captured."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waits for the device.
-
-    Args:
-        kind: "read": a value comes to the host; "write": a copy to the device that blocks.
-        operation: what PyTorch calls it.
-        stack: functions of the package, the innermost first: (file, function, line).
-    """
+    """The host waits for the device: to read a value, or for a copy to the device ("write"). The
+    stack has the package's functions, the innermost first: (file, function, line)."""
 
     kind: str
     operation: str
@@ -100,7 +91,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _gpu().run(func, args, kwargs or {})
+        return _HERE[-1].run(func, args, kwargs or {})
 
     # `_apply` of a module then swaps the parameter's content, and the object stays the same
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -296,8 +287,7 @@ class _Device(TorchDispatchMode):
         same = next((tensor for tensor in mine if tensor.held is value), None)
         if same is None:
             return StandIn(value) if device == "cuda" else value
-        if same.shape != value.shape:
-            raise OutOfScopeError("an operation in place that changes the shape")
+        assert same.shape == value.shape, "an operation in place that changes the shape"
         return same
 
     def _check_generator(self, func: Any, kwargs: dict[str, Any], device: str) -> None:
@@ -356,10 +346,6 @@ class _Device(TorchDispatchMode):
 
 
 _HERE: list[_Device] = []
-
-
-def _gpu() -> _Device:
-    return _HERE[-1]
 
 
 def _stack() -> tuple[tuple[str, str, int], ...]:

@@ -1,13 +1,15 @@
-"""Benchmarks share a library and not each other; finished rows are found again; compare has every
-method.
-"""
+"""Finished rows are found again, compare has every method, and the documents' numbers are those of the
+committed rows."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -57,13 +59,6 @@ def test_settings_still_have_the_hash_of_finished_rows(name: str, script: Any) -
     assert sum(grid.make(cell, rows) is not None for cell in cells) == FOUND[name]
 
 
-def test_other_settings_have_another_hash(script: Any) -> None:
-    cell = script("library.grid").Cell(device="auto", quick=False)
-    grid, fingerprint = script("grids.compare"), script("library.grid").fingerprint
-    made = {fingerprint(grid.settings_for("real", seed, None, cell)) for seed in (1, 2)}
-    assert len(made) == 2
-
-
 def test_the_private_baseline_is_an_interior_optimum_of_its_grid(script: Any) -> None:
     """Catches: an optimum at the grid's edge."""
     rows = script("library.rows").by_key("private_baselines")
@@ -96,7 +91,6 @@ def test_compare_has_every_method_with_its_familys_settings(script: Any) -> None
     assert compared.METHODS["feddm"] == ("feddm", compared.CONDENSE)
     assert set(compared.PERSONAL) == {"solo", "fedbn"}
     assert set(compared.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
-    assert [compare.knob(name) for name in ("feddm", "moon", "real")] == ["image_lr", "lr", None]
     cell = script("library.grid").Cell(device="cpu", quick=False)
     for name in compared.METHODS:  # FedStats and FedSum have not all of their family's settings
         assert compare.settings_for(name, 0, 0.1, cell).rounds in (1, 5)
@@ -134,23 +128,112 @@ def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("robust_table", ["run.py", "robust_table", "--alpha", "1", "--only", "median, sign"]),
-        ("dp_step", ["dp_step.py", "--device", "cpu", "--only", "residual"]),
-    ],
-)
-def test_a_script_of_each_shape_runs(name: str, words: list[str]) -> None:
-    rows = BENCHMARKS / "results" / f"{name}_quick.jsonl"
-    rows.unlink(missing_ok=True)
+    ("name", "line", "rows"),
+    [("robust_table", "run.py robust_table --alpha 1 --only 'median, sign'", 3),
+     ("dp_step", "dp_step.py --device cpu --only residual", 1)],
+)  # fmt: skip
+def test_a_script_of_each_shape_runs(name: str, line: str, rows: int) -> None:
+    file = BENCHMARKS / "results" / f"{name}_quick.jsonl"
+    file.unlink(missing_ok=True)
+    script, *words = shlex.split(line)
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / words[0]), *words[1:], "--quick"],
+        [sys.executable, str(BENCHMARKS / script), *words, "--quick"],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    made = rows.read_text(encoding="utf-8").splitlines()
-    assert len(made) == (3 if name == "robust_table" else 1)
-    rows.unlink()
+    assert len(file.read_text(encoding="utf-8").splitlines()) == rows
+    file.unlink()
+
+
+# ---------------------------------------------------------------------------- numbers in documents
+
+
+TITLE = "# Results\n"
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tables
+
+    return tables
+
+
+def _text(tables: Any, document: str) -> str:
+    return (tables.ROOT / document).read_text(encoding="utf-8")  # type: ignore[no-any-return]
+
+
+def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert tables.main() == 0
+
+
+def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
+    tables: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = "\n".join(_text(tables, document) for document in tables.DOCUMENTS)
+    assert {name for name, _ in tables.BLOCK.findall(texts)} == set(tables.TABLES)
+    assert {sentence.document for sentence in tables.SENTENCES} <= set(tables.DOCUMENTS)
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--list"])
+    assert tables.main() == 0
+    listed = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert {name for name, *_ in listed} == set(tables.TABLES)
+    for name, _, rows, script in listed:
+        if script.startswith("benchmarks/") and "run.py" not in script:
+            assert f'"{Path(rows).stem}' in _text(tables, script), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("| 81.57 ± 0.69 |", "| 81.58 ± 0.69 |", "table fashion differs"),
+        ("within 0.25 points", "within 0.26 points", "['0.26'] and the rows ['0.25']"),
+        ("on one seed it comes within", "once it comes within", "does not have the sentence"),
+        (TITLE, f"{TITLE}\nIt is 1.75 times as fast.\n", "docs/results.md:3: from no row"),
+    ],
+)
+def test_a_number_that_no_row_has_is_found(tables: Any, old: str, new: str, said: str) -> None:
+    text = _text(tables, "docs/results.md")
+    source = text if old in text else " ".join(text.split())
+    assert old in source
+    changed = source.replace(old, new, 1)
+    assert any(said in line for line in tables.differences("docs/results.md", changed))
+    if said[0] in "t[":  # numbers alone
+        assert tables.written("docs/results.md", text.replace(old, new)) == text
+
+
+def test_what_may_stand_freely(tables: Any) -> None:
+    for text in (
+        "ipc 10, 5 rounds and 64 images",
+        "`lr=0.25`",
+        "```\n0.25\n```",
+        "<!-- given -->The paper has 86.65 ± 0.31.<!-- end -->",
+        "Dir(0.1) at rates of 0.01, 0.03 and 0.1, λ_glob = 2.0",
+        "grid {0.003, 0.01}",
+        "Apache-2.0",
+    ):
+        assert tables.free_numbers("README.md", text) == []
+    for text in ("it reaches 71.4", "0.5 points", "rates of 0.01 reach 71.4 %", "−1.8"):
+        assert len(tables.free_numbers("README.md", text)) == 1
+
+
+def test_stale_rows(tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from library import rows
+
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    kept = [{"key": f"fedavg seed=0 {mark}", "accuracy": 0.5} for mark in ("aa", "bb")]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, kept)) + "\n")
+    with pytest.raises(rows.RowsError, match="two rows of other settings for 'fedavg seed=0'"):
+        rows.by_key("x")
+    (tmp_path / "x.jsonl").write_text(json.dumps(kept[0]) + "\n")
+    assert rows.percents("x", "fedavg", range(3)) == [50.0]
+
+
+def test_a_difference_is_bold_where_its_mean_is_beyond_the_deviation(tables: Any) -> None:
+    from library import rows
+
+    assert rows.paired([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
+    assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds do not show it

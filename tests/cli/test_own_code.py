@@ -78,9 +78,7 @@ def base(code: Path, rounds: int = 1) -> str:
 
 
 @pytest.mark.parametrize("kinds", [("method", "model"), ("features",)], ids=str)
-def test_a_run_records_its_own_files_and_verifies(
-    kinds: tuple[str, ...], code: Path, fedsynth: Call
-) -> None:
+def test_own_files_are_recorded(kinds: tuple[str, ...], code: Path, fedsynth: Call) -> None:
     """Catches: code that no other command knows again, or that changed unseen."""
     own = " ".join(OPTIONS[kind].format(code) for kind in kinds)
     own += "" if "method" in kinds else " --method fedavg"
@@ -173,9 +171,7 @@ def test_a_killed_run_is_resumed_with_its_own_file_only(
     assert summary["test_accuracy"] == accuracy
 
 
-def test_a_run_without_an_own_file_takes_none_when_it_is_resumed(
-    code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_adds_no_file(code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a file that changes the run, or that is left out without an error."""
     with interrupted_in_round(2, monkeypatch):
         assert fedsynth(f"{base(code, 2)} --method fedstats").code == 130
@@ -193,9 +189,7 @@ def test_a_run_without_an_own_file_takes_none_when_it_is_resumed(
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
     ],
 )
-def test_a_file_that_makes_no_feature_map_is_one_line(
-    text: str, words: str, code: Path, fedsynth: Call
-) -> None:
+def test_a_file_without_a_feature_map(text: str, words: str, code: Path, fedsynth: Call) -> None:
     (code / "enc.py").write_text(text + "\n")
     options = f"--method fedstats {OPTIONS['features'].format(code)} --dp-epsilon 8"
     fedsynth(f"{base(code)} {options}").assert_refused(words)

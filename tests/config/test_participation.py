@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth import FedAvg, ModelSettings
 from fedsynth.config.participation import (
     Participation,
     PlannedEpsilon,
@@ -20,9 +19,6 @@ from fedsynth.config.participation import (
 )
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.partition import hold_out
-from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import plan_of
 from fedsynth.federation.run_data import data_set_id
@@ -51,11 +47,8 @@ def test_each_round_samples_four_of_twenty_by_the_seed() -> None:
 
 def test_a_participation_below_one_client_is_refused() -> None:
     """Catches: 1 % of ten clients, which was silently a tenth of them."""
-    settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
-    with pytest.raises(
-        SettingError,
-        match=r"run.participation must be at least 0.1 with 10 clients.* got 0.01",
-    ):
+    settings = tiny(run={"method": "fedavg", "participation": 0.01}, partition={"clients": 10})
+    with pytest.raises(SettingError, match=r"run.participation must be at least 0.1 "):
         simulate(settings, quiet=True)
 
 
@@ -101,10 +94,8 @@ def test_a_long_plan_states_epsilon_after_chosen_rounds() -> None:
     assert len(shown_rounds(10**12)) < 50
     asked: list[int] = []
     table = PlannedEpsilon((1, 5), lambda position: float(asked.append(position) or 2.0))
-    assert (list(table), len(table), asked) == ([1, 5], 2, [])  # a composition only where one looks
+    assert (list(table), asked) == ([1, 5], [])  # a composition only where one looks
     assert (table[5], table[5], asked) == (2.0, 2.0, [1])
-    with pytest.raises(KeyError):
-        table[3]
 
 
 def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +125,6 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     ("method", "privacy"),
     [
         ("fedavg", {"noise_multiplier": 3.0, "sample_rate": 1.0}),
-        ("fedavg", {}),
         ("feddm", {"noise_multiplier": 3.0, "mechanism": "paper"}),  # no guard looks at its ledger
     ],
 )
@@ -159,26 +149,25 @@ def test_no_client_is_charged_for_a_round_that_one_ledger_cannot_take(
     assert {path: path.read_bytes() for path in before} == before
 
 
+FAST = {
+    "fedavg": {"local_epochs": 1},
+    "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+    "fedaf": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+}
+
+
 def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
-    fast = {
-        "fedavg": {"local_epochs": 1},
-        "fedkf": {"local_epochs": 1, "generator_width": 4, "generator_batch": 4},
-        "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
-        "fedaf": {"iterations": 2, "ipc": 1, "server_epochs": 2},
-    }
     base = {
         "run": {"method": method, "rounds": rounds, "participation": 0.5},
         "partition": {"clients": 4},
         "model": {"width": 4, "depth": 2},
-        "method": fast[method],
+        "method": FAST[method],
     }
     return resolve({**base, **sections})
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
-def test_a_returning_client_resumes_from_its_images(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_returning_clients_keep_their_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
     it remembers."""
     seen: list[tuple[int, ...]] = []
@@ -218,67 +207,11 @@ def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -
     assert result.summary["differential_privacy"]["noise_multiplier"] < everybody.sigma
     assert result.folder is not None
     assert verify_run(result.folder).problems == []
-    assert "no amplification" in (result.folder / "privacy_report.md").read_text()
-
-
-def random_data(records: int, seed: int = 0) -> ImageData:
-    rng = np.random.default_rng(seed)
-    images = rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, rng.integers(0, 10, records), dataset_spec("digits"))
-
-
-def test_local_splits_are_disjoint_and_of_the_given_share() -> None:
-    """Equal records are on the same side; the label is part of a record."""
-    data = random_data(3000)
-    parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
-    training, testing = hold_out(parts, 0.2, 0, data)
-    for part, a, b in zip(parts, training, testing, strict=True):
-        assert sorted([*a, *b]) == part.tolist()
-    assert 330 < len(testing[0]) < 470
-    assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
-    labelled = ImageData(data.images, (data.labels + 1) % 10, data.spec)
-    assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
-    twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
-    for side in hold_out([np.arange(400)], 0.3, 0, twice):
-        assert len(side[0]) > 0
-        assert set((399 - side[0]).tolist()) == set(side[0].tolist())
-
-
-def test_removing_a_record_moves_no_other_from_one_split_to_the_other() -> None:
-    """A file without one record renumbers all after it: a split by position moves hundreds."""
-    data = random_data(1000)
-    (before,), _ = hold_out([np.arange(1000)], 0.2, 0, data)
-    for removed in (0, 500, 999):
-        rest = np.delete(np.arange(1000), removed)
-        (after,), _ = hold_out([np.arange(999)], 0.2, 0, data.subset(rest))
-        assert set(before.tolist()) ^ set(rest[after].tolist()) <= {removed}
 
 
 def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
-    plain, split, some = (
-        tiny(),
-        tiny(partition={"clients": 4, "local_test": 0.2}),
-        tiny(partition={"clients": 4, "subset": 0.5}),
-    )
-    assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
+    plain = data_set_id(tiny())
+    assert data_set_id(tiny(partition={"clients": 4, "local_test": 0.2})) == plain
+    assert data_set_id(tiny(partition={"clients": 4, "subset": 0.5})) != plain
     # of the first version: ledgers are kept for long
     assert data_set_id(resolve({})) == "digits-3840bad0acf7"
-
-
-def test_local_metrics_are_in_the_rows_or_with_privacy_in_simulation_only(
-    tmp_path: Path,
-) -> None:
-    partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
-    row = simulate(tiny(**partitioned)).metrics[-1]
-    assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
-    assert len(row["local"]["client_accuracy"]) == 4
-    privacy = {"noise_multiplier": 3.0, "sample_rate": 1.0}
-    private = simulate(tiny(**partitioned, privacy=privacy), output=tmp_path).folder
-    assert private is not None
-    for path in private.rglob("*"):
-        if path.is_file() and "simulation_only" not in path.parts:
-            content = path.read_bytes()
-            assert not [one for one in (b"wlp", b"client_accuracy") if one in content], path
-    assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
-    report = (private / "privacy_report.md").read_text()
-    assert "own test splits" in report

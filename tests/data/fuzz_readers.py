@@ -32,7 +32,7 @@ from fedsynth.data.image_files import read_images
 from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
-from tests.fuzz.mutations import altered
+from tests.fuzz.mutations import altered, altered_json, json_bytes
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
 OFFICE, FEMNIST = map(dataset_spec, ("office-caltech-10", "femnist"))
@@ -121,22 +121,14 @@ def images(rng: random.Random) -> Iterator[bytes]:
 
 def leaves(rng: random.Random) -> Iterator[bytes]:
     row = [0.5] * 784
-    good = json.dumps(
-        {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [row], "y": [3]}}}
-    )
-    values = ("1e999", "-1", "null", "true", '"x"', "[]", "[[]]", "{}", "NaN", "9" * 5000, "1" + "0" * 400, '"\\ud800"',
-              "[" * 5000, '"' + "x" * 100_000 + '"', "1.5", "0.50001")  # fmt: skip
-    yield good.encode()
-    marks = ["0.5", "1", "3", '"a"', '"x"', '"y"', "[", "]", "{", "}", ",", "[0.5"]
+
+    def file(x: Any) -> Any:
+        return {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [x], "y": [3]}}}
+
+    yield json.dumps(file(row)).encode()
     while True:
-        content = good
-        for _ in range(rng.randint(1, 3)):
-            mark = rng.choice(marks)
-            places = content.split(mark)
-            if len(places) > 1:
-                cut = rng.randrange(1, len(places))
-                content = mark.join(places[:cut]) + rng.choice(values) + mark.join(places[cut:])
-        yield content.encode()
+        changed = json_bytes(altered_json(file(rng.choice((row, "row"))), rng), rng)
+        yield changed.replace(b'"row"', json.dumps(row).encode())
 
 
 def user_files(rng: random.Random) -> Iterator[bytes]:

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -17,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image, ImageFile
 
-from fedsynth.config.resolve import resolve
 from fedsynth.data import image_files
-from fedsynth.data.array_files import read_idx
+from fedsynth.data.array_files import MAX_INSTRUCTIONS, PickledArray, read_idx, read_pickle
 from fedsynth.data.image_files import read_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -108,14 +110,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (lambda whole: whole[:3000] + bytes([whole[3000] ^ 0xFF]) + whole[3001:], "cannot be read"),
     ],
     ("cifar10", "cifar-10-batches-py/data_batch_3"): [
-        (b"", "cannot be read as a CIFAR batch"),
-        (lambda whole: whole[: len(whole) // 2], "cannot be read as a CIFAR batch"),
-        (lambda whole: whole[:-1], "cannot be read as a CIFAR batch"),
-        (pickle.dumps([1, 2]), "contains a list instead of a dict"),
         (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
-        (batch(ROWS[:, 1:], [0] * 4), r"must be an array of bytes \[N, 3072\]"),
-        (batch(ROWS.astype(float), [0] * 4), "it has an array of type f8"),
-        (batch(b"", []), "must be an array of bytes"),
         (batch(ROWS, [0] * 3), "4 images and 3 labels"),
         (batch(ROWS, ["a"] * 4), "must be a list of integers"),
         (batch(ROWS, [0, 1, 2, 10]), r"labels must be in \[0, 10\)"),
@@ -129,14 +124,9 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (lambda whole: whole[:200] + b"x" + whole[201:], "is not the published file"),
     ],
     ("femnist", leaf_path("train", 2)): [
-        (b"[1, 2]", "is not a LEAF file"),
-        (writers(users={"w": 1}), "is not a LEAF file: users: Input should be a valid array"),
         (writers(users=["v"]), "must describe the same writers"),
-        (writers(num_samples=[2, 3]), "must describe the same writers"),
-        (writers(user_data={"w": [1]}), "user_data.w: Input should be an object"),
         (writers(num_samples=[3]), "writer 'w': x must have num_samples images of 784 numbers"),
         (writers(y=[1]), "x must have num_samples images"),
-        (writers(x=[ROW[1:]] * 2), "x must have num_samples images"),
         (writers(x=[ROW, ROW[1:]]), "x must have num_samples images"),
         (writers(x=[], y=[], num_samples=[0]), "user_data.w.x: List should have at least 1 item"),
         *(
@@ -148,15 +138,9 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
             (writers(y=[0, value]), "user_data.w.y.1: Input should be")
             for value in (-1, 1.5, 2**70, True)
         ),
-        (
-            json.dumps(leaf({"f0100_00": writer(1)})).encode(),
-            "'f0100_00' is also in another file of",
-        ),
+        (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "'f0100_00' is also in another file"),
     ],
-    ("femnist", leaf_path("test", 5)): [
-        (content, "is not a LEAF file: Invalid JSON")
-        for content in (b"", b"{", b"<html>404</html>", b"\xff\xfe", b"[" * 100_000)
-    ],
+    ("femnist", leaf_path("test", 5)): [(b"<html>404</html>", "is not a LEAF file: Invalid JSON")],
     ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
         ("\n".join(names).encode(), "must list 200 different WordNet numbers")
         for names in (WNIDS[1:], [*WNIDS[1:], WNIDS[5]], ["<html>404</html>"], [*WNIDS[1:], "n1"])
@@ -164,19 +148,13 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("tiny-imagenet", "tiny-imagenet-200/val/val_annotations.txt"): [
         *(
             (b"val_1.JPEG\tn10000001\t0\n\n" + line, "line 3: expected a file name, a tab")
-            for line in (
-                b"val_0.JPEG",
-                b"val_0.JPEG\tn99999999\t0",
-                b"../x.JPEG\tn10000001\t0",
-                b"\tn10000001\t0",
-            )
+            for line in (b"v.JPEG", b"v\tn99999999\t0", b"../x\tn10000001\t0", b"\tn10000001\t0")
         ),
         (b"\n", "lists no image"),
         (b"\xff\xfe\x00", "cannot be read as a text file"),
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
         (image((32, 48)), "is 32×48, but images of tiny-imagenet"),
-        (b"<html>404</html>", "cannot be read as an image"),
         (None, "cannot be read as an image: the file does not exist"),
     ],
     ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
@@ -184,14 +162,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ],
     ("domainnet-10", "domainnet/clipart_train.txt"): [
         (line.encode(), "line 1: expected 'clipart/CLASS/FILE NUMBER'")
-        for line in (
-            "clipart/bird",
-            "sketch/bird/x.jpg 3",
-            "clipart/../x.jpg 3",
-            "clipart/bird/x.jpg three",
-            "clipart/bird/x.jpg 3²",
-            "clipart/bird/x.jpg ٣",
-        )
+        for line in ("sketch/bird/x.jpg 3", "clipart/../x.jpg 3", "clipart/bird/x.jpg ٣")
     ],
 }
 
@@ -229,9 +200,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_a_malicious_pickle_is_refused_and_does_not_run(
-    good: Path, protocol: int, tmp_path: Path
-) -> None:
+def test_a_malicious_pickle_does_not_run(good: Path, protocol: int, tmp_path: Path) -> None:
     path = good / "cifar-10-batches-py" / "data_batch_1"
     trace = tmp_path / "trace"
     attacks = (
@@ -264,15 +233,9 @@ def at_most(size: int) -> Iterator[None]:
     assert peak < size, f"{peak / MEGABYTE:.0f} MB"
 
 
-@pytest.mark.parametrize(
-    ("spec", "resize", "message"),
-    [
-        (OFFICE, True, "is 9000×9000, more than 33,554,432 pixels: reduce its size"),
-        (CINIC, False, "is 9000×9000, more than 33,554,432 pixels"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "resize"), [(OFFICE, True), (CINIC, False)])
 def test_large_pictures_are_refused_by_their_header(
-    spec: Any, resize: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: Any, resize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
     load = ImageFile.ImageFile.load
@@ -283,6 +246,7 @@ def test_large_pictures_are_refused_by_their_header(
     for path in paths:
         path.write_bytes(png(9000, 9000))
     assert paths[0].stat().st_size < MEGABYTE / 2
+    message = "is 9000×9000, more than 33,554,432 pixels"
     with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         read_images(paths, spec, resize=resize)
     assert decoded == []
@@ -291,9 +255,7 @@ def test_large_pictures_are_refused_by_their_header(
     assert decoded != []
 
 
-def test_large_pictures_are_decoded_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_pictures_come_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_work, most = threading.Semaphore(0), []
     decoded = image_files._decoded
 
@@ -337,9 +299,7 @@ def test_a_header_that_announces_too_much_is_refused(zipped: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000])
-def test_text_among_the_pixels_is_refused_in_little_memory(
-    value: Any, files: OfficialFiles
-) -> None:
+def test_text_among_pixels_is_refused_in_little_memory(value: Any, files: OfficialFiles) -> None:
     content = leaf({"w": writer(1)})
     content["user_data"]["w"]["x"] = [[value, *ROW[1:]]]
     for split in ("train", "test"):
@@ -371,14 +331,105 @@ def test_a_pipe_is_not_waited_for(good: Path, name: str, file: str) -> None:
             read_images([path], OFFICE)
 
 
-@pytest.mark.parametrize("root", ["~nobody-of-that-name", "a\0b", "x" * 300, "a\udcff"])
-def test_folders_that_cannot_exist_are_missing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mnist", "femnist"):
-        with pytest.raises(DataFilesMissingError):
-            load_dataset(name, Path(root))
-    with pytest.raises(DataFilesMissingError):
-        # Settings make the folder absolute before any data are read.
-        load_dataset("mnist", resolve({"data": {"data_root": root}}).data_root)
-    monkeypatch.setenv("FEDSYNTH_DATA", root.replace("\0", "/"))
-    with pytest.raises(DataFilesMissingError):
-        load_dataset("mnist")
+# -------------------------------------------------------------------------------- files of anybody
+
+
+SCRIPT = Path(__file__).with_name("fuzz_readers.py")
+SAMPLE = {"pickle": 160, "image": 30, "leaf": 30, "users": 30, "idx": 30, "list": 30}
+ALL = {"pickle": 5000, "image": 2000, "leaf": 1000, "users": 1000, "idx": 2000, "list": 1000}
+
+
+@pytest.mark.parametrize(
+    ("seed", "counts"),
+    [(2, SAMPLE), pytest.param(1, ALL, marks=pytest.mark.slow)],
+    ids=["sample", "all"],
+)
+def test_files_of_anybody(seed: int, counts: dict[str, int], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(seed), json.dumps(counts)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    case = (tmp_path / "CASE").read_text() if (tmp_path / "CASE").exists() else "none"
+    assert done.returncode == 0, (
+        f"ended with {done.returncode} at case {case}: {done.stderr[-500:]}"
+    )
+    for kind, found in json.loads(done.stdout).items():
+        assert found["faults"] == [], kind
+        assert found["refused"] + found["accepted"] == counts[kind]
+        assert found["refused"] > counts[kind] / 3, kind
+        assert found["accepted"] > 0, kind  # some changes do no harm: the reader still reads
+        # Beyond ten times the file's size: what a million instructions of one byte can make.
+        assert found["beyond"] < 24 * MEGABYTE, kind
+        assert found["slowest"] < 20, kind
+
+
+# ----------------------------------------------------------------------------------------- pickles
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
+BATCH = {
+    b"batch_label": b"training batch \xff of 5",
+    "labels": [0, 255, 256, -1, 2**31, -(2**31), 2**62, 2**70, -(2**70)],
+    "names": ["a.png", "", "é", "\n\\", "x" * 300, b"y" * 300],
+    "more": (None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+}
+PROTOCOLS = range(2, 6)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_plain_values_are_those_of_the_standard_unpickler(protocol: int) -> None:
+    given = pickle.dumps(BATCH, protocol)
+    assert repr(read_pickle(given)) == repr(pickle.loads(given))
+    shared = ["twice"]
+    again: Any = read_pickle(pickle.dumps([shared, shared], protocol))
+    assert again[0] is again[1]
+    itself: Any = read_pickle(b"\x80\x04]\x94h\x00a.")
+    assert itself[0] is itself
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("array", [PIXELS, np.asfortranarray(PIXELS), PIXELS[::2, ::3], PIXELS[0]])
+def test_arrays_keep_shape_and_bytes(protocol: int, array: npt.NDArray[np.uint8]) -> None:
+    got = read_pickle(pickle.dumps(array, protocol))
+    assert isinstance(got, PickledArray)
+    assert got.value is not None
+    assert got.value.shape == array.shape
+    assert np.array_equal(got.value, array)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("kind", ["O", "M8[s]", "u1,f4", "c16", "S3", "V4", "i1", ">f4", "?"])
+def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
+    with pytest.raises(ValueError, match="it has an array of"):
+        read_pickle(pickle.dumps(np.zeros(2, kind), protocol))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"N.x", "1 bytes after its end"),
+        (b"NN.", "does not end with one value"),
+        (b"(.", "does not end with one value"),
+        (b"N", "exhausted before seeing STOP"),
+        (b"K\x01(\x85.", "takes more values than the stack contains"),
+        (b"t.", "a mark that does not exist"),
+        (b"h\x00.", "reads an entry that it did not store"),
+        (b"NNa.", "appends to a value that is not a list"),
+        (b"})Ns.", "not a dict with names as keys"),
+        (b"N" * (MAX_INSTRUCTIONS + 1), "more than 1,048,576 instructions"),
+        (b"cos\nsystem\n.", r"imports os\.system, which"),
+        (b"c\x1b[31m\nx\n.", r"imports \?\[31m\.x, which"),
+        (b"N0.", "the instruction POP, which"),
+        (b"N)R.", "calls a value that is not a function"),
+        (b"NNb.", "fills a value that is not an empty array"),
+        (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text in a way that"),
+    ],
+)
+def test_what_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_pickle(content)

@@ -32,13 +32,9 @@ def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
     expected = np.asarray(Image.open(tmp_path / "south" / "ill" / "01.png"))
     assert np.array_equal(found.train.images[5, 0].numpy(), expected)
     assert (found.test, found.test_kind) == (None, "none")
-
-
-def test_folders_of_classes_have_no_sites_and_numbers_their_order(tmp_path: Path) -> None:
-    """Catches: class 10 before class 2."""
-    for name in ("2", "10", "1"):
-        write_image(tmp_path / name / "a.png", 1)
-    found = load_folder(tmp_path)
+    for name in ("2", "10", "1"):  # class 10 is not before class 2
+        write_image(tmp_path / "classes" / name / "a.png", 1)
+    found = load_folder(tmp_path / "classes")
     assert (found.train.spec.class_names, found.sites) == (("1", "2", "10"), None)
 
 
@@ -107,6 +103,9 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("a/b/c/1.png",), "has a/b/c/1.png; expected SITE/CLASS/files"),
         (("1.png",), "has 1.png; expected"),
         (("ill/1.png", "Ill/2.png"), "two classes have the names 'Ill' and 'ill'"),
+        (("a/0/1.png", "b/0.0/1.png", "b/x/1.png"), "two classes have the names"),
+        (("a/T-shirt/1.png", "b/t_shirt/1.png", "b/x/1.png"), "two classes have the names"),
+        (("a/½/1.png", "b/1⁄2/1.png", "b/x/1.png"), "two classes have the names"),
         (("a/1.dcm", "b/2.dcm"), r"no image .*\(.dcm: 2 \(a/1.dcm …\)\)"),
     ],
 )
@@ -152,14 +151,6 @@ def test_files_that_are_not_images_are_counted_and_refused(tmp_path: Path, name:
     assert (found.left_out == "") == (counted is None)
 
 
-def test_an_empty_class_folder_of_one_site_is_allowed(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    for image in (tmp_path / "north" / "ill").iterdir():
-        image.unlink()
-    with pytest.warns(UserWarning, match=r"skipped in .*: empty folders: 1 \(north/ill\)"):
-        assert len(load_folder(tmp_path).train) == 18
-
-
 def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     """Catches: a site on another disk that is left out, and the run is of one site."""
     make_folder(tmp_path / "disk", ("south",))
@@ -182,17 +173,12 @@ def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
         (tmp_path / place).parent.mkdir(parents=True)
         (tmp_path / place).write_text("x")
     (tmp_path / "north" / "ill" / "._00.png").write_bytes(b"of a Macintosh")
-    with pytest.warns(UserWarning, match=r"hidden: 2 \(.git …\)$"):
-        assert len(load_folder(tmp_path).train) == 24
-
-
-@pytest.mark.parametrize("names", [("0", "0.0"), ("T-shirt", "t_shirt"), ("½", "1⁄2")])
-def test_one_class_in_two_spellings_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
-    for site, name in zip(("north", "south"), names, strict=True):
-        write_image(tmp_path / site / name / "1.png", 1)
-        write_image(tmp_path / site / "other" / "1.png", 1)
-    with pytest.raises(DataError, match="two classes have the names"):
-        load_folder(tmp_path)
+    for image in (tmp_path / "south" / "ill").iterdir():  # one site without a class is allowed
+        image.unlink()
+    with pytest.warns(
+        UserWarning, match=r"empty folders: 1 \(south/ill\).*hidden: 2|hidden: 2.*empty"
+    ):
+        assert len(load_folder(tmp_path).train) == 18
 
 
 # -------------------------------------------------------------------- what trains does not test
@@ -206,12 +192,12 @@ def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
     assert len(found.test) == 12
 
 
-@pytest.mark.parametrize("test", ["scans", "link"])
-def test_a_file_that_trains_does_not_test(tmp_path: Path, test: str) -> None:
+def test_a_file_that_trains_does_not_test(tmp_path: Path) -> None:
     make_folder(tmp_path / "scans")
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
-    with pytest.raises(DataError, match=r"(12|24) of \1 test images are among the training images"):
-        load_folder(tmp_path / "scans", test_folder=tmp_path / test)
+    for test in ("scans", "link"):
+        with pytest.raises(DataError, match=r"(12|24) of \1 test images are among the training"):
+            load_folder(tmp_path / "scans", test_folder=tmp_path / test)
 
 
 def test_people_on_both_sides_are_counted(tmp_path: Path) -> None:
@@ -225,18 +211,12 @@ def test_people_on_both_sides_are_counted(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------- manifests
-def manifest(folder: Path, text: str) -> Path:
-    (folder / "manifest.csv").write_text(text, encoding="utf-8")
-    return folder
-
-
 def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "deep/down/c.png"):
         write_image(tmp_path / name, 1)
-    manifest(
-        tmp_path,
+    (tmp_path / "manifest.csv").write_text(
         "user;path;site;label\nMüller;b.png;north;ill\nOtt;a.png;south;well\n"
-        "Müller;deep/down/c.png;north;well\n",
+        "Müller;deep/down/c.png;north;well\n"
     )
     for place in (tmp_path, tmp_path / "manifest.csv"):
         found = load_folder(place)
@@ -249,6 +229,10 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is listed for two users"),
+        ("path,user\nscans/a.png,Ada\n", "names no user of a/a.png"),
+        ("\udcff", "it is not UTF-8 text: save it as CSV UTF-8"),
+        ("", "is empty: it must have the columns path and"),
         ("name,label\na.png,ill\n", "line 1: the columns path and label are required"),
         ("path,label,site\na.png,ill,\n", "line 2: the cell of the column site is empty"),
         ("path,label\n../a.png,ill\n", "must be a path inside"),
@@ -260,12 +244,15 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
         ("\n\npath;label\n\na.png;\n", "line 5: the cell of the column label is empty"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, error: str) -> None:
-    write_image(tmp_path / "a.png", 1)
-    (tmp_path / "empty.png").touch()
+def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, error: str) -> None:
+    name = "users.csv" if "user" in text else "manifest.csv"
+    write_image(tmp_path / ("a/a.png" if "user" in text else "a.png"), 1)
+    if "user" not in text:
+        (tmp_path / "empty.png").touch()
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     for size in (None, 8):  # the same error, whether sizes have to be looked up or not
         with pytest.raises(DataError, match=error) as caught:
-            load_folder(manifest(tmp_path, text), image_size=size)
+            load_folder(tmp_path, image_size=size)
         assert "\n" not in str(caught.value)
 
 
@@ -280,9 +267,7 @@ FORMS: list[Callable[[str], bytes]] = [
 
 @pytest.mark.parametrize("saved", FORMS)
 @pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
-def test_tables_as_spreadsheets_save_them(
-    tmp_path: Path, saved: Callable[[str], bytes], name: str
-) -> None:
+def test_tables_of_spreadsheets(tmp_path: Path, saved: Callable[[str], bytes], name: str) -> None:
     """Catches: a table that one of the two readers takes and the other does not."""
     folder = unicodedata.normalize("NFD", "KÖLN")  # as a Macintosh names it
     rows = [(f"{folder}/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
@@ -295,25 +280,6 @@ def test_tables_as_spreadsheets_save_them(
     assert found.train.groups is not None
     assert found.train.groups.tolist() == [0, 0, 1, 1]
     assert found.train.labels.tolist() == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"\xff\xfe\x00", "it is not UTF-8 text: save it as CSV UTF-8"),
-        (b"", "users.csv is empty: it must have the columns path and user"),
-        (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is listed for two users"),
-        (b"path,user\nscans/a.png,Ada\n", "names no user of a/1.png"),
-    ],
-)
-def test_a_users_csv_that_cannot_be_used_is_one_line(
-    tmp_path: Path, content: bytes, error: str
-) -> None:
-    write_image(tmp_path / "a" / "1.png", 1)
-    (tmp_path / "users.csv").write_bytes(content)
-    with pytest.raises(DataFilesCorruptError, match=error) as caught:
-        load_folder(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 # -------------------------------------------------------------------------------- declarations
@@ -384,9 +350,7 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
         ('"ill", "well"', '"ill", "ill "', "images.class_names"),
     ],
 )
-def test_a_damaged_declaration_names_the_key(
-    tmp_path: Path, old: str, new: str, error: str
-) -> None:
+def test_damaged_declarations_name_the_key(tmp_path: Path, old: str, new: str, error: str) -> None:
     path = declare(tmp_path)
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(DataFilesCorruptError, match=error) as caught:

@@ -1,7 +1,9 @@
-"""The partition rules: properties for all label arrays, the errors, and FedDM's Table 3."""
+"""The partition rules: properties for all label arrays, the errors, FedDM's Table 3, and the skews of
+FedFM's, FedKF's and NIID-Bench's public code, in numbers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedsynth.config.resolve import resolve
 from fedsynth.data import label_skew
+from fedsynth.data.images import from_arrays
+from fedsynth.data.label_skew import dominated_dirichlet
+from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import BY_LABELS, PartitionSettings
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
+from fedsynth.seeding import numpy_generator
+from fedsynth.simulation.simulate import simulate
 
 IntArray = npt.NDArray[np.int64]
 CLASSES = 6
@@ -116,12 +125,14 @@ def test_vanishing_alpha_gives_each_class_to_one_client(alpha: float) -> None:
         assert (counts.max(axis=0) > 95).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 10), st.integers(0, 1000))
-def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
-    each = 61
-    y = balanced(10, each)
-    wish = PartitionSettings(kind="classes", clients=clients, classes_per_client=c, seed=seed)
+@pytest.mark.parametrize("kind", ["classes", "missing"])
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
+def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: int) -> None:
+    y, lacks = balanced(10, 61), 10 - c
+    wish = PartitionSettings(
+        kind=kind, clients=clients, classes_per_client=c, missing_classes=lacks, seed=seed
+    )
     if clients * c < 10:
         with pytest.raises(PartitionError, match="cannot cover 10 classes"):
             partition(y, wish, 10)
@@ -129,85 +140,55 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
     counts = count_matrix(y, partition(y, wish, 10), 10)
     held = counts > 0
     assert (held.sum(axis=1) == c).all()
-    holders = held.sum(axis=0)
-    assert holders.max() - holders.min() <= 1
+    assert np.ptp(held.sum(axis=0)) <= 1
     for label in range(10):
         shares = counts[held[:, label], label]
-        assert shares.max() - shares.min() <= 1
-        assert shares.sum() == each
+        assert np.ptp(shares) <= 1
+        assert shares.sum() == 61
 
 
 @pytest.mark.parametrize(
-    ("sizes", "wish", "message"),
+    ("kind", "sizes", "wish", "message"),
     [
-        ([2] * 6, {"kind": "iid", "clients": 20}, "there are 20 clients but only 12 examples"),
-        (
-            [10] * 9,
-            {"min_size": 10},
-            "need 100 in total, but there are 90: lower min_size or clients",
-        ),
+        ("iid", [2] * 6, {"clients": 20}, "there are 20 clients but only 12 examples"),
+        ("dirichlet", [10] * 9, {"min_size": 10}, "need 100 in total, but there are 90"),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
-        ([100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries at alpha=0\.001: raise alpha"),
+        ("dirichlet", [100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries at alpha=0\.001"),
+        ("quantity", [900], {"alpha": 0.001}, r"at alpha=0\.001: raise alpha, or lower"),
+        ("classes", [0, 30, 30, 30], {"classes_per_client": 4}, "only 3 classes have examples"),
+        ("classes", [50, 3], {"clients": 8}, "class 1 has 3 examples, too few for the 8 clients"),
+        ("dominant", [100] * 10, {"clients": 4}, r"class \d has 100 examples, but needs 115"),
+        ("dominant", [100, 0, 100], {"dominant_classes": 2}, "dominant_classes must be below 2"),
+        ("dominant", [100] * 4, {"dominant_share": 0.25}, "dominant_share must be above 0.25"),
+        ("dominant", [220, 40, 40], {"clients": 3, "dominant_share": 0.4}, "no partition with"),
+        ("missing", [9, 0, 9, 9], {"missing_classes": 3}, "only 3 classes have examples"),
         (
-            [0, 30, 30, 30],
-            {"kind": "classes", "clients": 3, "classes_per_client": 4},
-            "only 3 classes have examples",
-        ),
-        (
-            [50, 3],
-            {"kind": "classes", "clients": 8, "classes_per_client": 2},
-            "class 1 has 3 examples, too few for the 8 clients",
-        ),
-        (
-            [100] * 10,
-            {"kind": "dominant", "clients": 4},
-            r"class \d has 100 examples, but needs 115 to dominate at 1 of 4 clients: lower",
-        ),
-        (
-            [100, 0, 100],
-            {"kind": "dominant", "dominant_classes": 2},
-            "dominant_classes must be below 2, the number of classes with examples, got 2",
-        ),
-        (
-            [100] * 4,
-            {"kind": "dominant", "dominant_share": 0.25},
-            "dominant_share must be above 0.25, the share of 1 of 4 classes in an even partition",
-        ),
-        (
-            [220, 40, 40],
-            {"kind": "dominant", "clients": 3, "dominant_share": 0.4},
-            "no partition with clients of equal size has this dominant_share",
-        ),
-        (
-            [9, 0, 9, 9],
-            {"kind": "missing", "clients": 3, "missing_classes": 3},
-            "only 3 classes have examples: lower missing_classes",
-        ),
-        (
+            "missing",
             [90, 3],
-            {"kind": "missing", "clients": 18, "missing_classes": 1},
-            r"class 1 has 3 examples, too few for the 9 clients .* lower clients or change missing_classes",
+            {"clients": 18, "missing_classes": 1},
+            "class 1 has 3 examples, too few",
         ),
-        ([900], {"kind": "quantity", "alpha": 0.001}, r"at alpha=0\.001: raise alpha, or lower"),
     ],
 )
-def test_wishes_that_cannot_be_met(sizes: list[int], wish: dict[str, Any], message: str) -> None:
+def test_impossible_wishes(kind: str, sizes: list[int], wish: dict[str, Any], message: str) -> None:
     y = np.repeat(np.arange(len(sizes)), sizes)
+    wish = (
+        {"clients": 3, "classes_per_client": 2} | wish if kind in ("classes", "missing") else wish
+    )
     with pytest.raises(PartitionError, match=message):
-        partition(y, PartitionSettings(**wish), len(sizes))
+        partition(y, PartitionSettings(kind=kind, **wish), len(sizes))
 
 
-@pytest.mark.parametrize(
-    "labels", [np.zeros(9), np.zeros((3, 3), int), np.array([0, 10]), np.array([-1, 0])]
-)
-def test_labels_that_are_none(labels: npt.NDArray[np.integer]) -> None:
-    with pytest.raises(DataError, match="labels must"):
-        partition(labels, PartitionSettings(clients=1), 10)
+def test_labels_that_are_none() -> None:
+    for labels in (np.zeros(9), np.zeros((3, 3), int), np.array([0, 10]), np.array([-1, 0])):
+        with pytest.raises(DataError, match="labels must"):
+            partition(labels, PartitionSettings(clients=1), 10)
 
 
 # The training sets' class sizes: CIFAR's are balanced, MNIST's are public.
 CIFAR100, CIFAR10 = balanced(100, 500), balanced(10, 5000)
-MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+MNIST_SIZES = np.array([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+MNIST = np.repeat(np.arange(10), MNIST_SIZES)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +199,7 @@ MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265
         (MNIST, 0.5, 81), (MNIST, 0.1, 47), (MNIST, 0.01, 14),
     ],
 )  # fmt: skip
-def test_the_rule_gives_the_upload_sizes_of_feddms_table_3(
+def test_upload_sizes_are_those_of_feddms_table_3(
     y: IntArray, alpha: float, published: int
 ) -> None:
     """Table 3 ÷ (ipc × image size) is the number of (client, class) pairs with at least 10
@@ -235,3 +216,192 @@ def test_the_rule_gives_the_upload_sizes_of_feddms_table_3(
     )
     pairs = [int((count_matrix(y, parts, classes) >= 10).sum()) for parts in partitions]
     assert abs(np.mean(pairs) - published) < 2.5 * np.std(pairs, ddof=1)
+
+
+# ------------------------------------------------------------------------------------- other skews
+
+
+def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
+    y = np.repeat(np.arange(len(np.asarray(sizes))), sizes)
+    return count_matrix(y, partition(y, wish, len(np.asarray(sizes))), len(np.asarray(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("classes", "each", "dominant", "many", "few"),
+    [(10, 5000, 1, 2300, 300), (200, 500, 20, 230, 30)],
+)
+def test_dominant_as_in_fedfm(classes: int, each: int, dominant: int, many: int, few: int) -> None:
+    """CIFAR-10 and Tiny-ImageNet over 10 clients, by pytorch/utils.py, noniid-2."""
+    wish = PartitionSettings(kind="dominant", dominant_classes=dominant, seed=3)
+    counts = counts_of(np.full(classes, each), wish)
+    assert set(counts.flatten().tolist()) == {many, few}
+    assert ((counts == many).sum(axis=1) == dominant).all()
+    assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client, as there
+
+
+def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
+    wish = PartitionSettings(kind="dominant", clients=10, dominant_share=0.5, seed=1)
+    counts = counts_of(MNIST_SIZES, wish)
+    assert (counts.sum(axis=1) == 6000).all()
+    assert np.array_equal(counts.sum(axis=0), MNIST_SIZES)
+    assert (counts.max(axis=1) == 3000).all()
+    owner = counts.argmax(axis=1)
+    assert sorted(owner) == list(range(10))
+    # What is left of a class spreads over the nine others: rows of 3,000, columns of n_c − 3,000,
+    # and as even as these allow, which is to say x_kc = a_k·b_c outside the dominant cells: cross
+    # ratios are 1, but for the rounding of numbers around 330.
+    x = counts[np.argsort(owner)].astype(float)
+    for i, j, k, m in ((0, 1, 2, 3), (4, 7, 5, 9), (8, 2, 6, 1), (3, 9, 0, 5)):
+        assert x[i, k] * x[j, m] / (x[i, m] * x[j, k]) == pytest.approx(1, abs=4 / 300)
+    assert x[0, 1] > x[0, 5] + 50  # of the larger class there is more
+
+
+def test_quantity_is_niid_benchs_rule() -> None:
+    """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at
+    ⌊cumsum(p)·N⌋."""
+    y, redraws = np.arange(2000) % 7, 0
+    for seed in range(20):
+        wish = PartitionSettings(kind="quantity", clients=6, alpha=0.5, min_size=15, seed=seed)
+        rng, sizes = numpy_generator(seed, "partition"), np.zeros(6)
+        while sizes.min() < 15:
+            cuts = (np.cumsum(rng.dirichlet(np.full(6, 0.5))) * 2000).astype(int)
+            sizes, redraws = np.diff(cuts[:-1], prepend=0, append=2000), redraws + 1
+        assert [len(part) for part in partition(y, wish, 7)] == sizes.tolist()
+    assert redraws > 40  # the least size is what decides here
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
+def test_every_client_dominates_a_class_before_any_dominates_two(alpha: float) -> None:
+    """EMNIST's 26 letters over 20 clients: the first 20 letters have different largest holders, the
+    last six too."""
+    for seed in range(5):
+        wish = {"clients": 20, "alpha": alpha, "seed": seed}
+        counts = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-dominant", **wish))
+        largest = counts.argmax(axis=0).tolist()
+        assert sorted(largest[:20]) == list(range(20))
+        assert len(set(largest[20:])) == 6
+        plain = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-plain", **wish))
+        assert len(set(plain.argmax(axis=0).tolist()[:20])) < 20  # some client dominates nothing
+
+
+def test_more_clients_than_classes_come_in_groups() -> None:
+    """Ten clients, four classes: groups of 4, 4 and 2, with 400, 400 and 200 of each class of
+    1000."""
+    counts = counts_of(
+        np.full(4, 1000), PartitionSettings(kind="dirichlet-dominant", clients=10, alpha=0.1)
+    )
+    for group, share in ((slice(0, 4), 400), (slice(4, 8), 400), (slice(8, 10), 200)):
+        assert counts[group].sum(axis=0).tolist() == [share] * 4
+    assert sorted(counts[:4].argmax(axis=0).tolist()) == [0, 1, 2, 3]
+    assert sorted(counts[4:8].argmax(axis=0).tolist()) == [0, 1, 2, 3]
+    last = counts[8:].argmax(axis=0).tolist()
+    assert sorted(last[:2]) == sorted(last[2:]) == [0, 1]
+
+
+def test_dominated_dirichlet_is_the_redrawn_one_of_fedkfs_code() -> None:
+    """Its rule word by word, with redraws: the same means of each class's sorted shares, and of the
+    largest's square."""
+    rng, draws, K, size = np.random.default_rng(0), 3000, 3, 10_000
+
+    def redrawn() -> IntArray:
+        counts, flags = np.zeros((K, 4), np.int64), np.zeros(K, bool)
+        for label in range(4):
+            p = rng.dirichlet(np.full(K, 0.5))
+            while flags[p.argmax()]:
+                p = rng.dirichlet(np.full(K, 0.5))
+            flags[p.argmax()] = True
+            if flags.all():
+                flags[:] = False
+            counts[:, label] = p * size
+        return counts
+
+    def moments(made: list[IntArray]) -> npt.NDArray[np.float64]:
+        shares = np.array(made) / size
+        by_rank = np.sort(shares, axis=1).mean(axis=0)
+        apart = np.abs(shares[:, :, 0] - shares[:, :, 1]).mean()
+        return np.array([*by_rank.ravel(), (shares.max(axis=1) ** 2).mean(), apart])
+
+    sizes = np.full(4, size)
+    wish = PartitionSettings(clients=K, alpha=0.5)
+    mine = [dominated_dirichlet(sizes, wish, rng) for _ in range(draws)]
+    np.testing.assert_allclose(moments(mine), moments([redrawn() for _ in range(draws)]), atol=0.02)
+
+
+GROUPS = np.array([5, 2, 9, 2, 5, 5, 9, 0])
+ZEROS = np.zeros(8, np.int64)
+
+
+def natural(clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]:
+    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    return [part.tolist() for part in partition(ZEROS, wish, 1, **origins)]
+
+
+def test_natural_with_some_groups_leaves_the_others_out() -> None:
+    everyone = natural(4, groups=GROUPS)
+    assert everyone == [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
+    assert natural(4, domains=GROUPS) == natural(4, groups=GROUPS, domains=ZEROS) == everyone
+    drawn = {tuple(map(everyone.index, natural(2, seed, groups=GROUPS))) for seed in range(200)}
+    assert drawn == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 12), st.integers(0, 2**40)
+)
+def test_natural_clients_are_groups(groups: list[int], clients: int, seed: int) -> None:
+    y, g = np.zeros(len(groups), np.int64), np.array(groups)
+    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    if clients > len(set(groups)):
+        with pytest.raises(PartitionError, match="but only"):
+            partition(y, wish, 1, groups=g)
+        return
+    parts = partition(y, wish, 1, groups=g)
+    whose = [set(g[part].tolist()) for part in parts]
+    assert len(whose) == clients == len(set.union(*whose))
+    for part, (group,) in zip(parts, whose, strict=True):
+        assert part.dtype == np.int64
+        assert np.array_equal(part, np.flatnonzero(g == group))
+
+
+def test_natural_of_a_subset_has_the_groups_that_are_left() -> None:
+    wish = PartitionSettings(kind="natural", clients=2, subset=0.5)
+    groups = np.repeat([3, 8], 50)
+    parts = partition(np.zeros(100, np.int64), wish, 1, groups=groups)
+    assert [set(groups[part].tolist()) for part in parts] == [{3}, {8}]
+    assert sum(map(len, parts)) == 50
+    both = partition(np.zeros(100, np.int64), wish, 1, domains=np.arange(100) % 2, groups=groups)
+    assert [part.tolist() for part in both] == [part.tolist() for part in parts]
+
+
+def test_the_partition_by_domain() -> None:
+    domains = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])
+    labels = np.zeros(9, np.int64)
+    parts = partition(labels, PartitionSettings(kind="domain", clients=3), 1, domains)
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+    six = partition(labels, PartitionSettings(kind="domain", clients=6), 1, domains)
+    assert [sorted(set(domains[part])) for part in six] == [[0], [1], [3]] * 2
+    assert sorted(np.concatenate(six).tolist()) == list(range(9))
+    assert [len(part) for part in six] == [2, 1, 2, 1, 1, 2]
+    with pytest.raises(PartitionError, match="multiple of 3"):
+        partition(labels, PartitionSettings(kind="domain", clients=4), 1, domains)
+    for kind, origin in (("domain", "domains"), ("natural", "groups")):
+        with pytest.raises(PartitionError, match=f"needs a data set with {origin}"):
+            partition(labels, PartitionSettings(kind=kind, clients=3), 1)
+
+
+def test_a_federation_of_domains_reports_each() -> None:
+    spec = replace(dataset_spec("digits"), name="scans", domains=("A", "B", "C"))
+    train, _ = load_dataset("digits")
+    data = from_arrays(train.images[:300], train.labels[:300], spec, np.arange(300) % 2)
+    sections = {
+        "run": {"method": "fedavg", "rounds": 1},
+        "partition": {"kind": "domain", "clients": 2},
+        "model": {"name": "linear"},
+        "method": {"local_steps": 2},
+    }
+    result = simulate(resolve(sections), data=(data, data))
+    row = result.metrics[0]
+    assert set(row["domain_accuracy"]) == {"A", "B"}
+    mean = sum(row["domain_accuracy"].values()) / 2
+    assert row["domain_average"] == pytest.approx(mean) == result.summary["domain_average"]
+    assert row["test_accuracy"] == pytest.approx(mean)  # of one size

@@ -1,14 +1,17 @@
-"""The registry's facts, and that it stays light."""
+"""The registry's facts, and Synthetic(α, β): the distribution of its parts, and its exact labels."""
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from fedsynth.config.resolve import resolve
+from fedsynth.data.images import normalise
+from fedsynth.data.load import device_sizes, draw_device, load_dataset, missing_files
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import SettingError, UnknownNameError
 
@@ -46,21 +49,14 @@ def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
     assert "\n" not in spec.source
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
+def test_synthetic_data_sets_of_any_numbers() -> None:
+    for given, name in (
         ("synthetic(0.5, 0.5)", "synthetic(0.5,0.5)"),
         ("synthetic( 1.0 ,1)", "synthetic(1,1)"),
-        ("synthetic(0,99.9999)", "synthetic(0,99.9999)"),
-        ("synthetic(0.0001,12)", "synthetic(0.0001,12)"),
+        ("synthetic(0.0001,99.9999)", "synthetic(0.0001,99.9999)"),
         ("synthetic( iid )", "synthetic(iid)"),
-    ],
-)
-def test_synthetic_data_sets_of_any_numbers(given: str, name: str) -> None:
-    spec = dataset_spec(given)
-    assert spec.name == name
-    assert dataset_spec(name) is spec
-    assert resolve({"data": {"dataset": given}}).dataset == name
+    ):
+        assert dataset_spec(given).name == resolve({"data": {"dataset": given}}).dataset == name
 
 
 @pytest.mark.parametrize("numbers", ["1", "-1,1", "1;1", "nan,1", "\u0661,1", "1e9,1", "100,1"])
@@ -69,28 +65,13 @@ def test_invalid_synthetic_data_sets(numbers: str) -> None:
         dataset_spec(f"synthetic({numbers})")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"channels": 0},
-        {"mean": (0.1, 0.2)},
-        {"std": (0.0,)},
-        {"mean": (float("nan"),)},
-        {"class_names": ("a",)},
-    ],
-)
-def test_a_spec_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(SettingError, match="data set 'digits'"):
-        dataclasses.replace(dataset_spec("digits"), **wrong)  # type: ignore[arg-type]
-
-
-def test_the_registry_imports_neither_torch_nor_torchvision() -> None:
-    code = (
-        "import sys, fedsynth.data.registry; print([m for m in ('torch', 'torchvision', 'numpy') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_a_spec_that_contradicts_itself_is_refused() -> None:
+    for key, wrong in (
+        *(("channels", 0), ("mean", (0.1, 0.2)), ("std", (0.0,))),
+        *(("mean", (float("nan"),)), ("class_names", ("a",))),
+    ):
+        with pytest.raises(SettingError, match="data set 'digits'"):
+            dataclasses.replace(dataset_spec("digits"), **{key: wrong})
 
 
 def test_a_specification_is_published_only_as_it_is() -> None:
@@ -99,3 +80,74 @@ def test_a_specification_is_published_only_as_it_is() -> None:
     digits = dataset_spec("digits")
     for own in ({"name": "scans"}, {"train_size": 1500}, {"source": "our clinic"}):
         assert not is_published(dataclasses.replace(digits, **own))
+
+
+# --------------------------------------------------------------------------------- Synthetic(α, β)
+
+
+NAMES = ["synthetic(iid)", "synthetic(0,0)", "synthetic(2.5,7)"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_are_exact_for_what_models_see(name: str) -> None:
+    alpha, beta = None if "iid" in name else 0, None
+    if "iid" not in name:
+        alpha, beta = (float(number) for number in name[10:-1].split(","))  # type: ignore[assignment]
+    sizes = ([int(0.9 * n) for n in device_sizes()], [n - int(0.9 * n) for n in device_sizes()])
+    for data, each in zip(load_dataset(name), sizes, strict=True):
+        assert data.groups is not None
+        assert torch.bincount(data.groups).tolist() == each
+        assert len(data) in (data.spec.train_size, data.spec.test_size)
+        x = normalise(data.images, data.spec).flatten(1).double().numpy()
+        for device in (0, 4, 29):
+            mine = (data.groups == device).numpy()
+            _, W, b = draw_device(alpha, beta, device, 1)
+            logits = x[mine] @ W + b
+            assert np.array_equal(logits.argmax(axis=1), data.labels.numpy()[mine])
+
+
+def test_the_devices_are_drawn_as_in_the_paper() -> None:
+    """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own
+    standard errors."""
+    alpha, beta, K, n = 3.0, 2.0, 400, 200
+    drawn = [draw_device(alpha, beta, k, n) for k in range(K)]
+    W, b = np.stack([d[1] for d in drawn]), np.stack([d[2] for d in drawn])
+    x = np.stack([d[0] for d in drawn])
+    u = np.concatenate([W.reshape(K, -1), b], axis=1).mean(axis=1)  # of 610 entries: u_k to 0.04
+    assert u.std() == pytest.approx(alpha, rel=5 / np.sqrt(2 * K))
+    assert u.mean() == pytest.approx(0, abs=5 * alpha / np.sqrt(K))
+    assert W.shape == (K, 60, 10)
+    assert b.shape == (K, 10)
+    assert (W - u[:, None, None]).std() == pytest.approx(1, rel=0.01)
+    assert (b - u[:, None]).std() == pytest.approx(1, rel=0.06)
+    v = x.mean(axis=1)  # to at most 0.07
+    B = v.mean(axis=1)
+    assert B.std() == pytest.approx(np.sqrt(beta**2 + 1 / 60), rel=5 / np.sqrt(2 * K))
+    assert (v - B[:, None]).std() == pytest.approx(1, rel=0.03)
+    assert abs(np.corrcoef(u, B)[0, 1]) < 5 / np.sqrt(K)
+    within = (x - v[:, None]).std(axis=(0, 1)) * np.sqrt(n / (n - 1))
+    np.testing.assert_allclose(within, np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * K * n))
+    centred = (x - v[:, None]).reshape(-1, 60)
+    correlation = np.corrcoef(centred.T) - np.eye(60)
+    assert np.abs(correlation).max() < 6 / np.sqrt(K * n)
+
+
+def test_the_iid_variant_has_one_model_and_one_distribution() -> None:
+    drawn = [draw_device(None, None, k, 500) for k in range(40)]
+    assert all(
+        np.array_equal(W, drawn[0][1]) and np.array_equal(b, drawn[0][2]) for _, W, b in drawn
+    )
+    x = np.stack([d[0] for d in drawn])
+    assert np.abs(x.mean(axis=1) / np.arange(1, 61) ** -0.6).max() < 5 / np.sqrt(500)
+    np.testing.assert_allclose(
+        x.std(axis=(0, 1)), np.arange(1, 61) ** -0.6, rtol=5 / np.sqrt(2 * 20_000)
+    )
+
+
+def test_the_data_are_fixed_and_nothing_global_decides() -> None:
+    first, _ = load_dataset("synthetic(1, 1)")
+    torch.rand(3)
+    again, _ = load_dataset("synthetic(1,1)")
+    assert torch.equal(first.images, again.images)
+    assert torch.equal(first.labels, again.labels)
+    assert missing_files("synthetic(1,1)", Path()) == []

@@ -1,7 +1,8 @@
-"""Whose records are whose: bounded contributions, splits by user, partitions, and users.csv."""
+"""Whose records are whose: bounded contributions, splits by user and by record, and hashes of records."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from fedsynth.data.image_folders import read_office_caltech
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData, from_arrays, record_digests
+from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import bounded, check_one_client_each, hold_out
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
+from fedsynth.federation.run_data import Clients
 
 SPEC = dataset_spec("digits")
 
@@ -44,42 +47,49 @@ def test_the_choice_depends_only_on_a_users_records() -> None:
     assert set(alone.tolist()) == {i for i in kept if users[i] != 1}
 
 
-def test_local_splits_do_not_cut_users() -> None:
-    users = np.random.default_rng(1).integers(0, 200, 3000)
-    data = people(users)
-    (training,), (testing,) = hold_out([np.arange(3000)], 0.3, 0, data, by_user=True)
-    assert not set(users[training]) & set(users[testing])
-    assert 0.15 < len(testing) / 3000 < 0.45
-    rest = np.flatnonzero(users != 5)
-    (fewer,), _ = hold_out([np.arange(len(rest))], 0.3, 0, data.subset(rest), by_user=True)
-    assert set(rest[fewer].tolist()) == set(training.tolist()) - set(np.flatnonzero(users == 5))
+def test_local_splits_are_disjoint_and_of_the_given_share() -> None:
+    """Equal records are on the same side; the label is part of a record."""
+    data = people(np.zeros(3000, np.int64))
+    parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
+    training, testing = hold_out(parts, 0.2, 0, data)
+    for part, a, b in zip(parts, training, testing, strict=True):
+        assert sorted([*a, *b]) == part.tolist()
+    assert 330 < len(testing[0]) < 470
+    assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
+    labelled = ImageData(data.images, (data.labels + 1) % 10, data.spec)
+    assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
+    twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
+    for side in hold_out([np.arange(400)], 0.3, 0, twice):
+        assert len(side[0]) > 0
+        assert set((399 - side[0]).tolist()) == set(side[0].tolist())
 
 
-def test_a_user_more_moves_no_other_user_to_the_other_split() -> None:
-    """Users are numbered by their sorted names (users.csv, LEAF): one whose name comes first
-    renumbers all others."""
-    users = np.repeat(np.arange(100), 3)
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_record_or_user_less_moves_no_other_to_the_other_split(by_user: bool) -> None:
+    """All after it are renumbered; users are numbered by their sorted names (users.csv, LEAF)."""
+    users = np.repeat(np.arange(100), 3) if by_user else np.zeros(300, np.int64)
     data = people(users)
-    (training,), _ = hold_out([np.arange(300)], 0.3, 0, data, by_user=True)
-    rest = np.arange(3, 300)[::-1].copy()
-    fewer = data.subset(rest)
-    renumbered = ImageData(fewer.images, fewer.labels, SPEC, None, fewer.groups - 1)
-    (less,), _ = hold_out([np.arange(297)], 0.3, 0, renumbered, by_user=True)
-    assert set(rest[less].tolist()) == set(training.tolist()) - {0, 1, 2}
-    assert hold_out([np.arange(0)], 0.3, 0, data, by_user=True)[0][0].tolist() == []
+    (training,), (testing,) = hold_out([np.arange(300)], 0.3, 0, data, by_user=by_user)
+    assert 0.15 < len(testing) / 300 < 0.45
+    assert not by_user or not set(users[training]) & set(users[testing])
+    for removed in (0, 50, 99):
+        gone = np.flatnonzero(users == removed) if by_user else np.array([removed])
+        rest = np.delete(np.arange(300), gone)[::-1].copy()
+        fewer = data.subset(rest)
+        groups = fewer.groups - (fewer.groups > removed).long()
+        renumbered = ImageData(fewer.images, fewer.labels, SPEC, None, groups)
+        (less,), _ = hold_out([np.arange(len(rest))], 0.3, 0, renumbered, by_user=by_user)
+        assert set(rest[less].tolist()) == set(training.tolist()) - set(gone.tolist())
+    assert hold_out([np.arange(0)], 0.3, 0, data, by_user=by_user)[0][0].tolist() == []
 
 
 def test_a_user_of_two_clients_is_refused() -> None:
     data = people(np.array([0, 0, 1, 1]))
     check_one_client_each([np.array([0, 1]), np.array([2, 3])], data)
-    with pytest.raises(PartitionError, match="clients 0 and 1 have records of the same user"):
-        check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
-
-
-def test_data_without_user_ids() -> None:
-    data = people(np.zeros(3, np.int64))
     with pytest.raises(DataError, match=r"groups= to from_arrays, or put a file users\.csv"):
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
+    with pytest.raises(PartitionError, match="clients 0 and 1 have records of the same user"):
+        check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
 
 
 def test_folders_of_images_take_their_users_from_the_file(files: Any) -> None:
@@ -98,3 +108,60 @@ def test_folders_of_images_take_their_users_from_the_file(files: Any) -> None:
     assert train.groups is not None
     assert len(np.unique(train.groups)) == 2 * len(spec.domains)
     assert train.groups[:4].tolist() == [0, 1, 0, 1]
+
+
+# ------------------------------------------------------------------------------- hashes of records
+
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture(scope="module")
+def digits() -> ImageData:
+    return load_dataset("digits")[0]
+
+
+def test_digests_are_blake2b_of_pixels_and_label(digits: ImageData, device: torch.device) -> None:
+    positions = np.array([3, 0, 1437, 3])
+    digests = record_digests(digits.to(device), positions, KEY, 20)
+    assert digests.shape == (4, 20)
+    for position, digest in zip(positions, digests, strict=True):
+        label = int(digits.labels[position]).to_bytes(8, "little")
+        record = digits.images[position].numpy().tobytes() + label
+        by_hand = hashlib.blake2b(record, key=KEY, digest_size=20, person=b"fedsynth record")
+        assert digest.tobytes() == by_hand.digest()
+
+
+def test_a_digest_goes_with_its_record_and_not_with_its_place(digits: ImageData) -> None:
+    """Also across the pieces in which records are copied."""
+    order = np.random.default_rng(0).permutation(5000) % len(digits)
+    many = ImageData(digits.images[order], digits.labels[order], digits.spec)
+    here = record_digests(digits, np.arange(len(digits)), KEY)
+    assert np.array_equal(record_digests(many, np.arange(5000), KEY), here[order])
+    assert len(np.unique(here, axis=0)) == len(digits)  # no two of the digits are the same
+    assert record_digests(digits, np.arange(0), KEY).shape == (0, 16)
+
+
+def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None:
+    images = digits.images[:1].repeat(3, 1, 1, 1)
+    images[1, 0, 7, 7] ^= 1
+    labels = digits.labels[:1].repeat(3)
+    labels[2] = (labels[2] + 1) % 10
+    data = ImageData(images, labels, digits.spec)
+    digests = np.concatenate(
+        [record_digests(data, np.arange(3), key) for key in (KEY, b"another key")]
+    )
+    assert len(np.unique(digests, axis=0)) == 6
+    unlabelled = record_digests(data, np.arange(3), KEY, labels=False)
+    assert np.array_equal(unlabelled[0], unlabelled[2])
+    assert len(np.unique(unlabelled, axis=0)) == 2
+
+
+def test_a_ledger_recognises_a_relabelled_image(digits: ImageData) -> None:
+    """Two studies on the same images: what the first has spent stays with them."""
+    anew = ImageData(digits.images, 9 - digits.labels, digits.spec)
+    parts = [np.arange(5), np.arange(5, 9)]
+    before = Clients(digits, parts).digests(KEY)
+    assert [len(one) for one in before] == [5, 4]
+    for one, other in zip(before, Clients(anew, parts).digests(KEY), strict=True):
+        assert np.array_equal(one, other)

@@ -13,7 +13,7 @@ import typer
 import typer.main
 
 from fedsynth.cli.app import app
-from tests.docs.written import NAMES, ROOT
+from tests.docs.written import NAMES, TEXTS
 
 ROOT_COMMAND: Any = typer.main.get_command(app)
 FENCE = re.compile(r"^```(?:sh|bash|\{code-cell\}[^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -80,8 +80,7 @@ def check(words: list[str]) -> None:
     except Exception as error:  # of the parser, which lives elsewhere in each version of typer
         if "Missing" in str(error) and "--help" in left:
             return
-        told = getattr(error, "format_message", None)
-        raise NotACommandError(told() if told else repr(error)) from error
+        raise NotACommandError(f"{' '.join(words)!r}: {error!r}") from error
 
 
 def check_names(words: list[str]) -> None:
@@ -96,29 +95,18 @@ def check_names(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_of_a_document_is_taken(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    wrong = []
-    for line in shell_lines(text):
+    for line in shell_lines(TEXTS[name]):
         for words in commands(line):
-            try:
-                check(words)
-            except NotACommandError as error:
-                wrong.append(f"{name}: {line.strip()}: {error}")
-    for span in SPAN.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
-        try:
-            check_names(" ".join(span.split()).replace("'", "").split(" ")[1:])
-        except NotACommandError as error:
-            wrong.append(f"{name}: `{span}`: {error}")
-    assert not wrong, "\n".join(wrong)
+            check(words)
+    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    for span in SPAN.findall(prose):
+        check_names(" ".join(span.split()).replace("'", "").split(" ")[1:])
 
 
 def test_commands_are_found() -> None:
     found = {
-        name: sum(
-            len(list(commands(line)))
-            for line in shell_lines((ROOT / name).read_text(encoding="utf-8"))
-        )
-        for name in NAMES
+        name: sum(len(list(commands(line))) for line in shell_lines(text))
+        for name, text in TEXTS.items()
     }
     assert found["README.md"] > 5
     assert found["docs/tutorials/deploying.md"] >= 3

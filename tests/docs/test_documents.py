@@ -3,13 +3,15 @@ has its place in the site."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.docs.written import DOCS, NAMES, ROOT, TUTORIALS
+from tests.docs.written import DOCS, NAMES, ROOT, TEXTS
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -44,8 +46,7 @@ def broken_links(text: str, place: Path) -> list[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    for name in NAMES:
-        text = (ROOT / name).read_text(encoding="utf-8")
+    for name, text in TEXTS.items():
         assert broken_links(text, ROOT / name) == []
         if not name.startswith("docs/tutorials") and name != "docs/index.md":
             assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
@@ -62,8 +63,7 @@ def long_lines(text: str) -> list[str]:
 
 
 def test_prose_is_wrapped_at_100_columns() -> None:
-    found = {name: long_lines((ROOT / name).read_text(encoding="utf-8")) for name in NAMES}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert {name: lines for name in NAMES if (lines := long_lines(TEXTS[name]))} == {}
 
 
 def test_a_link_that_leads_nowhere_is_found() -> None:
@@ -83,9 +83,9 @@ def test_every_page_has_its_place_in_the_site() -> None:
         assert f"]({path.name})" in decisions
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.parametrize("name", [name for name in NAMES if "/tutorials/" in name])
 def test_tutorials_are_text_that_runs_anywhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
+    text = TEXTS[name]
     assert text.startswith("---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n")
     cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(cells) >= 6
@@ -96,24 +96,45 @@ def test_tutorials_are_text_that_runs_anywhere(name: str) -> None:
         assert not re.search(r"https?://|--download|FEDSYNTH_DATA", cell), "needs a network or data"
 
 
-def dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text(encoding="utf-8")
-
-
 def test_the_dockerfile_names_files_that_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    copied = [
-        word
-        for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
-        for word in line.split()[:-1]
-    ]
+    lines = re.findall(r"^COPY (?!--from)(.*)$", dockerfile, re.MULTILINE)
+    copied = [word for line in lines for word in line.split()[:-1]]
     assert len(copied) >= 6
     assert ignored.count("*") == 1
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignored, "the build would not see it"
-    [chosen] = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile(), re.MULTILINE)
-    assert set(chosen.split(",")) <= set(extras)
+    [chosen] = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile, re.MULTILINE)
+    assert set(chosen.split(",")) <= set(project["optional-dependencies"])
+
+
+# -------------------------------------------------------------------------- the built site's links
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("check_links")
+
+
+def site(tmp_path: Path, body: str) -> Path:
+    (tmp_path / "other.html").write_text('<h1 id="there">x</h1>')
+    (tmp_path / "index.html").write_text(f"<html><body>{body}</body></html>")
+    return tmp_path
+
+
+def test_what_does_not_hold_is_found(links: ModuleType, tmp_path: Path) -> None:
+    for body, said in {
+        '<a href="nowhere.html">a</a>': "no such file",
+        '<a href="other.html#where">a</a>': "no such place",
+        '<a href="#here">a</a>': "no such place",
+        '<img src="picture.png">': "no such file",
+        '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn",
+        '<link rel="stylesheet" href="//fonts.example.org/a.css">': "loads //fonts",
+    }.items():
+        assert [line for line in links.problems(site(tmp_path, body)) if said in line]
+    body = '<a href="other.html#there">a</a><a href="https://example.org">b</a>'
+    assert links.problems(site(tmp_path, body)) == []

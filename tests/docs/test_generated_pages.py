@@ -30,9 +30,7 @@ def test_each_method_has_a_page_with_all_that_it_declares(generated: dict[str, s
         assert name in generated["methods/index.md"].split("```{toctree}")[1].split()
 
 
-def test_each_command_and_option_is_in_the_reference(
-    generate: ModuleType, generated: dict[str, str]
-) -> None:
+def test_commands_and_options_have_a_page(generate: ModuleType, generated: dict[str, str]) -> None:
     found = generate.commands.commands()
     assert len(found) > 20
     for words, command in found.items():
@@ -66,9 +64,5 @@ def test_each_example_has_a_page(generated: dict[str, str]) -> None:
 def test_pages_that_are_not_wanted_any_more_go(generate: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "gone.md").write_text("# gone")
-    made = generate.write_all(tmp_path)
-    assert tmp_path / "methods" / "feddm.md" in made
+    assert tmp_path / "methods" / "feddm.md" in generate.write_all(tmp_path)
     assert not (tmp_path / "methods" / "gone.md").exists()
-    before = (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns
-    generate.write_all(tmp_path)
-    assert (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns == before

@@ -16,4 +16,4 @@ def written() -> list[Path]:
 
 
 NAMES = [path.relative_to(ROOT).as_posix() for path in written()]
-TUTORIALS = [name for name in NAMES if name.startswith("docs/tutorials/")]
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}

@@ -11,7 +11,7 @@ import copy
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,6 @@ HOSTILE: tuple[Any, ...] = (
     "9" * 5000, "x" * 100_000, [], {}, [[]], [1, "x"], {"x": 1},
 )  # fmt: skip
 """What no place expects: another type, out of range, huge, not finite, steering characters."""
-
-
-def generator(seed: int) -> random.Random:
-    """Draws for one case; the same on every machine."""
-    return random.Random(seed)
 
 
 def altered(
@@ -105,7 +100,8 @@ def altered_json(good: Any, rng: random.Random) -> Any:
         case 4:
             holder.append(copy.deepcopy(old))
         case _:
-            holder[key] = _nested(old, rng.choice((1, 30, 5000)))
+            for _ in range(rng.choice((1, 30, 5000))):
+                holder[key] = [holder[key]]
     return value
 
 
@@ -122,12 +118,6 @@ def _nearly(old: Any, rng: random.Random) -> Any:
     if isinstance(old, list):
         return old[:-1] if old and rng.random() < 0.5 else [*old, *(old[:1] or [0])]
     return {**old, "one more": 1} if isinstance(old, dict) else 0
-
-
-def _nested(old: Any, depth: int) -> Any:
-    for _ in range(depth):
-        old = [old]
-    return old
 
 
 def json_bytes(value: Any, rng: random.Random) -> bytes:
@@ -211,14 +201,20 @@ def command(*args: str) -> tuple[int, str]:
 
 
 class Faults:
-    """What was neither a result nor an error as it should be, of a surface's cases; `refused` and
-    `accepted` count the others.
-    """
+    """The numbered cases of a surface, in a folder of their own, and what was neither a result nor
+    an error as it should be; `refused` and `accepted` count the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, numbers: range) -> None:
+        self.folder = folder
+        self.numbers = numbers
         self.found: list[str] = []
         self.refused = 0
         self.accepted = 0
+
+    def cases(self) -> Iterator[tuple[int, random.Random]]:
+        """The number and the draws of each case, the same on every machine."""
+        for number in self.numbers:
+            yield number, random.Random(number)
 
     def of(self, case: object, call: Callable[..., Any], *args: Any) -> Any:
         """What the call returns; None where it refuses, or is at fault."""
@@ -242,9 +238,9 @@ class Faults:
         if not right:
             self.found.append(f"{case}: {what}")
 
-    def check(self, cases: Sized, refused: float = 0.0, accepted: float = 0.0) -> None:
+    def check(self, refused: float, accepted: float) -> None:
         """No fault, no case left out, and at least these shares refused and accepted."""
         assert self.found == [], f"{len(self.found)} faults:\n" + "\n".join(self.found[:40])
-        assert self.refused + self.accepted == len(cases)
-        assert self.refused >= refused * len(cases)
-        assert self.accepted >= accepted * len(cases)
+        assert self.refused + self.accepted == len(self.numbers)
+        assert self.refused >= refused * len(self.numbers)
+        assert self.accepted >= accepted * len(self.numbers)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 import struct
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth import Scaffold, resolve
+from fedsynth import Scaffold, resolve, simulate
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.messages import Packed
 from fedsynth.data.registry import dataset_spec
@@ -45,7 +44,6 @@ from tests.fuzz.mutations import (
     altered,
     altered_json,
     command,
-    generator,
     json_bytes,
     other_content,
 )
@@ -53,37 +51,6 @@ from tests.messages import DTYPES, choices_of, example, kinds
 from tests.special import SPECIAL, special_file
 
 STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What a surface works with: an empty folder, its faults, a finished private run, its cases."""
-
-    folder: Path
-    faults: Faults
-    run: Callable[[], Path]
-    numbers: range
-
-    def cases(self) -> Iterator[tuple[int, random.Random]]:
-        """The number and the draws of each case."""
-        for number in self.numbers:
-            yield number, generator(number)
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    @functools.cache
-    def run() -> Path:
-        output = tmp_path_factory.mktemp("runs")
-        command(
-            *("train", "--device", "cpu", "--clients", "2", "--rounds", "2", "--dp-sigma", "3"),
-            *("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2", "--width", "8"),
-            *("--output", str(output)),
-        )
-        (folder,) = output.iterdir()
-        return folder
-
-    return run
 
 
 # --------------------------------------------------------------------------------- config files
@@ -124,14 +91,14 @@ def with_one(given: dict[str, dict[str, Any]], rng: random.Random) -> str:
 def finite(settings: RunSettings) -> bool:
     """All numbers are finite, and none is a truth value where a number stands."""
     parts = (settings, settings.partition, settings.model, settings.method, settings.privacy)
-    for part in parts:
-        for f in fields(part) if part is not None else ():
+    for part in filter(None, parts):
+        for f in fields(part):
             value = getattr(part, f.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                return False
             if isinstance(value, bool) and "bool" not in str(f.type):
                 return False
             if isinstance(value, int) and abs(value) >= 2**63:
+                return False
+            if isinstance(value, float) and not math.isfinite(value):
                 return False
     return True
 
@@ -145,7 +112,7 @@ def settings_read(path: Path) -> RunSettings:
     return settings
 
 
-def configs(bench: Bench) -> None:
+def configs(bench: Faults) -> None:
     """Changes of the text, and settings of another type, huge, not finite, or deeply nested."""
     path = bench.folder / "config.toml"
     for number, rng in bench.cases():
@@ -154,8 +121,8 @@ def configs(bench: Bench) -> None:
             path.write_bytes(altered(to_toml(given).encode(), rng))
         else:
             path.write_bytes(with_one(given, rng).encode(errors="surrogateescape"))
-        made = bench.faults.of(number, settings_read, path)
-        bench.faults.unless(made is None or finite(made), number, f"made {made}")
+        made = bench.of(number, settings_read, path)
+        bench.unless(made is None or finite(made), number, f"made {made}")
 
 
 # -------------------------------------------------------------------------------------- options
@@ -210,11 +177,11 @@ def word(option: str, rng: random.Random) -> str:
     return chosen
 
 
-def try_command(faults: Faults, number: int, args: list[str]) -> None:
-    faults.of((number, [a[:60] for a in args[-4:]]), command, *args)
+def try_command(bench: Faults, number: int, args: list[str]) -> None:
+    bench.of((number, [a[:60] for a in args[-4:]]), command, *args)
 
 
-def options_of_runs(bench: Bench) -> None:
+def options_of_runs(bench: Faults) -> None:
     """A tiny run with one hostile option: what is accepted is run."""
     for number, rng in bench.cases():
         private = number % 3 == 0
@@ -227,15 +194,15 @@ def options_of_runs(bench: Bench) -> None:
         output = f"--output={bench.folder / 'out'}"
         if option == "rounds" and given[-3:].isdigit():
             output = "--dry-run"  # a number of rounds may be meant
-        try_command(bench.faults, number, [*TINY, *short, *sigma, output, given])
+        try_command(bench, number, [*TINY, *short, *sigma, output, given])
 
 
-def options_of_other_commands(bench: Bench) -> None:
+def options_of_other_commands(bench: Faults) -> None:
     for number, rng in bench.cases():
         *start, last = OTHER[number % len(OTHER)]
         value = word(last.removeprefix("--"), rng)
         end = [f"{last}={value}"] if last.startswith("--") else [last, value]
-        try_command(bench.faults, number, [*start, *end])
+        try_command(bench, number, [*start, *end])
 
 
 # -------------------------------------------------------------------- reports and files of a run
@@ -252,10 +219,18 @@ def meaning(report: bytes) -> Any:
     return found
 
 
-def reports(bench: Bench) -> None:
+def reports(bench: Faults) -> None:
     """`privacy verify` refuses each change of the report's JSON that has a meaning; each form of a
     damaged report is text, and nothing in it is taken for HTML."""
-    run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
+    settings = {
+        "run": {"rounds": 2, "device": "cpu"},
+        "partition": {"clients": 2},
+        "model": {"width": 8},
+        "method": {"iterations": 1, "server_epochs": 1, "ipc": 2},
+        "privacy": {"noise_multiplier": 3.0},
+    }
+    run = simulate(resolve(settings), output=bench.folder, quiet=True).folder
+    assert run is not None
     file = run / "privacy_report.json"
     good = file.read_bytes()
     for number, rng in bench.cases():
@@ -264,15 +239,15 @@ def reports(bench: Bench) -> None:
         show = ["privacy", "report", str(run), "--format", form]
         words = ["privacy", "verify", str(run)] if form == "verify" else show
         with other_content(file, content):
-            done = bench.faults.of(number, command, *words)
+            done = bench.of(number, command, *words)
         if done is None:
             continue
         if form == "verify" and done[0] == 0:
             same = meaning(good) == meaning(content)
-            bench.faults.unless(same, number, f"accepted {content[:3000]!r}")
-        bench.faults.unless("\x1b" not in done[1], number, "steers a terminal")
+            bench.unless(same, number, f"accepted {content[:3000]!r}")
+        bench.unless("\x1b" not in done[1], number, "steers a terminal")
         script = form == "html" and "<script" in done[1]
-        bench.faults.unless(not script, number, "has a script")
+        bench.unless(not script, number, "has a script")
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -305,7 +280,7 @@ def same_checkpoint(path: Path, good: Checkpoint) -> bool:
     return True
 
 
-def checkpoints(bench: Bench) -> None:
+def checkpoints(bench: Faults) -> None:
     """Never another round, state or memory than was written."""
     path = bench.folder / "checkpoint"
     good = write_checkpoint(path)
@@ -319,7 +294,7 @@ def checkpoints(bench: Bench) -> None:
         else:
             content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
         with other_content(file, content):
-            bench.faults.of(number, same_checkpoint, path, good)
+            bench.of(number, same_checkpoint, path, good)
         assert sorted(path.iterdir()) == list(contents)
 
 
@@ -386,7 +361,7 @@ def rows_of(path: Path) -> tuple[Release, ...]:
     return ledger.releases
 
 
-def changed_ledgers(bench: Bench) -> None:
+def changed_ledgers(bench: Faults) -> None:
     """A prefix of whole lines is all that may be taken for the ledger."""
     good = write_ledger(bench.folder)
     lines = [json.loads(line) for line in good.splitlines()]
@@ -394,14 +369,14 @@ def changed_ledgers(bench: Bench) -> None:
     path = bench.folder / "damaged.jsonl"
     for number, rng in bench.cases():
         path.write_bytes(altered(good, rng))
-        rows = bench.faults.of(number, rows_of, path)
+        rows = bench.of(number, rows_of, path)
         if rows is not None:
             now = [json.loads(line) for line in path.read_bytes().splitlines()]
-            bench.faults.unless(now in meant, number, "read as other rows")
-            bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
+            bench.unless(now in meant, number, "read as other rows")
+            bench.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
 
 
-def rehashed_ledgers(bench: Bench) -> None:
+def rehashed_ledgers(bench: Faults) -> None:
     """Impossible rows stay refused where their hashes are right."""
     content = write_ledger(bench.folder)
     good = [json.loads(line) for line in content.splitlines()]
@@ -414,8 +389,8 @@ def rehashed_ledgers(bench: Bench) -> None:
         except (AttributeError, RecursionError, ValueError, TypeError):  # no lines of objects
             content = json_bytes(changed, rng)
         path.write_bytes(content)
-        for row in bench.faults.of(number, rows_of, path) or ():
-            bench.faults.unless(sound(row), number, f"took {row}")
+        for row in bench.of(number, rows_of, path) or ():
+            bench.unless(sound(row), number, f"took {row}")
 
 
 def repaired(path: Path) -> bool:
@@ -423,7 +398,7 @@ def repaired(path: Path) -> bool:
     return True
 
 
-def repaired_ledgers(bench: Bench) -> None:
+def repaired_ledgers(bench: Faults) -> None:
     """What is left after a repair is a ledger of the rows that were charged, or the file as it
     was."""
     good = write_ledger(bench.folder)
@@ -432,11 +407,11 @@ def repaired_ledgers(bench: Bench) -> None:
         torn = good[: rng.randrange(1, len(good))]
         before = torn if rng.random() < 0.5 else altered(torn, rng)
         path.write_bytes(before)
-        if bench.faults.of(number, repaired, path) is None:
-            bench.faults.unless(path.read_bytes() == before, number, "changed what it refused")
+        if bench.of(number, repaired, path) is None:
+            bench.unless(path.read_bytes() == before, number, "changed what it refused")
         else:
             rows = rows_of(path)
-            bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
+            bench.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
 
 
 # ------------------------------------------------------------------------------------- messages
@@ -489,7 +464,7 @@ def wrong(made: Packed, sent: bytes) -> str:
     return f"{sorted(declared)} were left out" if declared else ""
 
 
-def messages(bench: Bench) -> None:
+def messages(bench: Faults) -> None:
     """Exactly the types, shapes and names that its own header declares."""
     all_kinds = kinds()
     assert len(all_kinds) > 25
@@ -497,9 +472,9 @@ def messages(bench: Bench) -> None:
         kind = all_kinds[number % len(all_kinds)]
         case = f"{number} {kind.__name__}"
         sent = damaged_message(example(kind, rng).to_bytes(), rng)
-        made = bench.faults.of(case, kind.from_bytes, sent)
+        made = bench.of(case, kind.from_bytes, sent)
         fault = "" if made is None else wrong(made, sent)
-        bench.faults.unless(not fault, case, fault)
+        bench.unless(not fault, case, fault)
 
 
 # --------------------------------------------------------------------------- frames to a client
@@ -559,10 +534,9 @@ def answered(node: Node, sent: bytes) -> Frame:
     return Frame.from_bytes(node.answer(RUN, sent))
 
 
-def frames(bench: Bench, private: bool) -> None:
+def frames(bench: Faults, private: bool) -> None:
     """The conversation as it should be, with one damaged frame before each of its frames: a client
     answers it with a frame, and the right one as usual."""
-    faults = bench.faults
     proposal = proposed(private)
     other_run: list[Node] = []
 
@@ -580,23 +554,23 @@ def frames(bench: Bench, private: bool) -> None:
     for (number, rng), (node, frame) in zip(bench.cases(), asked(), strict=False):
         sent = damaged_frame(frame, rng)
         before = charges(node)
-        answer = faults.of(number, answered, node, sent)
+        answer = bench.of(number, answered, node, sent)
         if answer is None:
             continue
         known = answer.kind in ("answer", "refusal", "error")
-        faults.unless(known, number, f"answers {answer.kind}")
-        faults.unless(answer.facts["client"] == 0, number, "another client answers")
+        bench.unless(known, number, f"answers {answer.kind}")
+        bench.unless(answer.facts["client"] == 0, number, "another client answers")
         text = str(answer.facts.get("text", ""))
-        faults.unless("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
+        bench.unless("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
         fair = charges(node) == before or (answer.kind == "answer" and frame.kind == "step")
-        faults.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
+        bench.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
         if frame.kind == "join" and answer.kind == "answer":
             other_run.append(node)  # perhaps with other settings, which it then keeps
             continue
         right = answered(node, frame.to_bytes())
         # a step that a private client began is never begun again
         done = private and frame.kind == "step" and answer.kind != "error"
-        faults.unless(
+        bench.unless(
             right.kind == ("error" if done else "answer") or answer.kind == "answer",
             number,
             f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {right}",
@@ -609,7 +583,7 @@ class Surface:
     """One kind of input; `refused` and `accepted` are the least shares of its cases."""
 
     cases: int
-    play: Callable[[Bench], None]
+    play: Callable[[Faults], None]
     refused: float = 0.0
     accepted: float = 0.0
 
@@ -636,11 +610,9 @@ def test_damaged_input_is_refused_in_one_line_or_read_as_promised(
     step: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    finished_run: Callable[[], Path],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # names that are taken for paths must not hit this folder
     surface = SURFACES[name]
-    faults = Faults()
-    cases = range(0, surface.cases, step)
-    surface.play(Bench(tmp_path, faults, finished_run, cases))
-    faults.check(cases, surface.refused, surface.accepted)
+    bench = Faults(tmp_path, range(0, surface.cases, step))
+    surface.play(bench)
+    bench.check(surface.refused, surface.accepted)

@@ -84,9 +84,7 @@ def test_every_value_has_its_source() -> None:
         ("fedaf:table4", {"method": "fedaf without cdc", "alpha": 0.1}, {"method.local_weight": 0}),
     ],
 )
-def test_settings_are_the_papers(
-    name: str, filters: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_settings_of_papers(name: str, filters: dict[str, Any], expected: dict[str, Any]) -> None:
     (cell,) = preset(name).select(**filters)
     made = preset(name).settings(cell).to_mapping()
     found = {key: made[key.partition(".")[0]][key.partition(".")[2]] for key in expected}

@@ -1,4 +1,5 @@
-"""Runs of cells: rows are made once; a budget, a kill in the middle of a run, scaling."""
+"""Runs of cells: rows are made once; a budget, a kill in the middle of a run, scaling; and a cell of
+each paper's tables from the preset to the comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction import rows as rows_module
-from fedsynth.reproduction.preset_files import preset
+from fedsynth.reproduction.comparison import lines
+from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
 from fedsynth.reproduction.runs import (
     Clock,
@@ -33,6 +35,7 @@ from fedsynth.reproduction.runs import (
 )
 from fedsynth.results import run_checkpoints
 from fedsynth.results.run_checkpoints import LoopCheckpoints
+from tests.families import by_family
 
 FORK = multiprocessing.get_context("fork")
 SCALE = 0.05
@@ -110,9 +113,7 @@ def test_rows_say_what_they_are_and_are_made_once(whole: Rows, jobs: list[Job]) 
     assert Rows(whole.folder.parent).all() == {}  # scaled rows are none of whole runs
 
 
-def test_a_sequence_that_is_killed_in_a_run_resumes_with_identical_numbers(
-    whole: Rows, jobs: list[Job], tmp_path: Path
-) -> None:
+def test_killed_sequences_resume_identically(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
     """SIGKILL in the second run's third round: catches a run that begins again, and a lost row."""
     rows = Rows(tmp_path, SCALE)
     kills = Watches(13, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -130,9 +131,7 @@ def test_a_sequence_that_is_killed_in_a_run_resumes_with_identical_numbers(
     assert curves(rows) == curves(whole)
 
 
-def test_a_time_budget_stops_after_a_round_and_later_calls_resume(
-    whole: Rows, jobs: list[Job], tmp_path: Path
-) -> None:
+def test_a_time_budget_stops_after_a_round(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
     clock = Clock()
     heard = Watches(3, lambda: end(clock))
@@ -226,9 +225,7 @@ def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_pat
         assert made(rows, jobs[:1]) == ["claimed"]
 
 
-def test_a_run_that_ended_before_its_row_is_not_made_again(
-    whole: Rows, jobs: list[Job], tmp_path: Path
-) -> None:
+def test_a_finished_run_without_a_row_is_kept(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
     assert made(rows, jobs[:1]) == ["finished"]
     (rows.folder / "fedprox-synthetic.jsonl").unlink()
@@ -266,3 +263,59 @@ def test_what_a_scale_shrinks() -> None:
     for wrong in (0.0, 1.0, -1.0):
         with pytest.raises(SettingError, match="scale must be above 0"):
             scaled(settings, wrong)
+
+
+# ---------------------------------------------------------------------------- a cell of each paper
+
+
+Changes = dict[str, dict[str, Any]]
+ALL: Changes = {"partition": {"subset": 1.0}}
+SMALL: dict[str, Changes] = {  # networks that a test can wait for
+    "feddm:table2": {"model": {"width": 8}},
+    "fedaf:table1": {"model": {"width": 8}, "method": {"ipc": 2}},
+    "fedkf:table5": {"method": {"generator_width": 8}},
+    "fedhydra:table1": {
+        "method": {"generator_width": 4, "generator_batch": 8, "stratification_batch": 2}
+    },
+    "fedfm:missing-classes": {"model": {"name": "lenet5"}},
+}
+PAPERS: dict[str, dict[str, Any]] = {
+    "fedprox:synthetic": {"dataset": "synthetic(1,1)", "method": "fedprox", "note": "90 %"},
+    "feddm:table2": {"dataset": "mnist", "alpha": 0.1, "method": "feddm"},
+    "fedaf:table1": {"dataset": "fashion_mnist", "alpha": 0.1, "method": "fedaf"},
+    "fedkf:table5": {"alpha": 0.1, "method": "fedkf (oca)"},
+    "fedhydra:table1": {"dataset": "mnist", "alpha": 0.5, "method": "fedhydra"},
+    "moon:accuracy": {"dataset": "cifar10", "method": "moon"},
+    "fedbn:real-world": {"dataset": "office_caltech", "method": "fedbn"},
+    "fedfm:missing-classes": {"method": "fedfm", "partition": "2 classes missing per client"},
+    "fedfa:images": {"dataset": "office_caltech", "method": "fedfa+"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", by_family(PAPERS, ("fedprox:synthetic", "feddm:table2", "fedhydra:table1"))
+)
+def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Path) -> None:
+    table = preset(name)
+    cells = table.select(**PAPERS[name])
+    speed = {"data": {"data_root": str(data_root)}}
+    changes = {} if name == "fedprox:synthetic" else {**ALL, **SMALL.get(name, {})}
+    jobs = jobs_of(table, cells, [0], scale=0.002, changes=changes, speed=speed)
+    assert len(jobs) == 1
+    told: list[str] = []
+    rows = Rows(tmp_path, 0.002)
+    runner = Runner(rows, Clock(), report=told.append, watch=lambda _: nullcontext(Observer()))
+    (outcome,) = runner.run(jobs)
+    assert (outcome.status, outcome.error) == ("finished", None)
+    found = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
+    assert len(found) == len(cells[0].numbers)
+    assert all(list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in found)
+    assert all(0 <= value <= 100 for line in found for value in line.values.values())
+    assert "finished" in told[0]
+    assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
+
+
+def test_every_paper_has_a_scaled_cell() -> None:
+    """Catches: a paper whose presets nothing runs."""
+    papers = {name.partition(":")[0] for name in preset_names()}
+    assert papers == {name.partition(":")[0] for name in PAPERS}
