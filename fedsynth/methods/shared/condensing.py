@@ -131,14 +131,14 @@ class CondensingMethod(TrainsOnUnion):
 
     A subclass can change the uploads of another method:
 
-    >>> from fedsynth import FedDM, ModelSettings, RunSettings, simulate
+    >>> from fedsynth import FedDM, RunSettings, simulate
     >>> class Rounded(FedDM):
     ...     name = "rounded"
     ...     def client_step(self, *arguments):
     ...         condensed = super().client_step(*arguments)
     ...         return [(replace(s, images=s.images.round()), memory) for s, memory in condensed]
-    >>> settings = RunSettings(Rounded(ipc=2), rounds=1, model=ModelSettings(width=8, depth=2))
-    >>> simulate(settings).uploads[0].images.frac().abs().max()
+    >>> method = Rounded(ipc=2, iterations=5, server_epochs=5)
+    >>> simulate(RunSettings(method, rounds=1)).uploads[0].images.frac().abs().max()
     tensor(0.)
     """
 
