@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedsynth.data.images import from_arrays
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods import METHODS, method_class
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training import sgd as cuda_graphs
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
+from tests.digits import SPEC, digits
 from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, pretended_gpu
 from tests.families import FAMILIES, by_family
 from tests.simulation import test_unchanged as recorded
@@ -199,25 +199,11 @@ def test_a_mix_of_devices_is_seen(mix: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 # ------------------------------------------------------------------------------------- CUDA graphs
 
-SPEC = DatasetSpec("tiny", 1, 4, 4, 3, 90, 30, (0.4,), (0.3,), ("a", "b", "c"), "made up")
-
-
-def network() -> nn.Module:
-    """16 pixels, 5 hidden units, 3 classes; always the same weights."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 3))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.linspace(-0.5, 0.5, p.numel()).sin().view_as(p))
-    return model
-
 
 def trained(device: torch.device | str, radius: float | None) -> list[Tensor]:
     """A small network's parameters after 40 steps on full batches and 10 on a rest."""
-    rng = np.random.default_rng(0)
-    data = from_arrays(
-        rng.integers(0, 256, (90, 1, 4, 4)).astype(np.uint8), rng.integers(0, 3, 90), SPEC
-    ).to(device)
-    model = network().to(device)
+    data = digits(np.arange(90) % 10).to(device)
+    model = build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0).to(device)
     images = data.images.float().div(255)
     settings = SgdSettings(10, 20, MomentumSgd(0.5, 0.9, 1e-3), radius)
     train_on(model, images.__getitem__, data.labels, settings, torch.Generator().manual_seed(1))

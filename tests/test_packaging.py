@@ -130,5 +130,4 @@ def test_the_version_is_in_one_place() -> None:
     assert "version" not in PYPROJECT["project"]
     assert PYPROJECT["project"]["dynamic"] == ["version"]
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert cited is not None
     assert cited[1] == __version__

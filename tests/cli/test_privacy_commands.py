@@ -78,9 +78,9 @@ def test_a_dry_run_prints_the_guarantee_and_makes_nothing(fedsynth: Call, tmp_pa
     line = f"train {FAST} --rounds 2 --output {out} --dp-ledger {kept} --dp-sigma"
     dry = fedsynth(f"{line} 3 --dry-run")
     as_json = json.loads(fedsynth(f"{line} 3 --dry-run --json").stdout)
+    assert list(tmp_path.iterdir()) == []
     for more in ("--dry-run", ""):
         fedsynth(f"{line} 1 --dp-epsilon 0.1 {more}").assert_refused("above the cap")
-    assert list(tmp_path.iterdir()) == []
     run = fedsynth(f"{line} 3")
     spent = json.loads((run.folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
     assert f"ε = {format_epsilon(spent)} at" in dry.stdout

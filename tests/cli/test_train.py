@@ -160,8 +160,8 @@ def test_another_methods_config_is_not_dropped_in_silence() -> None:
 
 
 def test_fedfms_weight_with_noisy_anchors_is_warned_of(train: Call) -> None:
-    assert "warning: method.weight=50" in train("fedfm --dp-epsilon 8").stderr
-    assert "warning" not in train("fedfm --dp-epsilon 8 --set weight=0.5").stderr
+    assert "warning: method.weight=50" in train("fedfm --dp-epsilon 8 --subset 0.2").stderr
+    assert "warning" not in train("fedfm --dp-epsilon 8 --subset 0.2 --set weight=0.5").stderr
 
 
 def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Call) -> None:

@@ -75,7 +75,6 @@ def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> N
 def test_no_privacy_settings_mean_no_privacy() -> None:
     assert resolve({"privacy": {}}).privacy is None
     privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
-    assert privacy is not None
     assert (privacy.epsilon, privacy.noise_multiplier) == (4.0, None)
     assert privacy.ledger == Path("here").absolute()
     with pytest.raises(PrivacySettingError, match=r"privacy.epsilon \(a budget\) must be set"):

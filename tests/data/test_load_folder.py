@@ -25,7 +25,6 @@ def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
     """Catches: images under another label or at another site than their folders say."""
     found = load_folder(make_folder(tmp_path, each=2))
     assert found.names == ("north", "south")
-    assert found.sites is not None
     assert [part.tolist() for part in found.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found.train.labels.tolist() == [0, 0, 1, 1] * 2
     assert found.train.spec.class_names == ("ill", "well")
@@ -87,7 +86,6 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"skipped in (.|\n)*north/well/03.png"):
         found = load_folder(tmp_path, image_size=16, skip_corrupt=True)
     assert found.skipped == ("north/well/03.png", "south/ill/00.png")
-    assert found.sites is not None
     assert [len(part) for part in found.sites] == [11, 11]
     assert found.train.labels[found.sites[1]].tolist() == [0] * 5 + [1] * 6
     for image in tmp_path.rglob("*.png"):
@@ -188,7 +186,6 @@ def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="folders test, train, which would be sites"):
         load_folder(folder, test_folder=folder / "test")
     found = load_folder(folder / "train", test_folder=folder / "test")
-    assert found.test is not None
     assert len(found.test) == 12
 
 
@@ -221,7 +218,6 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "manifest.csv"):
         found = load_folder(place)
         assert found.train.labels.tolist() == [1, 0, 1]  # a, b, c
-        assert found.train.groups is not None
         assert found.train.groups.tolist() == [1, 0, 0]
         assert found.names == ("north", "south")
 
@@ -277,7 +273,6 @@ def test_tables_of_spreadsheets(tmp_path: Path, saved: Callable[[str], bytes], n
     text = head + "".join(f"{path},{label},P{label}\n" for path, label in rows)
     (tmp_path / name).write_bytes(saved(text))
     found = load_folder(tmp_path)
-    assert found.train.groups is not None
     assert found.train.groups.tolist() == [0, 0, 1, 1]
     assert found.train.labels.tolist() == [0, 0, 1, 1]
 
@@ -288,7 +283,6 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
     found = load_folder(tmp_path)
     assert found.train.spec.name == "clinic"
     assert found.train.spec.train_size == 50  # declared, and not the 24 that there are
-    assert found.declaration is not None
     assert found.declaration.signed_by == "A. Keller, 2026-11-22"
     assert found.declaration.ledger == tmp_path / "fedsynth-ledger"
     with pytest.raises(SettingError, match=r"data.image_size must be 16x16, the value in "):

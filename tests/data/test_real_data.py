@@ -81,7 +81,6 @@ def test_emnist_letters_are_upright() -> None:
 @needs("femnist")
 def test_femnist_is_dark_on_white_and_by_writer() -> None:
     train, _ = load_dataset("femnist")
-    assert train.groups is not None
     assert int(train.groups.max()) + 1 == len(train.groups.unique())  # every number is a writer's
     pixels = train.images[:: max(1, len(train) // 10_000)].double() / 255
     assert float(pixels.mean()) == pytest.approx(train.spec.mean[0], abs=5e-3)
@@ -92,7 +91,5 @@ def test_femnist_is_dark_on_white_and_by_writer() -> None:
 def test_office_caltech_has_its_published_domains() -> None:
     train, test = load_dataset("office-caltech-10")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
-    assert train.domains is not None
-    assert test.domains is not None
     found = torch.bincount(train.domains) + torch.bincount(test.domains)
     assert found.tolist() == [958, 1123, 157, 295]

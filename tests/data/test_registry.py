@@ -95,7 +95,6 @@ def test_labels_are_exact_for_what_models_see(name: str) -> None:
         alpha, beta = (float(number) for number in name[10:-1].split(","))  # type: ignore[assignment]
     sizes = ([int(0.9 * n) for n in device_sizes()], [n - int(0.9 * n) for n in device_sizes()])
     for data, each in zip(load_dataset(name), sizes, strict=True):
-        assert data.groups is not None
         assert torch.bincount(data.groups).tolist() == each
         assert len(data) in (data.spec.train_size, data.spec.test_size)
         x = normalise(data.images, data.spec).flatten(1).double().numpy()

@@ -121,9 +121,11 @@ def links(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def site(tmp_path: Path, body: str) -> Path:
-    (tmp_path / "other.html").write_text('<h1 id="there">x</h1>')
-    (tmp_path / "index.html").write_text(f"<html><body>{body}</body></html>")
-    return tmp_path
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    (folder / "other.html").write_text('<h1 id="there">x</h1>')
+    (folder / "index.html").write_text(f"<html><body>{body}</body></html>")
+    return folder
 
 
 def test_what_does_not_hold_is_found(links: ModuleType, tmp_path: Path) -> None:

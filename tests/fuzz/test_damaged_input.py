@@ -230,7 +230,6 @@ def reports(bench: Faults) -> None:
         "privacy": {"noise_multiplier": 3.0},
     }
     run = simulate(resolve(settings), output=bench.folder, quiet=True).folder
-    assert run is not None
     file = run / "privacy_report.json"
     good = file.read_bytes()
     for number, rng in bench.cases():
@@ -268,7 +267,6 @@ def same_checkpoint(path: Path, good: Checkpoint) -> bool:
     """Reads the checkpoint, which must be as it was written."""
     folder = CheckpointFolder(path, "run")
     found = folder.read(METHOD)
-    assert found is not None
     assert found.rows == good.rows
     expected = dict(good.state.arrays())
     stated = dict(found.state.arrays())
@@ -497,8 +495,7 @@ def conversation(proposal: Proposal) -> list[Frame]:
     settings = proposal.settings
     context = public_context(settings, proposal.spec, torch.device("cpu"))
     model = context.architecture.state_dict()
-    message, _ = settings.method.exchange_types("main")
-    assert message is not None
+    message = settings.method.exchange_types("main").downlink
     sent = message(parameters=model, weight=1.0).to_bytes()
     private = settings.privacy is not None
     step = {

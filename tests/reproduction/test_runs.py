@@ -7,15 +7,14 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.protocol import Observer
@@ -26,7 +25,6 @@ from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
 from fedsynth.reproduction.runs import (
     Clock,
     Job,
-    Outcome,
     Runner,
     checkpointed_inside,
     jobs_of,
@@ -67,18 +65,16 @@ def end(clock: Clock) -> None:
     clock._end = time.monotonic()
 
 
-def runner_of(
-    rows: Rows, clock: Clock | None = None, observer: Observer | None = None, **more: Any
-) -> Runner:
-    @contextmanager
-    def watch(settings: RunSettings) -> Iterator[Observer]:
-        yield observer or Observer()
-
-    return Runner(rows, clock or Clock(), report=lambda text: None, watch=watch, **more)
-
-
-def made(rows: Rows, jobs: list[Job], **more: Any) -> list[str]:
-    outcomes: list[Outcome] = list(runner_of(rows, **more).run(jobs))
+def made(
+    rows: Rows, jobs: list[Job], clock: Clock | None = None, observer: Observer | None = None
+) -> list[str]:
+    runner = Runner(
+        rows,
+        clock or Clock(),
+        report=lambda text: None,
+        watch=lambda settings: nullcontext(observer or Observer()),
+    )
+    outcomes = list(runner.run(jobs))
     assert [one.error for one in outcomes] == [None] * len(outcomes)
     return [one.status for one in outcomes]
 
@@ -302,16 +298,12 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
     changes = {} if name == "fedprox:synthetic" else {**ALL, **SMALL.get(name, {})}
     jobs = jobs_of(table, cells, [0], scale=0.002, changes=changes, speed=speed)
     assert len(jobs) == 1
-    told: list[str] = []
     rows = Rows(tmp_path, 0.002)
-    runner = Runner(rows, Clock(), report=told.append, watch=lambda _: nullcontext(Observer()))
-    (outcome,) = runner.run(jobs)
-    assert (outcome.status, outcome.error) == ("finished", None)
+    assert made(rows, jobs) == ["finished"]
     found = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
     assert len(found) == len(cells[0].numbers)
     assert all(list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in found)
     assert all(0 <= value <= 100 for line in found for value in line.values.values())
-    assert "finished" in told[0]
     assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
 
 
