@@ -188,8 +188,7 @@ def test_missing_files_have_a_source(name: str, lacks: str, tmp_path: Path) -> N
     assert missing_files(name, tmp_path)[0] == lacks
     with pytest.raises(DataFilesMissingError) as error:
         load_dataset(name, tmp_path)
-    source = re.search(r"https?://\S+?(?=[,;]|$)|download=True", str(error.value))
-    assert source is not None
+    assert re.search(r"https?://|download=True", str(error.value))
     for part in (name, f"no {lacks} in {tmp_path}", "data.data_root", "FEDSYNTH_DATA"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)

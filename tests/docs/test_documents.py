@@ -131,8 +131,8 @@ def site(tmp_path: Path, body: str) -> Path:
 def test_what_does_not_hold_is_found(links: ModuleType, tmp_path: Path) -> None:
     for body, said in {
         '<a href="nowhere.html">a</a>': "no such file",
-        '<a href="other.html#where">a</a>': "no such place",
-        '<a href="#here">a</a>': "no such place",
+        '<a href="other.html#where">a</a>': "no such anchor",
+        '<a href="#here">a</a>': "no such anchor",
         '<img src="picture.png">': "no such file",
         '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn",
         '<link rel="stylesheet" href="//fonts.example.org/a.css">': "loads //fonts",
