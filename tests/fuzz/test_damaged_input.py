@@ -359,19 +359,32 @@ def rows_of(path: Path) -> tuple[Release, ...]:
     return ledger.releases
 
 
+def repaired_rows(path: Path) -> tuple[Release, ...]:
+    repair_ledger(path)
+    return rows_of(path)
+
+
 def changed_ledgers(bench: Faults) -> None:
-    """A prefix of whole lines is all that may be taken for the ledger."""
+    """A prefix of whole lines is all that may be taken for the ledger. What is left after a repair
+    is a ledger of the rows that were charged, or the file as it was."""
     good = write_ledger(bench.folder)
     lines = [json.loads(line) for line in good.splitlines()]
     meant = [lines[:n] for n in range(1, len(lines) + 1)]
     path = bench.folder / "damaged.jsonl"
     for number, rng in bench.cases():
-        path.write_bytes(altered(good, rng))
-        rows = bench.of(number, rows_of, path)
-        if rows is not None:
+        repair = number % 3 == 0
+        torn = good[: rng.randrange(1, len(good))] if repair else good
+        before = torn if repair and rng.random() < 0.5 else altered(torn, rng)
+        path.write_bytes(before)
+        rows = bench.of(number, repaired_rows if repair else rows_of, path)
+        if rows is None:
+            bench.unless(path.read_bytes() == before, number, "changed what it refused")
+        else:
             now = [json.loads(line) for line in path.read_bytes().splitlines()]
             bench.unless(now in meant, number, "read as other rows")
             bench.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
+        for copy in bench.folder.glob("damaged.jsonl.*"):
+            copy.unlink()
 
 
 def rehashed_ledgers(bench: Faults) -> None:
@@ -389,27 +402,6 @@ def rehashed_ledgers(bench: Faults) -> None:
         path.write_bytes(content)
         for row in bench.of(number, rows_of, path) or ():
             bench.unless(sound(row), number, f"took {row}")
-
-
-def repaired(path: Path) -> bool:
-    repair_ledger(path)
-    return True
-
-
-def repaired_ledgers(bench: Faults) -> None:
-    """What is left after a repair is a ledger of the rows that were charged, or the file as it
-    was."""
-    good = write_ledger(bench.folder)
-    for number, rng in bench.cases():
-        path = bench.folder / f"{number}.jsonl"
-        torn = good[: rng.randrange(1, len(good))]
-        before = torn if rng.random() < 0.5 else altered(torn, rng)
-        path.write_bytes(before)
-        if bench.of(number, repaired, path) is None:
-            bench.unless(path.read_bytes() == before, number, "changed what it refused")
-        else:
-            rows = rows_of(path)
-            bench.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
 
 
 # ------------------------------------------------------------------------------------- messages
@@ -591,9 +583,8 @@ SURFACES = {
     "option of another command": Surface(105, options_of_other_commands),
     "report": Surface(300, reports),
     "checkpoint": Surface(400, checkpoints, refused=0.8),
-    "ledger": Surface(200, changed_ledgers, refused=0.5),
+    "ledger": Surface(300, changed_ledgers, refused=0.33, accepted=0.05),
     "rehashed ledger": Surface(300, rehashed_ledgers, accepted=0.05),
-    "repaired ledger": Surface(100, repaired_ledgers, accepted=0.2),
     "message": Surface(600, messages, refused=0.33, accepted=0.02),
     "frame": Surface(150, functools.partial(frames, private=False)),
     "private frame": Surface(150, functools.partial(frames, private=True)),
