@@ -32,8 +32,7 @@ lengths, and so another rounding."""
 LOOPS = tuple((file, function) for file, functions in {
     "synthesizer/condensation/matching.py": "NetworkFeatures.use ExactMatcher.gradient "
     "matching_gradient pull_back",
-    "synthesizer/condensation/distributions.py": "DistributionMatcher.gradient",
-    "synthesizer/condensation/knowledge.py": "logits_gradient",
+    "synthesizer/condensation/losses.py": "DistributionMatcher.gradient logits_gradient",
     "synthesizer/condensation/private_matchers.py": "ResidualMatcher.gradient "
     "GradientMatcher.gradient FeatureSumMatcher.gradient PaperMatcher.gradient",
     "training/sgd.py": "train_on make_step.<locals>.step",

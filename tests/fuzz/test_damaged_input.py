@@ -487,7 +487,7 @@ def conversation(proposal: Proposal) -> list[Frame]:
     settings = proposal.settings
     context = public_context(settings, proposal.spec, torch.device("cpu"))
     model = context.architecture.state_dict()
-    message = settings.method.exchange_types("main").downlink
+    message, _ = settings.method.exchange_types("main")
     sent = message(parameters=model, weight=1.0).to_bytes()
     private = settings.privacy is not None
     step = {
