@@ -1,9 +1,14 @@
-"""Random-process images: of the seed only, of any size, and different."""
+"""Random-process images, and the dictionary that was learned from them: of the seed and the recipe
+only, and beside NumPy."""
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +20,7 @@ from fedsynth.features.random_images import (
     random_images,
     spectral_noise,
 )
+from fedsynth.features.random_process import CONTRAST, PATCH, THRESHOLD, Dictionary, shipped
 from fedsynth.seeding import torch_generator
 
 
@@ -34,15 +40,8 @@ def test_a_seed_gives_the_same_images_and_touches_no_global_generator() -> None:
 def test_any_shape_has_pixels_from_0_to_1(shape: tuple[int, int, int]) -> None:
     images = drawn(0, 6, shape)
     assert images.shape == (6, *shape)
-    assert images.dtype == torch.float32
-    assert torch.isfinite(images).all()
     assert 0 <= images.min() < images.max() <= 1
     assert drawn(0, 0, shape).shape == (0, *shape)
-
-
-def test_grey_is_the_mean_of_the_colours() -> None:
-    colour = drawn(0, 5, (3, 16, 16))
-    torch.testing.assert_close(drawn(0, 5, (1, 16, 16))[:, 0], colour.mean(dim=1))
 
 
 @pytest.mark.parametrize("process", [dead_leaves, random_generators, spectral_noise])
@@ -60,3 +59,50 @@ def test_every_block_has_other_images() -> None:
     images = drawn(0, AT_ONCE + 3, (1, 8, 8))
     assert torch.equal(images[:AT_ONCE], drawn(0, AT_ONCE, (1, 8, 8)))
     assert not torch.equal(images[-3:], images[:3])
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SIZE = 3 * PATCH**2
+
+
+def by_numpy(x: np.ndarray, mean: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+    """One image [3, H, W], patch by patch."""
+    rows, columns = x.shape[1] - PATCH + 1, x.shape[2] - PATCH + 1
+    z = np.zeros((rows, columns, atoms.shape[1]))
+    for i in range(rows):
+        for j in range(columns):
+            p = x[:, i : i + PATCH, j : j + PATCH].ravel()
+            p = (p - p.mean()) / np.sqrt(p.var() + CONTRAST)
+            z[i, j] = (p - mean) @ atoms
+    found = []
+    for sign in (1, -1):
+        r = np.maximum(sign * z - THRESHOLD, 0)
+        tall, wide = (rows + 1) // 2, (columns + 1) // 2
+        starts = [(0, (n - s) // 2, n - s) for n, s in ((rows, tall), (columns, wide))]
+        cells = [r[a : a + tall, b : b + wide].mean((0, 1)) for a in starts[0] for b in starts[1]]
+        found.append(np.stack(cells, axis=1).ravel())
+    return np.concatenate(found)
+
+
+def test_features_are_numpys() -> None:
+    rng = np.random.default_rng(0)
+    mean = rng.normal(0, 0.1, SIZE)
+    atoms = rng.normal(0, 0.3, (SIZE, 5))
+    made = Dictionary(torch.tensor(mean), torch.tensor(atoms))
+    x = random_images(3, (3, 16, 13), torch_generator(1, "test")).double()
+    expected = np.stack([by_numpy(one.numpy(), mean, atoms) for one in x])
+    np.testing.assert_allclose(made(x).numpy(), expected, atol=1e-6)
+
+
+def test_a_dictionary_depends_only_on_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    training: Any = importlib.import_module("random_process")
+    before = torch.random.get_rng_state()
+    recipe = training.Recipe(images=32, patches=2000, atoms=12, rounds=4)
+    one, other = (training.learn_dictionary(recipe) for _ in range(2))
+    assert torch.equal(one.atoms, other.atoms)
+    assert torch.equal(one.mean, other.mean)
+    assert torch.equal(before, torch.random.get_rng_state())
+    again = training.learn_dictionary(replace(recipe, seed=1))
+    assert not torch.equal(one.atoms, again.atoms)
+    assert shipped().atoms.shape == (SIZE, training.Recipe().atoms)

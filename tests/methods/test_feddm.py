@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.server import Server
+from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.methods.real import Real
-from fedsynth.models.convnet import ConvNet
+from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.settings import PrivacySettings
@@ -29,7 +32,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from fedsynth.training.loop import NullCheckpointer
-from tests.digits import SPEC, charged, context, digits, sent
+from tests.digits import SPEC, charged, context, convnet, digits, sent
 from tests.rounds import play
 
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
@@ -60,8 +63,6 @@ def private(
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
     actual = upload(FAST, context(), clients(0))
     assert actual.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
-    assert actual.images.shape == (4, 1, 8, 8)
-    assert actual.floats == 4 * 64
     assert actual.nbytes == 4 * 64 * 4 + 4 * 8
     every = upload(replace(FAST, min_examples=1), context(), clients(0))
     assert every.labels.unique().tolist() == [0, 1, 2]
@@ -85,53 +86,21 @@ def test_private_start_has_nothing_of_the_data() -> None:
     assert torch.equal(first, other)
 
 
-def test_the_private_plan_depends_only_on_public_sizes() -> None:
-    """Catches: q or steps from true counts."""
-    (plan,) = replace(FAST, batch=2).release_plans(NOISY, context())
-    assert plan.sample_rate == pytest.approx(2 * 10 / 30)
-    assert (plan.steps, plan.dimension) == (2, 10 * (4 * 4 + 10))
-    assert FAST.release_plans(NOISY, context())[0].sample_rate == 1.0
-
-
-def test_images_continue_over_rounds_or_restart() -> None:
-    still, sevens = replace(FAST, image_lr=0.0), torch.full((4, 1, 8, 8), 7.0)
-    assert torch.equal(upload(still, context(), clients(0), images=sevens).images, sevens)
-    restarted = upload(replace(still, restart=True), context(), clients(0), images=sevens)
-    assert not (restarted.images == 7).any()
-
-
 @pytest.mark.parametrize(
-    "change",
-    [{"augment": "siamese"}, {"perturbation": "ball"}, {"small_class": "resample", "batch": 20}],
-)
-def test_groups_do_not_change_the_uploads(change: dict[str, Any]) -> None:
-    method, ctx = replace(FAST, **change), context()
-    together = sent(method, ctx, clients(0, 1))
-    separate = [upload(method, ctx, clients(k)) for k in (0, 1)]
-    for one, other in zip(together, separate, strict=True):
-        torch.testing.assert_close(one.images, other.images, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("classes", "per_class", "alpha", "ipc", "shape", "published"),
+    ("classes", "alpha", "ipc", "shape", "published"),
     [
-        (10, 6000, 0.5, 10, (1, 28, 28), 635_040),
-        (10, 5000, 0.5, 10, (3, 32, 32), 2_672_640),
-        (100, 500, 0.5, 5, (3, 32, 32), 10_045_440),
-        (100, 500, 0.01, 5, (3, 32, 32), 2_135_040),
+        (10, 0.5, 10, (1, 28, 28), 635_040),
+        (10, 0.5, 10, (3, 32, 32), 2_672_640),
+        (100, 0.5, 5, (3, 32, 32), 10_045_440),
+        (100, 0.01, 5, (3, 32, 32), 2_135_040),
     ],
 )
 def test_upload_volume_comes_out_near_table_3(
-    classes: int,
-    per_class: int,
-    alpha: float,
-    ipc: int,
-    shape: tuple[int, int, int],
-    published: int,
+    classes: int, alpha: float, ipc: int, shape: tuple[int, int, int], published: int
 ) -> None:
     """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3
     standard deviations of its mean."""
-    labels = np.repeat(np.arange(classes), per_class)
+    labels = np.repeat(np.arange(classes), (60_000 if shape[0] == 1 else 50_000) // classes)
     floats = []
     for seed in range(8):
         parts = partition(labels, PartitionSettings(alpha=alpha, seed=seed), classes)
@@ -209,58 +178,32 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
         torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
 
 
-# --------------------------------------------------------------------------- P_w(w_r)
-
-
 def draws(
-    variant: str,
-    radius: float = 5.0,
-    steps: int = 8,
-    period: int | None = None,
-    **round_context: int,
-) -> tuple[Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # noqa: TID251
-        model = ConvNet((1, 8, 8), 10, width=16, depth=2)
-    networks = perturbed(model, radius, variant, context(**round_context), period)  # type: ignore[arg-type]
+    variant: str, radius: float = 5.0, steps: int = 8, period: int | None = None
+) -> tuple[Tensor, Tensor]:
+    model = convnet()
+    networks: Any = perturbed(model, radius, variant, context(), period)  # type: ignore[arg-type]
     center = flatten(model)
+    assert not any(p.requires_grad for p in next(networks).parameters())
+    assert all(p.requires_grad for p in model.parameters())
     return center, torch.stack([flatten(next(networks)) - center for _ in range(steps)])
 
 
-def test_rescaled_gaussians_lie_on_the_sphere() -> None:
+def test_rescaled_gaussians_lie_on_the_sphere_and_the_ball_has_uniform_radii() -> None:
     """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
     center, offsets = draws("sphere")
     torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
     norms = draws("sphere", radius=1e6)[1].norm(dim=1)
-    torch.testing.assert_close(norms, torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0)
-
-
-def test_the_ball_reading_has_uniform_radii() -> None:
-    _, offsets = draws("ball", steps=200)
-    radii = offsets.norm(dim=1) / 5
+    torch.testing.assert_close(norms, torch.full((8,), len(center) ** 0.5), rtol=0.1, atol=0)
+    radii = draws("ball", steps=200)[1].norm(dim=1) / 5
     assert radii.max() <= 1 + 1e-4
     assert radii.mean() == pytest.approx(0.5, abs=0.08)
 
 
-def test_draws_depend_only_on_seed_and_round_and_repeat_after_a_period() -> None:
-    first = draws("sphere")[1]
-    assert torch.equal(first, draws("sphere")[1])
-    assert not torch.equal(first, draws("sphere", seed=1)[1])
-    assert not torch.equal(first, draws("sphere", number=2)[1])
-    repeated = draws("sphere", period=3)[1]
-    assert all(torch.equal(repeated[t], first[t % 3]) for t in range(8))
-
-
-def test_weights_are_frozen_and_unknown_variants_refused() -> None:
-    with pytest.raises(UnknownNameError, match=r"perturbation cannot be .*: ball, sphere"):
-        FedDM(perturbation="cube")
-    model = ConvNet((1, 8, 8), 10, width=4, depth=1)
-    drawn = next(perturbed(model, 1.0, "sphere", context()))
-    assert not any(p.requires_grad for p in drawn.parameters())
-    assert all(p.requires_grad for p in model.parameters())
-
-
-# --------------------------------------------------------------------------- fixed networks
+def test_draws_repeat_after_a_period() -> None:
+    first, repeated = draws("sphere")[1], draws("sphere", period=3)[1]
+    assert torch.equal(repeated[:2], first[:2])
+    assert torch.equal(repeated[3:], repeated[:-3])
 
 
 class Keeps(NullCheckpointer):
@@ -290,37 +233,19 @@ def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
 
 
 def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -> None:
-    with pytest.raises(
-        SettingError, match=r"method\.networks_per_round must be 0 with method.matching"
-    ):
-        FedDM(networks_per_round=2, matching="energy")
-    with pytest.raises(SettingError, match="at least 0"):
-        FedDM(networks_per_round=-1)
+    with pytest.raises(UnknownNameError, match="perturbation"):
+        FedDM(perturbation="cube")
+    for wrong in ({"networks_per_round": 2, "matching": "energy"}, {"networks_per_round": -1}):
+        with pytest.raises(SettingError, match="networks_per_round"):
+            FedDM(**wrong)  # type: ignore[arg-type]
     run = {"run": {"method": "feddm", "rounds": 1}, "method": {"networks_per_round": 2}}
-    private = resolve({**run, "privacy": {"epsilon": 8.0}})
-    with pytest.raises(SettingError, match=r"with differential privacy.*features"):
-        simulate(private)
-    normed = resolve({**run, "model": {"norm": "batch", "width": 8, "depth": 2}})
-    with pytest.raises(SettingError, match="must be 0 for a network with batch norm"):
-        simulate(normed)
-
-
-# ------------------------------------------------------------------------------------------- REAL
-
-
-def test_real_and_feddm_start_from_the_same_images() -> None:
-    ctx = context(seed=3)
-    still = FedDM(ipc=3, min_examples=2, iterations=1, image_lr=0.0)
-    for real, feddm in zip(
-        sent(Real(ipc=3, min_examples=2), ctx, clients(0, 1)),
-        sent(still, ctx, clients(0, 1)),
-        strict=True,
-    ):
-        assert torch.equal(real.images, feddm.images)
-        assert torch.equal(real.labels, feddm.labels)
+    for other in ({"privacy": {"epsilon": 8.0}}, {"model": {"norm": "batch", "width": 8}}):
+        with pytest.raises(SettingError, match="networks_per_round"):
+            simulate(resolve({**run, **other}))
 
 
 def test_real_sends_the_same_images_of_the_clients_in_every_round() -> None:
+    """Those that FedDM starts from."""
     data = digits(LABELS)
     method = Real(ipc=2, min_examples=2)
     first, second = (upload(method, context(number=number), clients(0)) for number in (1, 2))
@@ -329,3 +254,38 @@ def test_real_sends_the_same_images_of_the_clients_in_every_round() -> None:
     assert match.any(dim=1).all()
     assert torch.equal(data.labels[match.int().argmax(dim=1)], first.labels)
     assert torch.equal(first.images, second.images)
+    still = FedDM(ipc=2, min_examples=2, iterations=1, image_lr=0.0)
+    assert torch.equal(upload(still, context(), clients(0)).images, first.images)
+
+
+OWN: dict[str, Any] = runpy.run_path(
+    str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
+)
+CONDENSING = [name for name in METHODS if issubclass(method_class(name), CondensingMethod)]
+TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
+
+
+@pytest.mark.parametrize("name", [*CONDENSING, "fedsum", "own"])
+def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> None:
+    """One record more would move others to another kernel. Catches: a method's own rule."""
+    method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
+    data = digits(np.array([0] * 12 + [1] * 15 + [3] * 3))
+    for mechanism in method.dp_mechanisms:
+        privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
+        if mechanism != "paper":  # which sees open clients, and guarantees nothing
+            ctx = context(privacy, compiled=True)
+            sent(method, ctx, charged(method, ctx, data))
+    clients = ExactClientView([0], data, [torch.arange(30)])
+    sent(method, context(compiled=False), clients)
+    assert compiled == []  # nor anybody who did not ask for it
+    sent(method, context(compiled=True), clients)
+    client = ["_embed"] if name == "fedsum" else ["_back", "_between", "_embed"]
+    assert sorted(compiled) == client
+
+
+def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() -> None:
+    """It would match on another's releases."""
+    privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
+    method = method_class("feddm").from_mapping(TINY)
+    with pytest.raises(SettingError, match=r"privacy\.mechanism"):
+        method.release_plans(privacy, context(privacy))

@@ -1,9 +1,10 @@
 """FedStats: what each release may move, sums that do not depend on who has what, accounting by a
-formula, and the server's arithmetic."""
+formula, the server's arithmetic, and images of released state alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,30 +12,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
+from fedsynth import (
+    FedStats,
+    PrivacySettings,
+    RunSettings,
+    export_run,
+    load_synthetic,
+    simulate,
+)
 from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import charge_for
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, denormalise
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
-from fedsynth.features.registry import feature_map
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
-from fedsynth.methods.statistics.settings import CENTRE, MOMENTS, STEP
+from fedsynth.methods.statistics.settings import CENTRE, MOMENTS, STEP, FedStatsState, StatisticSums
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.on_features import FeatureLinear
-from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
+from fedsynth.results.verification import verify_run
 from tests.digits import SPEC, digits
 from tests.digits import context as some_context
+from tests.privacy.support import guard
 
 PIXELS = FedStats(features="pixels", second_moments="yes")
 PICTURES = FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
@@ -94,9 +100,6 @@ def plan_of(method: FedStats, number: int, name: str, **other: Any) -> ReleasePl
     return next(plan for plan in plans if plan.name == name)
 
 
-# ------------------------------------------------------------------------------------- sensitivity
-
-
 @each_release
 def test_one_example_moves_each_release_by_at_most_its_clip(
     method: FedStats, number: int, phase: str, name: str, field: str
@@ -128,34 +131,22 @@ def test_sums_over_clients_are_those_of_the_pooled_data(
         torch.testing.assert_close(actual, pooled, rtol=1e-6, atol=1e-6)
 
 
-class Silent(SecretGenerator):
-    """No noise, so that a release is the sum."""
-
-    def __init__(self) -> None:
-        super().__init__(test_only=np.random.default_rng(0))
-
-    def normal(
-        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64)
-
-
 def release(
-    method: FedStats, number: int, phase: str, field: str, part: Tensor, drawn: Any, ctx: Any
+    method: FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
 ) -> tuple[Tensor, Ledger]:
     """What one private client sends, and what it is charged."""
-    ledger = Ledger("c")
-    charged = charge_for(method, ctx, [0], [BudgetEnforcer(ledger, 1e-5, None)], [drawn], phase)
+    ledger, drawn = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
+    charged = charge_for(method, ctx, [0], [guard(ledger)], [drawn], phase)
     clients = PrivateClientView([0], digits(LABELS), [part], charged, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
 
 @each_release
 def test_private_sums_are_the_open_ones_plus_noise(
-    method: FedStats, number: int, phase: str, name: str, field: str
+    method: FedStats, number: int, phase: str, name: str, field: str, without_noise: None
 ) -> None:
     ctx = context(number, 1.0, method)
-    actual, ledger = release(method, number, phase, field, torch.arange(20), Silent(), ctx)
+    actual, ledger = release(method, number, phase, field, torch.arange(20), ctx)
     expected = sums(method, digits(LABELS), [EVERYBODY], number, phase, field)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
@@ -169,46 +160,22 @@ def test_a_client_without_records_sends_noise_like_everybody(
     """Else its upload says that it has none."""
     method = replace(method, aggregation=aggregation)
     plan = plan_of(method, number, name, clients=5)
-    drawn = SecretGenerator(test_only=np.random.default_rng(0))
     ctx = context(number, 3.0, method, clients=5)
-    actual, _ = release(method, number, phase, field, torch.arange(0), drawn, ctx)
+    actual, _ = release(method, number, phase, field, torch.arange(0), ctx)
     expected = (
         3.0 * plan.relative_noise_multiplier * plan.clip / (2 if aggregation == "secure" else 1)
     )
     assert float(actual.std()) == pytest.approx(expected, rel=0.2)
 
 
-# -------------------------------------------------------------------------------------- accounting
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-@pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) -> None:
-    """μ² adds up over centre, moments and steps; with all of them σ is that of a single release."""
-    method = FedStats(features="pixels", aggregation=aggregation, centre_share=0.1)
-    iid = PartitionSettings("iid", clients=3)
-    privacy = PrivacySettings(noise_multiplier=2.0)
-    result = simulate(RunSettings(method, rounds=rounds, partition=iid, privacy=privacy))
-    assert result.privacy is not None
-    actual = result.privacy["guarantee"]["epsilon"]  # type: ignore[index]
-    one = Release(1, "all", "gaussian", "x", 2.0, 1.0, 1.0, "full", 1, 1)
-    assert actual == pytest.approx(epsilon([one], 1e-5), rel=1e-6)
-    rows = result.privacy["ledger"]
-    assert len(rows) == (2 if rounds == 1 else 3)  # type: ignore[arg-type]
-    assert [row["shares"] > 1 for row in rows] == [aggregation == "secure"] * len(rows)
-
-
 def test_clip_rate_and_participation_are_the_theorem_s() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
-            PIXELS.release_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))
+            PIXELS.release_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="participation"):
         simulate(RunSettings(PIXELS, participation=0.5, privacy=PrivacySettings(epsilon=1.0)))
     with pytest.raises(SettingError, match="moment_share"):
         FedStats(centre_share=0.5, moment_share=0.5)
-
-
-# ------------------------------------------------------------------------------------------ server
 
 
 def test_the_closed_form_is_ridge_regression() -> None:
@@ -237,9 +204,6 @@ def test_noise_s_negative_eigenvalues_become_the_ridge() -> None:
     assert step.tolist() == [pytest.approx([0.25, 0.0])]
 
 
-# -------------------------------------------------------------------------------------------- runs
-
-
 def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     """A user's own map that fails on some images."""
 
@@ -252,16 +216,16 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     )
     train, test = load_dataset("digits")
     few = train.subset(torch.arange(200))
-    settings = RunSettings(FedStats(features="broken"), rounds=2)
-    result = simulate(settings, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
+    run = RunSettings(FedStats(features="broken"), rounds=2)
+    result = simulate(run, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
     assert all(bool(torch.isfinite(one).all()) for one in result.model.state_dict().values())
-    assert feature_map("broken", (1, 8, 8)).dimension == 64
 
 
 @pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) -> None:
-    """Shares of μ² are 1/ratio²; without second moments, moments have what a step has."""
+    """Shares of μ², which are 1/ratio², add up to those of one release; without second moments,
+    moments have what a step has."""
     privacy = PrivacySettings(noise_multiplier=1.0)
     plans = method.release_plans(privacy, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.relative_noise_multiplier**-2 for plan in plans}
@@ -270,8 +234,134 @@ def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) 
     assert (STEP in shares) == (rounds > 1)
     if step:
         assert (shares[MOMENTS] == pytest.approx(step)) == (not method.has_second(privacy))
-    assert shares.get(PICTURE) == (
-        pytest.approx(method.pixel_share) if method is PICTURES else None
+    if method is PICTURES:
+        assert shares[PICTURE] == pytest.approx(method.pixel_share)
+    if method is WHITE:
+        assert shares[COVARIANCES] == pytest.approx(method.covariance_share)
+
+
+SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
+
+
+def image_context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
+    privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
+    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
+    return some_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
+
+
+def begun() -> FedStatsState:
+    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
+    return FedStatsState(network.state_dict())
+
+
+@pytest.mark.parametrize("second", ["yes", "no"])
+def test_class_means_are_those_of_the_sums(second: str) -> None:
+    """Of classes that are equally frequent: their means about the common one, by NumPy."""
+    z = 0.1 * np.random.default_rng(0).normal(size=(20, 64))
+    labels = np.arange(20) % 10
+    crossed = (np.eye(10)[labels] - 0.1).T @ z / target_norm(10)
+    squares = np.array([z[:, i] @ z[:, j] * (1 if i == j else 2**0.5)
+                        for i in range(64) for j in range(i, 64)])  # fmt: skip
+    sums = crossed.ravel()
+    if second == "yes":
+        sums = 0.5**0.5 * np.concatenate([squares, sums])
+    method = FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
+    upload = StatisticSums(torch.from_numpy(sums).float())
+    state = method.at_end(
+        method.server_step(begun(), {0: upload}, image_context()), image_context()
     )
-    own = pytest.approx(method.covariance_share)
-    assert shares.get(COVARIANCES) == (own if method is WHITE else None)
+    means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
+    assert state.class_means is not None
+    np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
+
+
+def test_images_are_made_after_the_last_round_from_only_the_server_state() -> None:
+    """The same sums give the same images, without a client or its data."""
+    method = replace(SMALL, second_moments="no")
+    one, two = (made(method) for _ in range(2))
+    assert torch.equal(one.images, two.images)  # type: ignore[arg-type]
+    torch.testing.assert_close(one.soft_labels.sum(dim=1), torch.ones(20))  # type: ignore[union-attr]
+    early = method.server_step(begun(), sent_sums(), image_context(rounds=2))
+    assert method.synthetic(early, image_context()) is None
+
+
+def sent_sums() -> dict[int, StatisticSums]:
+    draws = torch.Generator().manual_seed(0)
+    return {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
+
+
+def made(method: FedStats) -> FedStatsState:
+    """The state at the end of a round of the same sums."""
+    return method.at_end(method.server_step(begun(), sent_sums(), image_context()), image_context())
+
+
+def pixels(method: FedStats) -> torch.Tensor:
+    """[classes, images, 64] in bytes; checks that labels and soft labels go with them."""
+    state, each = made(method), method.ipc + method.drawn_ipc
+    actual = method.synthetic(state, image_context())
+    assert actual is not None
+    assert actual[1].tolist() == [c for c in range(10) for _ in range(each)]
+    assert state.soft_labels is not None
+    assert len(state.soft_labels) == len(actual[0])
+    return denormalise(actual[0], SPEC).view(10, each, -1)
+
+
+def test_drawn_images_accompany_optimised_ones() -> None:
+    """After a class's moved images, which they leave as they are; all are different."""
+    moved = replace(SMALL, second_moments="no")
+    both = pixels(replace(moved, drawn_ipc=3))
+    assert torch.equal(both[:, :2], pixels(moved))
+    assert len(both.flatten(0, 1).unique(dim=0)) == 50
+
+
+def test_an_exported_set_states_the_attackers_of_its_epsilon(tmp_path: Path) -> None:
+    """Catches: an ε of noise that clients share, on its own."""
+    method = replace(SMALL, aggregation="secure")
+    settings = RunSettings(method, rounds=1, privacy=PrivacySettings(epsilon=8.0))
+    run = simulate(settings, output=tmp_path, quiet=True)
+    assert verify_run(str(run.folder)).problems == []
+    text = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
+    assert "because clients shared noise: assumed, not executed." in text
+
+
+def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Path) -> None:
+    """They cost nothing beyond what was released, and can be handed over."""
+    privacy = PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
+    run = simulate(RunSettings(SMALL, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
+    assert 1 <= len(run.metrics) < 6
+    assert verify_run(str(run.folder)).problems == []
+    share = export_run(str(run.folder), tmp_path / "share")
+    actual = load_synthetic(share)
+    assert len(actual.labels) == 20
+    assert actual.soft_labels is not None
+    text = (share / "README.md").read_text()
+    assert "classifier, which was not trained on them" in text
+
+
+@pytest.mark.parametrize(("second", "aggregation"), [("no", "own"), ("yes", "secure")])
+def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) -> None:
+    """Orthogonal classes of equal examples, written out, summed over four clients who each add
+    noise."""
+    method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
+    privacy = PrivacySettings(noise_multiplier=3.0)
+    network = FeatureLinear(method.map_of(SPEC), SPEC)
+    ctx = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
+    plans = {plan.name: plan for plan in method.release_plans(privacy, ctx)}
+    z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
+    crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
+    i, j = np.triu_indices(64)
+    squares = np.einsum("nd,ne->nde", z, z)[:, i, j] * np.where(i == j, 1, 2**0.5)
+    both = 0.5**0.5 * np.concatenate([squares, crossed], axis=1)
+    cases = {
+        "moments": both if second == "yes" else crossed,
+        "step": -method.step_clip * crossed,
+        "centre": np.tile(plans["centre"].clip * np.eye(64)[0], (10, 1)),
+    }
+    draws = np.random.default_rng(0)
+    for name, rows in cases.items():
+        plan: ReleasePlan = plans[name]
+        signal = np.linalg.norm(20 * rows.sum(axis=0))  # 200 examples
+        deviation = 3.0 * plan.relative_noise_multiplier * plan.clip / plan.shares**0.5
+        noise = draws.normal(0, deviation, (50, 4, rows.shape[1])).sum(axis=1)
+        expected = signal / np.sqrt(np.square(noise).sum(axis=1).mean())
+        assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)

@@ -1,5 +1,5 @@
-"""FedStats' release of small pictures: what one example may move, sums that do not depend on who
-has what, its share of the budget, and images drawn from it; and the momentum of steps."""
+"""FedStats' releases of small pictures, its noisy steps, and its covariances of channels and cells:
+what one example may move, and what the server makes of them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ from hypothesis import strategies as st
 
 from fedsynth import (
     FedStats,
+    PartitionSettings,
     PrivacySettings,
+    RunSettings,
+    simulate,
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.statistics import whitening
 from fedsynth.methods.statistics.class_moments import (
     PixelMoments,
     pixel_rows,
     pixel_width,
+    step_rate,
+    total_weight,
 )
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
-from fedsynth.models.on_features import FeatureLinear
+from fedsynth.methods.statistics.whitening import released_roots, white_signal
+from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
+from fedsynth.privacy.products import Grams
 from tests.digits import SPEC
 from tests.digits import context as some_context
 
 METHOD = FedStats(features="pixels", ipc=2, image_steps=1, second_moments="no")
 WIDTH = 65  # 8×8 cells and the constant
+COUNTS = st.integers(1, 40)
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 
 
@@ -43,9 +54,6 @@ def context(
     network = FeatureLinear(METHOD.map_of(SPEC), SPEC)
     federation = {"rounds": rounds, "clients": 2, **other}
     return some_context(privacy, number, network=network, nominal=20.0, **federation)
-
-
-# ------------------------------------------------------------------------------------- sensitivity
 
 
 @given(
@@ -61,9 +69,6 @@ def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
     assert bool(torch.isfinite(moved).all())
 
 
-# -------------------------------------------------------------------------------------- accounting
-
-
 def test_in_colour_images_start_from_random_processes() -> None:
     """Then nothing is released for them; "yes" and "no" say otherwise."""
     colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
@@ -72,9 +77,6 @@ def test_in_colour_images_start_from_random_processes() -> None:
         assert [method.releases_pictures(spec) for spec in (grey, colour)] == released
     vectors = replace(grey, height=1, width=64)
     assert not FedStats(ipc=1).releases_pictures(vectors)
-
-
-# ------------------------------------------------------------------------------- from the release
 
 
 def test_means_and_covariance_by_numpy() -> None:
@@ -114,9 +116,6 @@ def test_images_are_drawn_about_their_class_s_mean() -> None:
     assert float(made[:, -10:].std(dim=1).mean()) > float(made[:, :10].std(dim=1).mean())
 
 
-# ---------------------------------------------------------------------------------------- momentum
-
-
 def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), by hand, with the pace that noise allows."""
     method = FedStats(features="pixels", second_moments="no", momentum=0.25)
@@ -139,9 +138,6 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     )
 
 
-# ----------------------------------------------------------------------------- settings and budget
-
-
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     """The noise of a logit after all steps, drawn: about what the setting says, for few records and
@@ -159,3 +155,158 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
         velocity = method.momentum * velocity + gradient
         weight = weight - rate * velocity
     assert weight.std() == pytest.approx(method.logit_noise, rel=0.1)
+
+
+@given(COUNTS, st.floats(0, 0.95))
+def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> None:
+    """Of gradients that are all 1, step by step."""
+    velocity = weight = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1.0
+        weight += velocity
+    assert total_weight(steps, momentum) == pytest.approx(weight, rel=1e-9)
+
+
+@given(st.floats(1e-6, 1.0), COUNTS, st.floats(0.01, 10), st.floats(0, 0.9))
+def test_steps_go_as_far_as_noise_allows_or_as_they_can(
+    noise: float, steps: int, logit_noise: float, momentum: float
+) -> None:
+    rate = step_rate(noise, steps, logit_noise, 200.0, momentum)
+    far = rate * total_weight(steps, momentum)
+    assert rate <= 200.0
+    assert far <= logit_noise / noise * (1 + 1e-9)
+    short = far < logit_noise / noise * (1 - 1e-9)
+    assert not short or rate == 200.0
+
+
+def test_without_noise_steps_are_the_longest() -> None:
+    assert step_rate(0.0, 16, 0.6, 100.0, 0.5) == 100.0
+
+
+WHITE = FedStats(features="scattering", whitening="yes")
+PRIVATE = PrivacySettings(noise_multiplier=1.0)
+
+
+def test_the_signal_is_that_of_white_examples() -> None:
+    """±√d·axes of a block each, whose channels and cells are white: written out."""
+    blocks = ((3, 2), (4, 2))
+    axes = np.eye(14)
+    z = 2**-0.5 * np.stack([axes[i] + axes[6 + j] for i in range(6) for j in range(8)])
+    made = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
+    assert float(made.norm()) / len(z) == pytest.approx(white_signal(blocks))
+
+
+BLOCKS = ((3, 2),)
+MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), BLOCKS)
+
+
+def pool_of(z_Nd: np.ndarray, noise_std: float) -> Pool:
+    made = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
+    return Pool(made, noise_std, len(z_Nd))
+
+
+def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
+    """By NumPy, of examples about a mean that is not 0, without noise."""
+    rng = np.random.default_rng(0)
+    spread = np.array([1.0, 0.3, 0.1])[:, None] * np.array([1.0, 0.5])
+    Z = 0.3 + 0.3 * spread * rng.normal(size=(400, 3, 2))
+    z = Z.reshape(400, 6)
+    assert np.linalg.norm(z, axis=1).max() < MAP.norm_bound
+    centre = torch.from_numpy(z.mean(0))
+    actual = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
+    about = (Z - Z.mean(0)) / MAP.norm_bound
+    for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
+        covariance = np.einsum(pattern, about, about) / 400
+        values, vectors = np.linalg.eigh(covariance)
+        floored = np.maximum(values, whitening.FLOOR * values.mean())
+        root = vectors @ np.diag(floored ** (-whitening.POWER / 2)) @ vectors.T
+        root *= np.sqrt(np.trace(covariance) / np.trace(root @ covariance @ root))
+        np.testing.assert_allclose(actual[name], root, rtol=1e-4, atol=1e-5)
+
+
+def test_the_centre_s_own_noise_is_taken_off() -> None:
+    """A noisy centre's outer product is spread over all directions, and must not make them look
+    flatter than they are: told its deviation, roots are nearer those by the true centre."""
+    rng = np.random.default_rng(1)
+    spread = np.array([1.0, 0.5, 0.3])[:, None] * np.array([1.0, 0.5])
+    z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
+    pool = pool_of(z, 0.0)
+    exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
+    misses = []
+    for deviation in (0.1, 0.0):
+        draws = np.random.default_rng(2)
+        actual = [
+            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), deviation, MAP)
+            for _ in range(200)
+        ]
+        mean = torch.stack([roots["channels_root_0"] for roots in actual]).mean(0)
+        misses.append(float((mean - exact).norm()))
+    assert misses[0] < 0.75 * misses[1]
+
+
+def test_drowned_covariances_change_next_to_nothing() -> None:
+    """Of the sizes that maps have, where noise is all there is: single eigenvalues are above the
+    noise's edge by chance, by up to a quarter. Catches: a trace of both signs in the scale."""
+    draws = torch.Generator().manual_seed(0)
+    for size in (3, 9, 41, 98):
+        for signal in (0.0, 3.0):  # one direction that can just be seen
+            for _ in range(50):
+                noise = torch.randn(size, size, generator=draws, dtype=torch.float64)
+                noise = (noise.triu() + noise.triu(1).T) * 0.5**0.5
+                noise.diagonal().mul_(2**0.5)
+                noise[0, 0] += signal * (2 * size) ** 0.5
+                values = torch.linalg.eigvalsh(whitening._root(noise, 1.0))
+                assert float(values.min()) > 0.4
+                assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
+
+
+def test_a_model_s_vectors_are_turned_block_by_block() -> None:
+    """T of a model's buffers is channels·Z·cells, before the clip."""
+    rng = np.random.default_rng(3)
+    Z = 0.05 * rng.normal(size=(4, 3, 2))
+    left = rng.normal(size=(3, 3))
+    right = rng.normal(size=(2, 2))
+    parameters = {
+        "centre": torch.zeros(6, dtype=torch.float64),
+        "channels_root_0": torch.from_numpy(left),
+        "cells_root_0": torch.from_numpy(right),
+    }
+    actual = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
+    expected = (left @ Z @ right).reshape(4, 6)
+    expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
+
+
+def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
+    names = root_names(WHITE.map_of(SPEC).blocks)
+    for privacy in (None, PrivacySettings(epsilon=8.0)):
+        parts = PartitionSettings("iid", clients=2)
+        result = simulate(RunSettings(WHITE, rounds=2, partition=parts, privacy=privacy))
+        state = result.model.state_dict()
+        same = [torch.equal(state[name], torch.eye(len(state[name]))) for name in names]
+        assert same == [privacy is None] * 2
+    assert result.accuracy > 0.7
+
+
+def test_which_features_are_whitened_is_public() -> None:
+    shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
+    specs = [
+        replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
+        for c, h, w in shapes
+    ]
+    actual = {
+        choice: [replace(WHITE, whitening=choice).whitens(spec) for spec in specs]
+        for choice in ("auto", "yes", "no")
+    }
+    assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+    assert not FedStats().whitens(SPEC)
+    assert WHITE.whitens(SPEC)
+    with pytest.raises(SettingError, match="channels and spatial cells"):
+        FedStats(whitening="yes", features="pixels").whitens(SPEC)
+    with pytest.raises(SettingError, match="covariance_share"):
+        FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
+    unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
+    larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
+    ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
+    with pytest.raises(SettingError, match="covariance_share"):
+        unsaid.release_plans(PRIVATE, ctx)

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedsynth import PartitionSettings, RunSettings, resolve, simulate
+from fedsynth import resolve, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
-from fedsynth.federation.protocol import Observer
-from fedsynth.methods.feddm import perturbed
+from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
 from fedsynth.methods.shared.noise_shares import summed
@@ -31,13 +30,14 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import HOSTILE, SPEC, charged, convnet, digits, sent
 from tests.digits import context as some_context
+from tests.privacy.support import guard
 
 WIDTH = 4 * 4 + 10
 TINY: dict[str, Any] = {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 2}
@@ -66,9 +66,6 @@ def uploads(
     clients = ExactClientView(range(len(parts)), images, parts)
     results = method.client_step(method.broadcast(start(ctx), ctx), clients, [{}] * len(parts), ctx)
     return {k: sent for k, (sent, _) in enumerate(results)}
-
-
-# --------------------------------------------------------------------------- numbers, beside NumPy
 
 
 def test_one_round_is_numpys() -> None:
@@ -109,9 +106,6 @@ def test_one_round_is_numpys() -> None:
     np.testing.assert_allclose(state.images.view(10, ipc, 64).numpy(), S, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------- any partition alike
-
-
 @given(owners=st.lists(st.integers(0, 4), min_size=60, max_size=60))
 @settings(max_examples=10, deadline=None)
 def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
@@ -124,11 +118,11 @@ def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
     assert torch.equal(pooled.counts, separate.counts)
     assert float((pooled.sums - separate.sums).norm()) < 1e-6 * float(separate.sums.norm())
     assert each[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
-    assert [name for name, _ in each[0].arrays()] == ["sums", "counts"]
 
 
-@pytest.mark.parametrize("augment", ["none", "siamese"])
-@pytest.mark.parametrize("perturbation", ["sphere", "ball", "fresh"])
+@pytest.mark.parametrize(
+    ("perturbation", "augment"), [("sphere", "none"), ("ball", "siamese"), ("fresh", "siamese")]
+)
 def test_server_and_clients_look_through_the_same_networks(perturbation: str, augment: str) -> None:
     """Real images that are S themselves have sums of zero about S, in every network."""
     method, ctx = FedSum(**TINY, perturbation=perturbation, augment=augment), context()
@@ -139,9 +133,6 @@ def test_server_and_clients_look_through_the_same_networks(perturbation: str, au
     assert upload.sums.abs().max() < 1e-4
     after = method.server_step(state, {0: upload}, ctx)
     torch.testing.assert_close(after.images, pixels, atol=1e-3, rtol=0)
-
-
-# -------------------------------------------------------------------------------------- with privacy
 
 
 def test_without_noise_and_clipping_private_sums_are_the_open_ones() -> None:
@@ -177,40 +168,53 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
     assert epsilon(ledger.releases, 1e-5) == pytest.approx(epsilon([one], 1e-5), rel=1e-3)
 
 
-def released_sums(images: ImageData, records: int, extra: list[int], clip: float) -> list[Tensor]:
-    """What goes into the noise of one client's step on its first records and some extra ones: each
-    network's sums [classes, D], and the counts [classes]."""
-    sums: list[Tensor] = []
+def released_sums(
+    method: Any, images: ImageData, part: Sequence[int], clip: float
+) -> list[tuple[Tensor, bool]]:
+    """What goes into the noise of one client's step on these records: each network's sums
+    [classes, D], and the counts [classes]; and which they are."""
+    sums: list[tuple[Tensor, bool]] = []
 
     class Spy(GaussianSumMechanism):
         def release(self) -> Any:
             assert self._sums is not None
-            sums.append(self._sums.clone())
+            sums.append((self._sums.clone(), self._sums.numel() == 10))
             return super().release()
 
-    method = FedSum(**TINY, logit_weight=5.0)
-    ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip))
-    part = torch.tensor([*range(records), *extra], dtype=torch.int64)
+    mechanism = "features" if isinstance(method, FedDM) else ""
+    ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip, mechanism=mechanism))
+    part_N = torch.tensor(part, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsynth.core.method.charge_round", partial(charge_round, make_series=Spy))
-        sent(method, ctx, charged(method, ctx, images, [part]))
+        sent(method, ctx, charged(method, ctx, images, [part_N]))
     return sums
 
 
+SUMMING = (
+    FedSum(**TINY, logit_weight=5.0),
+    FedDM(ipc=2, iterations=1, networks=1, logit_weight=5.0),  # later sums are about new images
+)
+
+
+@pytest.mark.parametrize("method", SUMMING, ids=lambda method: method.name)
 @given(extra=st.integers(0, 2), label=st.integers(0, 9), records=st.integers(0, 12))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
-    extra: int, label: int, records: int
+    method: Any, extra: int, label: int, records: int
 ) -> None:
-    """One class's sum moves, by at most the clip (here: all of it), and one count, by one."""
+    """On D and D + x, x black, white or noise, of FedSum and FedDM's mechanism `features`: one
+    class's sum moves, by at most the clip (here: all of it), and one count, by one."""
     images, clip = digits([*(np.arange(12) % 10), label], HOSTILE[extra]), 0.05
-    pairs = zip(*(released_sums(images, records, e, clip) for e in ([], [12])), strict=True)
-    *each, counts = [after - before for before, after in pairs]
-    assert len(each) == 3
-    assert counts.flatten().tolist() == [float(c == label) for c in range(10)]
-    for one in each:
-        assert 0.9 * clip < one.norm() <= clip * (1 + 1e-4)
-        assert one[[c for c in range(10) if c != label]].abs().max() < 1e-6
+    before = released_sums(method, images, range(records), clip)
+    after = released_sums(method, images, [*range(records), 12], clip)
+    assert sorted(counts for _, counts in after) == [False] * method.networks + [True]
+    for (one, counts), (other, _) in zip(before, after, strict=True):
+        moved = other - one
+        if counts:
+            assert moved.flatten().tolist() == [float(c == label) for c in range(10)]
+        else:
+            assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
+            assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
 
 
 def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
@@ -244,8 +248,7 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
         assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
-        guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
-        (allowance,) = charge_for(method, ctx, [0], [guard], [SecretGenerator()])
+        (allowance,) = charge_for(method, ctx, [0], [guard()], [SecretGenerator()])
         expected = sigma * plans[0].clip / sqrt(shares)
         assert allowance.take(IMAGES).noise_std == pytest.approx(expected)
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
@@ -258,49 +261,22 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         replace(method, honest=5).release_plans(privacy, ctx)
 
 
-def test_a_run_prints_its_assumptions(sections: dict[str, dict[str, Any]]) -> None:
-    """And its ledger's rows say whose noise it was."""
-    notes: list[str] = []
-
-    class Notes(Observer):
-        def note(self, text: str) -> None:
-            notes.append(str(text))
-
-    sections["method"]["aggregation"] = "secure"
-    private = {**sections, "privacy": {"noise_multiplier": 0.5}}
-    result = simulate(resolve(private), observer=Notes())
-    assert any("aggregation assumed, not executed" in text for text in notes)
-    rows = result.privacy["ledger"]
-    assert all(row["shares"] == 2 for row in rows)
-
-
-def test_shared_noise_needs_more_participants_than_shares(
-    sections: dict[str, dict[str, Any]],
-) -> None:
+def test_shared_noise_needs_more_participants_than_shares() -> None:
     """Two of four take part: noise of three, or of two, is never whole."""
-    sections["partition"]["clients"] = 4
-    sections["run"]["participation"] = 0.5
-    sections["method"]["aggregation"] = "secure"
-    private = {**sections, "privacy": {"noise_multiplier": 0.5}}
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"method": "fedsum", "rounds": 1, "participation": 0.5},
+        "model": {"width": 4, "depth": 2},
+        "partition": {"clients": 4},
+        "privacy": {"noise_multiplier": 0.5},
+    }
     for honest in (0, 2, 3):
-        sections["method"]["honest"] = honest
-        with pytest.raises(SettingError, match="2 of 4 clients in each round"):
-            simulate(resolve(private))
+        sections["method"] = {**TINY, "aggregation": "secure", "honest": honest}
+        with pytest.raises(SettingError, match="2 of 4 clients"):
+            simulate(resolve(sections))
     sections["method"]["honest"] = 2
     sections["run"]["participation"] = 0.75
-    assert simulate(resolve(private)).privacy is not None
-
-
-@pytest.mark.parametrize("privacy", [None, PrivacySettings(noise_multiplier=1.0)])
-def test_only_condensation_without_privacy_is_compiled(
-    privacy: PrivacySettings | None, compiled: list[str]
-) -> None:
-    model = ModelSettings(width=4, depth=2)
-    few = PartitionSettings(clients=2, subset=0.1)
-    method = FedSum(**TINY)
-    run = RunSettings(method, rounds=1, partition=few, model=model, compile=True, privacy=privacy)
-    simulate(run, quiet=True)
-    assert {"_between", "_back"} <= set(compiled) if privacy is None else compiled == []
+    rows: Any = simulate(resolve(sections)).privacy["ledger"]  # type: ignore[index]
+    assert {row["shares"] for row in rows} == {2}
 
 
 def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
@@ -312,19 +288,6 @@ def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
     normed = context(network=convnet("batch"))
     with pytest.raises(ForbiddenLayerError):
         method.release_plans(PrivacySettings(noise_multiplier=1.0), normed)
-
-
-# ----------------------------------------------------------------------------------------- whole runs
-
-
-@pytest.fixture
-def sections() -> dict[str, dict[str, Any]]:
-    return {
-        "run": {"method": "fedsum", "rounds": 1, "device": "cpu"},
-        "model": {"width": 4, "depth": 2},
-        "partition": {"clients": 3},
-        "method": dict(TINY),
-    }
 
 
 @pytest.mark.parametrize("start_from", ["noise", "random-process"])

@@ -27,7 +27,6 @@ from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.scaffold import ControlState, ControlUp, Scaffold
 from fedsynth.methods.shared import aggregation as robust
 from fedsynth.methods.shared.aggregation import (
-    RULES,
     AveragingState,
     average,
     middle_mean,
@@ -35,6 +34,7 @@ from fedsynth.methods.shared.aggregation import (
     update_cache,
 )
 from tests.digits import context as some_context
+from tests.families import by_family
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -126,24 +126,20 @@ def test_a_malicious_fifth_keeps_coordinates_in_the_honest_range(rule: str) -> N
     before = network.state_dict()
     sent = uploads_of(network, 10)
     honest = {k: u for k, u in sent.items() if k > 1}
-    lies = {
-        k: replace(u, parameters={n: v * -10000 for n, v in u.parameters.items()}, weight=1e9)
-        for k, u in sent.items()
-        if k <= 1
-    }
-    made = robust_uploads({**lies, **honest}, before, context_with(rule, network))[0].parameters
+    for k in (0, 1):
+        lie = {n: v * -10000 for n, v in sent[k].parameters.items()}
+        sent[k] = replace(sent[k], parameters=lie, weight=1e9)
+    made = robust_uploads(sent, before, context_with(rule, network))[0].parameters
+    trained = [name for name, _ in network.named_parameters()]
     for name, value in made.items():
         each = torch.stack([u.parameters[name] for u in honest.values()])
-        if rule != "clip" or name not in dict(network.named_parameters()):
+        if rule != "clip" or name not in trained:
             assert bool(((each.amin(0) <= value) & (value <= each.amax(0))).all()), name
-    if rule == "clip":
-        trained = [n for n, _ in network.named_parameters()]
-        far = {
-            k: sum(float((u.parameters[n] - before[n]).square().sum()) for n in trained) ** 0.5
-            for k, u in honest.items()
-        }
-        moved = sum(float((made[n] - before[n]).square().sum()) for n in trained) ** 0.5
-        assert moved <= max(far.values())
+
+    def moved(parameters: Mapping[str, Tensor]) -> float:
+        return sum(float((parameters[n] - before[n]).square().sum()) for n in trained)
+
+    assert moved(made) <= max(moved(u.parameters) for u in honest.values())
 
 
 def test_what_else_is_sent_goes_by_the_rule_too() -> None:
@@ -199,36 +195,26 @@ def test_averaging_holds_no_more_than_one_tensor_of_one_upload() -> None:
     with _Largest() as largest:
         made = average(sent)
     assert largest.bytes == 8 * 200  # in float64
+    assert made["batches"] == sent[0].parameters["batches"]
     shares = np.arange(1, 51) / np.arange(1, 51).sum()
-    assert made.pop("batches") == sent[0].parameters["batches"]
-    for name, value in made.items():
-        each = np.stack([u.parameters[name].double().numpy() for u in sent.values()])
-        np.testing.assert_allclose(value.numpy(), np.tensordot(shares, each, 1), rtol=1e-6)
+    each = np.stack([u.parameters["weight"].double().numpy() for u in sent.values()])
+    np.testing.assert_allclose(made["weight"], np.tensordot(shares, each, 1), rtol=1e-6)
     start = AveragingState(network.state_dict())
     with _Largest() as largest:
         update_cache(start, start, sent, context_with("none", network, clients=50))
     assert largest.bytes == 4 * 50 * 200  # the cache itself, in its precision
 
 
-# ------------------------------------------------------------------------------------------- runs
-
-
-TAKE_RULES = sorted(name for name in METHODS if not method_class(name).robust_refusal)
-
-
-@pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_runs_with_a_rule_or_refuses_it_in_a_line(name: str) -> None:
+@pytest.mark.parametrize("name", by_family(METHODS))
+def test_every_method_runs_with_a_rule_or_refuses_it(name: str) -> None:
     sections: dict[str, dict[str, Any]] = {
         "run": {"method": name, "rounds": 1, "robust": "clip"},
         "partition": {"clients": 3, "alpha": 10.0},
         "model": {"width": 4, "depth": 2, **({"norm": "batch"} if name == "fedbn" else {})},
     }
-    if name not in TAKE_RULES:
-        with pytest.raises(
-            SettingError, match=rf"run.robust must be none with {name}: \w"
-        ) as caught:
+    if method_class(name).robust_refusal:
+        with pytest.raises(SettingError, match=rf"run.robust must be none with {name}"):
             resolve(sections)
-        assert "\n" not in str(caught.value)
         return
     result = simulate(resolve({**sections, "method": {"local_steps": 2, "batch": 64}}))
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
@@ -237,14 +223,9 @@ def test_every_method_runs_with_a_rule_or_refuses_it_in_a_line(name: str) -> Non
 def test_the_settings() -> None:
     method = FedAvg()
     clients = PartitionSettings(clients=10)
-    with pytest.raises(
-        SettingError, match=r"run\.robust must be none with fewer than 3 clients in a round.*got 2"
-    ):
+    with pytest.raises(SettingError, match=r"run\.robust must be none.*got 2"):
         RunSettings(method, robust="median", participation=0.2, partition=clients)
-    with pytest.raises(SettingError, match=r"run.robust_share must be in \[0, 0.5\), got 0.5"):
+    with pytest.raises(SettingError, match=r"run\.robust_share"):
         RunSettings(method, robust="trimmed", robust_share=0.5)
     with pytest.raises(UnknownNameError, match="did you mean median"):
         RunSettings(method, robust="medain")
-    assert RunSettings(method).robust == RULES[0] == "none"
-    given_ = RunSettings(method, robust="trimmed", robust_share=0.1)
-    assert resolve(given_.to_mapping()) == given_

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
@@ -69,3 +69,63 @@ def rounds(
 
 def as_arrays(parameters: Any) -> dict[str, Array]:
     return {name: value.detach().cpu().double().numpy() for name, value in parameters.items()}
+
+
+class Deep(nn.Module):
+    """z = A x (after batch norm of x, if asked for), logits = W z + b; the weights are the same in
+    each."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.body, self.classifier = nn.Linear(4, 3, bias=False), nn.Linear(3, 3)
+        self.body.weight.data = torch.linspace(-1, 1, 12).view(3, 4)
+        self.classifier.weight.data = torch.linspace(1, -0.5, 9).view(3, 3)
+        self.classifier.bias.data = torch.tensor([0.1, 0.0, -0.2])
+
+    def embed(self, x: Tensor) -> Tensor:
+        z: Tensor = self.body(self.norm(x.flatten(1)))
+        return z
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+
+def flat(parameters: dict[str, Array]) -> Array:
+    """[24]: A, W and b of `Deep`."""
+    names = ("body.weight", "classifier.weight", "classifier.bias")
+    return np.concatenate([parameters[name].ravel() for name in names])
+
+
+START = flat(as_arrays(Deep().state_dict()))
+
+
+def embeddings(w: Array, x: Array) -> Array:
+    return x @ w[:12].reshape(3, 4).T
+
+
+def logits(w: Array, z: Array) -> Array:
+    return z @ w[12:21].reshape(3, 3).T + w[21:24]
+
+
+def softmax(z: Array) -> Array:
+    e = np.exp(z - z.max(1, keepdims=True))
+    return np.asarray(e / e.sum(1, keepdims=True))
+
+
+def label_losses(z: Array, y: npt.NDArray[np.int64]) -> Array:
+    """The cross-entropy of each row of logits."""
+    return -np.log(softmax(z)[np.arange(len(y)), y])
+
+
+def cross_entropy(w: Array, x: Array, y: npt.NDArray[np.int64]) -> float:
+    return float(label_losses(logits(w, embeddings(w, x)), y).mean())
+
+
+def descended(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
+    """Steps of gradient descent at a rate of 0.5, by central differences."""
+    for _ in range(steps):
+        unit = np.eye(len(w)) * 1e-5
+        w = w - 0.5 * np.array([(loss(w + e) - loss(w - e)) / 2e-5 for e in unit])
+    return w

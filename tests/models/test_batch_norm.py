@@ -1,4 +1,5 @@
-"""Batch norm in condensation: each group's own statistics, the same as with the group alone."""
+"""Batch norm in condensation: each group's own statistics, a batch's statistics against torch's, and
+the order of feature maps in memory."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData
-from fedsynth.models.convnet import ConvNet
-from fedsynth.models.flat import flatten
+from fedsynth.models.convnet import ConvNet, channels_last
+from fedsynth.models.flat import flatten, load_flat
 from fedsynth.models.layers import (
     SharedStatistics,
-    has_batch_norm,
+    batch_statistics,
     with_grouped_statistics,
 )
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     NetworkFeatures,
@@ -33,12 +35,9 @@ def data() -> ImageData:
 
 
 def batch_norm_network() -> ConvNet:
-    net = ConvNet((1, 8, 8), 10, width=6, depth=2, norm="batch")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    return net.requires_grad_(False)
+    net = ConvNet((1, 8, 8), 10, width=6, depth=2, norm="batch").requires_grad_(False)
+    load_flat(net, torch.randn(len(flatten(net)), generator=torch.Generator().manual_seed(0)) * 0.3)
+    return net
 
 
 @pytest.mark.parametrize(
@@ -64,22 +63,6 @@ def test_each_group_is_normalised_separately(kind: Any, shape: tuple[int, ...]) 
     torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
-def test_conversion_preserves_parameters_and_the_original() -> None:
-    net = batch_norm_network()
-    converted = with_grouped_statistics(net)
-    assert has_batch_norm(net)
-    assert not has_batch_norm(converted)
-    assert torch.equal(flatten(net), flatten(converted))
-    with pytest.raises(ValueError, match="no grouped batch norm"):
-        SharedStatistics.of(net)
-
-
-def features(net: nn.Module, statistics: list[int]) -> NetworkFeatures:
-    return NetworkFeatures(
-        with_grouped_statistics(net), 0.7, None, statistics_S=torch.tensor(statistics)
-    )
-
-
 def test_real_and_synthetic_images_never_share_statistics() -> None:
     """Two clients with two classes each, by plain torch: one training-mode pass for each client's
     real images, one for its synthetic."""
@@ -89,7 +72,8 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
     )
     segments = clients.segments(1)
     matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
-    actual = matcher.gradient(0, features(net, segments.position.tolist()), S)
+    seen = NetworkFeatures(with_grouped_statistics(net), 0.7, None, statistics_S=segments.position)
+    actual = matcher.gradient(0, seen, S)
     expected = []
     net.train()
     for position, (zeros, ones) in enumerate((([0, 10, 20], [1, 11]), ([30], [31, 41, 51]))):
@@ -101,10 +85,8 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
         real = u(clients.images(torch.tensor(zeros + ones)))
         leaf = S[2 * position : 2 * position + 2].clone().requires_grad_()
         fake = u(leaf.flatten(0, 1)).view(2, IPC, -1).mean(dim=1)
-        loss = (fake[0] - real[: len(zeros)].mean(0)).square().sum() + (
-            fake[1] - real[len(zeros) :].mean(0)
-        ).square().sum()
-        expected.append(torch.autograd.grad(loss, leaf)[0])
+        means = torch.stack([real[: len(zeros)].mean(0), real[len(zeros) :].mean(0)])
+        expected.append(torch.autograd.grad((fake - means).square().sum(), leaf)[0])
     torch.testing.assert_close(actual, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
@@ -130,3 +112,77 @@ def test_batched_clients_make_the_same_images_as_separate_clients(precision: tor
     alone = torch.cat([images([k]) for k in range(3)])
     torch.testing.assert_close(images([0, 1, 2]), alone, atol=tolerance, rtol=tolerance)
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
+
+
+def weighed(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """A function of both that is linear in neither."""
+    weights = torch.arange(1.0, len(mean) + 1, device=mean.device, dtype=mean.dtype)
+    return (weights * mean**3).sum() + (variance / weights).square().sum()
+
+
+@pytest.mark.parametrize(("shape", "last"), [((5, 3), False), ((4, 3, 2, 5), True)])
+def test_values_and_gradients(shape: tuple[int, ...], last: bool, device: torch.device) -> None:
+    """Of features and of feature maps, in both orders of memory."""
+    draws = torch.Generator().manual_seed(1)
+    x = (torch.randn(shape, generator=draws, dtype=torch.float64) * 2 + 1).to(device)
+    if last:
+        x = channels_last(x)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    mean, variance = batch_statistics(one)
+    axes = [0, *range(2, x.dim())]
+    true_variance, true_mean = torch.var_mean(other, dim=axes, unbiased=False)
+    torch.testing.assert_close((mean, variance), (true_mean, true_variance))
+    weighed(mean, variance).backward()
+    weighed(true_mean, true_variance).backward()
+    torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_half_precision_is_summed_in_full() -> None:
+    """The statistics of bfloat16 values are float32, and those of the values."""
+    draws = torch.Generator().manual_seed(1)
+    x = (torch.randn(64, 3, 8, 8, generator=draws) + 4).bfloat16().requires_grad_()
+    mean, variance = batch_statistics(x)
+    assert mean.dtype == variance.dtype == torch.float32
+    true_variance, true_mean = torch.var_mean(x.float(), dim=[0, 2, 3], unbiased=False)
+    torch.testing.assert_close(mean, true_mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(variance, true_variance, rtol=1e-4, atol=1e-4)
+    weighed(mean, variance).backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_values_stay_and_channels_are_side_by_side(channels: int) -> None:
+    """Also mapped over examples, as per-example gradients are."""
+    x = torch.arange(2.0 * channels * 6).view(2, channels, 2, 3).requires_grad_()
+    made = channels_last(x)
+    assert torch.equal(made, x)
+    assert made.stride() == (channels * 6, 1, 3 * channels, channels)
+    assert channels_last(made).data_ptr() == made.data_ptr()  # no second copy
+    assert channels_last(x[:0]).shape == (0, channels, 2, 3)
+    assert torch.equal(torch.vmap(channels_last)(x[None]), x[None])
+    (gradient,) = torch.autograd.grad((made * x.detach()).sum(), x)
+    assert torch.equal(gradient, x)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("lenet5", 1), ("cnn1", 3)])
+def test_networks_with_max_pools_are_those_of_the_usual_order(
+    name: str, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits and gradients, with ReLU before the pool as it is written in papers."""
+    network = build_model(ModelSettings(name), (channels, 28, 28), 10, seed=0).double().train()
+    x = torch.randn(5, channels, 28, 28, generator=torch.Generator().manual_seed(1)).double()
+    found = differentiated(network, x)
+    monkeypatch.setattr("fedsynth.models.small.channels_last", lambda x_NCHW: x_NCHW)
+    for layer in network.modules():
+        if isinstance(layer, torch.nn.MaxPool2d):
+            layer.register_forward_pre_hook(lambda _, inputs: (torch.relu(inputs[0]),))
+    torch.testing.assert_close(found, differentiated(network, x))
+
+
+def differentiated(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Logits, and the gradients of weights and images."""
+    x = x.clone().requires_grad_()
+    logits = network(x)
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(len(x)))
+    return [logits, *torch.autograd.grad(loss, [x, *network.parameters()])]

@@ -22,6 +22,7 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.models.flat import flatten
 from fedsynth.models.registry import build_model, has_given_weights, model_names
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
@@ -53,18 +54,13 @@ def flat(image_shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_shape[1] * image_shape[2], classes))
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def test_a_registered_class_is_a_model_like_others() -> None:
     before = torch.get_rng_state()
     settings = register_model("own-net", Net, norms=("none", "group"))
-    assert settings == ModelSettings("own-net")
-    assert resolve({"model": {"name": "own-net"}}).model.name == "own-net"
+    assert resolve({"model": {"name": "own-net"}}).model.name == settings.name
     first, again, other = (build_model(settings, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
-    assert torch.equal(weights(first), weights(again))
-    assert not torch.equal(weights(first), weights(other))
+    assert torch.equal(flatten(first), flatten(again))
+    assert not torch.equal(flatten(first), flatten(other))
     assert first.embedding_size == 4 * 3 * 3
     check_embedding("feddm", first)
     grouped = build_model(ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
@@ -76,15 +72,15 @@ def test_a_registered_class_is_a_model_like_others() -> None:
 def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
     """Catches: the user's own module trained in place; fresh weights in place of the given ones."""
     module = flat((1, 8, 8), 10)
-    before = weights(module).clone()
+    before = flatten(module)
     settings = RunSettings(FedAvg(local_steps=1, lr=0.0), rounds=1, model=module)  # type: ignore[arg-type]
     assert has_given_weights(settings.model)
     result = simulate(settings, quiet=True)
-    assert torch.equal(weights(result.model), before)
+    assert torch.equal(flatten(result.model), before)
     trained = RunSettings(FedAvg(local_steps=3, lr=0.1), rounds=1, model=module)  # type: ignore[arg-type]
     assert trained.model.name == settings.model.name  # the same weights, the same name
     simulate(trained, quiet=True)
-    assert torch.equal(weights(module), before)
+    assert torch.equal(flatten(module), before)
     other = RunSettings(FedAvg(), model=flat((1, 8, 8), 10))  # type: ignore[arg-type]
     assert other.model.name != settings.model.name
 
@@ -93,18 +89,28 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
     raise ValueError("no\nluck")
 
 
+class Mismatched(Net):
+    """A network whose classifier is not of its embedding."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        features: Tensor = self.body(x)[:, :5]
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.body(x))
+        return logits
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (fails, "cannot be built for images of 1×8×8: no luck$"),
-        (lambda image_shape, classes: 3, r"does not return a torch.nn.Module"),
-        (lambda image_shape, classes: nn.Flatten(), "has no parameters"),
-        (
-            lambda image_shape, classes: flat(image_shape, 7),
-            r"must return logits \[N, 10\].*\[2, 7\]",
-        ),
-        (lambda: flat((1, 8, 8), 10), "cannot be built .* positional arguments"),
-        (3, "must be a module, or a class or function"),
+        (fails, "no luck$"),
+        (lambda image_shape, classes: 3, "torch.nn.Module"),
+        (lambda image_shape, classes: nn.Flatten(), "no parameters"),
+        (lambda image_shape, classes: flat(image_shape, 7), r"\[N, 10\].*\[2, 7\]"),
+        (lambda: flat((1, 8, 8), 10), "positional arguments"),
+        (3, "class or function"),
+        (Mismatched, r"`embed` that returns \[2, 5\]"),
     ],
 )
 def test_an_invalid_model_is_one_line(model: Any, text: str) -> None:
@@ -114,22 +120,18 @@ def test_an_invalid_model_is_one_line(model: Any, text: str) -> None:
     assert caught.value.key == "name"
 
 
-class Faulty(Net):
+def with_fault(spoil: Callable[[Any], object]) -> Any:
     """A network with a fault that a run would meet in its last round, or after it."""
 
-    def __init__(self, image_shape: Shape, classes: int) -> None:
-        super().__init__(image_shape, classes)
-        self.spoil()
+    def build(image_shape: Shape, classes: int) -> nn.Module:
+        network = Net(image_shape, classes)
+        spoil(network)
+        return network
 
-    def spoil(self) -> None:
-        """Adds the fault."""
-
-
-def with_fault(spoil: Callable[[Any], object]) -> type[Faulty]:
-    return type("Odd", (Faulty,), {"spoil": spoil})
+    return build
 
 
-def with_parameter(value: Tensor) -> type[Faulty]:
+def with_parameter(value: Tensor) -> Any:
     return with_fault(lambda self: setattr(self, "odd", nn.Parameter(value, requires_grad=False)))
 
 
@@ -144,19 +146,19 @@ def rename(network: nn.Module) -> None:
     )
 
 
-class ExtraState(Faulty):
+class ExtraState(Net):
     def get_extra_state(self) -> dict[str, int]:
         return {"epoch": 3}
 
 
-class Grows(Faulty):
+class Grows(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.register_buffer("seen", torch.zeros(len(x)))
         return super().forward(x)
 
 
-class NoGradients(Faulty):
+class NoGradients(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return super().forward(x)
@@ -165,30 +167,23 @@ class NoGradients(Faulty):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (
-            with_fault(lambda self: setattr(self, "twin", self.classifier)),
-            "tied weights: twin.weight shares memory with classifier.weight",
-        ),
-        (with_fault(share_buffers), "tied weights: b shares memory with a"),
-        (ExtraState, "_extra_state is a dict"),
+        (with_fault(lambda self: setattr(self, "twin", self.classifier)), "tied weights"),
+        (with_fault(share_buffers), "tied weights"),
+        (ExtraState, "_extra_state"),
         (with_fault(rename), "saved and loaded"),
         (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
         (Grows, "changes the names"),
         (NoGradients, "cannot be trained"),
-        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "has type torch.complex64"),
-        (with_parameter(torch.zeros(2, dtype=torch.float64)), "has type torch.float64"),
+        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "torch.complex64"),
+        (with_parameter(torch.zeros(2, dtype=torch.float64)), "torch.float64"),
         (with_parameter(torch.eye(2).to_sparse()), "cannot be copied"),
-        (
-            with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2, device="meta"))),
-            "has no values",
-        ),
-        (with_parameter(torch.full((2,), float("nan"))), "is not finite"),
+        (with_fault(lambda self: setattr(self, "a", nn.Linear(2, 2, device="meta"))), "no values"),
+        (with_parameter(torch.full((2,), float("nan"))), "not finite"),
         (with_fault(lambda self: setattr(self, "more", nn.LazyLinear(2))), "lazy layer"),
+        (flat, r"embed\(x\)"),  # not an AttributeError in the first step of condensation
     ],
 )
-def test_faults_show_before_anything_is_charged(
-    model: type[nn.Module], why: str, tmp_path: Path
-) -> None:
+def test_faults_show_before_anything_is_charged(model: Any, why: str, tmp_path: Path) -> None:
     """They ended a run with a traceback after its last round, with its ledgers charged."""
     privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
     settings = RunSettings(FedDM(ipc=1, iterations=1), rounds=1, model=model, privacy=privacy)
@@ -209,15 +204,9 @@ class Elsewhere(Net):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (
-            with_fault(lambda self: self.body.requires_grad_(False)),
-            "'body.0.weight' is frozen",
-        ),
-        (
-            with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))),
-            "'more.weight' has no per-example gradients",
-        ),
-        (Elsewhere, "'classifier.weight' has no per-example gradients"),
+        (with_fault(lambda self: self.body.requires_grad_(False)), "body.0.weight"),
+        (with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))), "more.weight"),
+        (Elsewhere, "classifier.weight"),
         (lambda shape, classes: torch.jit.script(flat(shape, classes)), "cannot be computed"),
     ],
 )
@@ -231,47 +220,17 @@ def test_what_dp_sgd_cannot_train_is_refused_before_anything_is_charged(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_embed_must_fit_the_classifier() -> None:
-    class Wrong(Net):
-        def embed(self, x: Tensor) -> Tensor:
-            features: Tensor = self.body(x)[:, :5]
-            return features
-
-        def forward(self, x: Tensor) -> Tensor:
-            logits: Tensor = self.classifier(self.body(x))
-            return logits
-
-    with pytest.raises(
-        SettingError, match=r"`embed` that returns \[2, 5\], but `classifier` needs"
-    ):
-        build_model(register_model("own-wrong", Wrong), (1, 8, 8), 10, 0)
-
-
-def test_methods_say_what_they_need_of_a_model() -> None:
-    """Catches: an AttributeError in the first step of condensation."""
-    settings = RunSettings(FedDM(), rounds=1, model=flat)  # type: ignore[arg-type]
-    says = r"embed\(x\), which returns \[N, embedding_size\], .* nn.Linear\("
-    with pytest.raises(SettingError, match=says):
-        simulate(settings, quiet=True)
-
-
-def test_names_of_the_package_are_taken() -> None:
-    for name in ("convnet", ""):
-        with pytest.raises(SettingError, match="built-in architecture"):
-            register_model(name, Net)
-
-
-def test_a_file_that_was_not_given_again_is_said() -> None:
-    says = r"is mynet.py:Net@1234, from a custom file: .*model.name=PATH/mynet.py:Net"
-    with pytest.raises(SettingError, match=says):
+def test_names_that_are_not_registered_or_taken_are_said() -> None:
+    with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(
-        SettingError, match=r"is mynet.py:Net@1234, but the file that you named has other content"
-    ):
+    with pytest.raises(SettingError, match="other content"):
         ModelSettings("mynet.py:Net@1234")
-    with pytest.raises(UnknownNameError, match="unknown model 'nett'"):
+    with pytest.raises(UnknownNameError, match="nett"):
         ModelSettings("nett")
+    for name in ("convnet", ""):
+        with pytest.raises(SettingError, match="built-in"):
+            register_model(name, Net)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
-"""Siamese augmentation, warped copies, and views of images."""
+"""Siamese augmentation, warped copies and views of images, and a student of a synthetic set."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
+from fedsynth import ModelSettings
 from fedsynth.data.registry import dataset_spec
+from fedsynth.models.flat import flatten
+from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import (
     SiameseAugmentation,
@@ -13,60 +17,44 @@ from fedsynth.synthesizer.condensation.augmentation import (
     blended,
     warped,
 )
-
-
-def transform(seed: int, segments: int = 40, flip: bool = True) -> SiameseAugmentation:
-    return SiameseAugmentation(segments, torch.Generator().manual_seed(seed), flip=flip)
-
-
-def test_images_of_a_segment_are_transformed_alike() -> None:
-    x = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    t = transform(1)
-    segment = torch.arange(40).repeat(2)
-    out = t(x.expand(80, -1, -1, -1), segment)
-    assert torch.equal(out[:40], out[40:])
-    assert len({tuple(o.flatten().tolist()) for o in out[:40]}) > 30  # segments differ
-
-
-def test_an_image_does_not_see_the_rest_of_the_batch() -> None:
-    x = torch.rand(40, 3, 16, 16)
-    t = transform(2)
-    whole = t(x, torch.arange(40))
-    for i in (0, 7, 39):
-        torch.testing.assert_close(whole[i : i + 1], t(x[i : i + 1], torch.tensor([i])))
-
-
-def test_without_flip_no_image_is_mirrored() -> None:
-    ramp = torch.linspace(0, 1, 16).expand(1, 1, 16, 16)
-    out = transform(3, segments=400, flip=False)(ramp.expand(400, -1, -1, -1), torch.arange(400))
-    slopes = out[:, 0, 6:10, 12].mean(1) - out[:, 0, 6:10, 3].mean(1)
-    assert (slopes > -0.5).all()
-    flipped = transform(3, segments=400, flip=True)(ramp.expand(400, -1, -1, -1), torch.arange(400))
-    assert ((flipped[:, 0, 6:10, 12].mean(1) - flipped[:, 0, 6:10, 3].mean(1)) < -0.5).any()
-
-
-def test_gradients_flow_and_the_seed_decides() -> None:
-    x = torch.rand(10, 1, 8, 8, requires_grad=True)
-    t = transform(4, segments=10)
-    (g,) = torch.autograd.grad(t(x, torch.arange(10)).square().sum(), x)
-    assert torch.isfinite(g).all()
-    assert (g.flatten(1).norm(dim=1) > 0).all()
-    again = transform(4, segments=10)(x, torch.arange(10))
-    assert torch.equal(t(x, torch.arange(10)), again)
+from fedsynth.synthesizer.condensation.student import (
+    StudentSettings,
+    augmented,
+    soft_labels,
+    train_student,
+)
 
 
 def draws() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+def transform(seed: int, segments: int = 40, flip: bool = True) -> SiameseAugmentation:
+    return SiameseAugmentation(segments, torch.Generator().manual_seed(seed), flip=flip)
+
+
+def test_images_of_a_segment_are_transformed_alike_and_each_by_itself() -> None:
+    x = torch.rand(1, 3, 16, 16, generator=draws())
+    t = transform(1)
+    out = t(x.expand(80, -1, -1, -1), torch.arange(40).repeat(2))
+    assert torch.equal(out[:40], out[40:])
+    assert len(out[:40].flatten(1).unique(dim=0)) > 30  # segments differ
+    torch.testing.assert_close(t(x, torch.tensor([7])), out[7:8])
+
+
+def test_without_flip_no_image_is_mirrored() -> None:
+    ramp = torch.linspace(0, 1, 16).expand(400, 1, 16, 16)
+    for flip in (False, True):
+        out = transform(3, segments=400, flip=flip)(ramp, torch.arange(400))
+        slopes = out[:, 0, 6:10, 12].mean(1) - out[:, 0, 6:10, 3].mean(1)
+        assert bool((slopes < -0.5).any()) is flip
+
+
 def test_warped_images_stay_within_their_range_and_differ() -> None:
     x = torch.zeros(5, 1, 16, 16)
     x[:, :, 5:11, 6:10] = 1.0
     made = warped(x, draws())
-    assert made.shape == x.shape
-    assert float(made.min()) >= 0
-    assert float(made.max()) <= 1
-    assert torch.equal(made, warped(x, draws()))
+    assert 0 <= float(made.min()) <= float(made.max()) <= 1
     apart = (made[:, None] - made[None]).abs().amax(dim=(2, 3, 4))
     assert float(apart[~torch.eye(5, dtype=torch.bool)].min()) > 0.2  # equal images, other draws
     kept = made.sum(dim=(1, 2, 3)) / x.sum(dim=(1, 2, 3))
@@ -81,21 +69,21 @@ def test_mixtures_are_between_two_of_the_images() -> None:
     assert bool((made.diagonal() > 0).all())  # its own share is there
 
 
-DIGITS, COLOUR = dataset_spec("digits"), dataset_spec("cifar10")
+COLOUR = dataset_spec("cifar10")
 
 
-def _images(device: torch.device, channels: int = 3, side: int = 32) -> torch.Tensor:
+def _images(device: torch.device) -> torch.Tensor:
     draws = torch_generator(0, "test images", device=device)
-    return torch.randn(40, channels, side, side, generator=draws, device=device)
+    return torch.randn(40, 3, 32, 32, generator=draws, device=device)
 
 
 def test_each_image_is_mirrored_or_not(device: torch.device) -> None:
     x = _images(device)
     seen = Views(flips=True)(x, COLOUR, torch_generator(0, "views", device=device))
-    mirrored = [bool(torch.equal(a, b.flip(2))) for a, b in zip(seen, x, strict=True)]
-    same = [bool(torch.equal(a, b)) for a, b in zip(seen, x, strict=True)]
-    assert all(a != b for a, b in zip(mirrored, same, strict=True))
-    assert 8 < sum(mirrored) < 32  # of 40, a half each: outside with probability 1e-4
+    mirrored = (seen == x.flip(3)).flatten(1).all(dim=1)
+    same = (seen == x).flatten(1).all(dim=1)
+    assert bool((mirrored != same).all())
+    assert 8 < int(mirrored.sum()) < 32  # of 40, a half each: outside with probability 1e-4
 
 
 def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
@@ -103,8 +91,6 @@ def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
     x = _images(device)
     views = Views(crop=0.125)
     assert views.edge(COLOUR) == 4
-    assert views.edge(DIGITS) == 1
-    assert views.edge(dataset_spec("mnist")) == 4
     seen = views(x, COLOUR, torch_generator(0, "views", device=device)).cpu().numpy()
     black = -np.array(COLOUR.mean, np.float32) / np.array(COLOUR.std, np.float32)
     wide = np.tile(black[None, :, None, None], (40, 1, 40, 40))
@@ -123,9 +109,51 @@ def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
 
 
 def test_gradients_reach_what_is_seen(device: torch.device) -> None:
-    x = _images(device, 1, 8).requires_grad_()
-    assert not Views()
-    assert Views(crop=0.125)
-    seen = Views(True, 0.125)(x, DIGITS, torch_generator(1, "views", device=device))
+    x = _images(device).requires_grad_()
+    seen = Views(True, 0.125)(x, COLOUR, torch_generator(1, "views", device=device))
     (gradient,) = torch.autograd.grad((seen * 2).sum(), x)
     assert set(gradient.unique().tolist()) == {0.0, 2.0}  # cut off, or seen once
+
+
+IMAGES = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(6) % 3
+
+
+def network(seed: int = 0) -> nn.Module:
+    return build_model(ModelSettings("linear"), (1, 8, 8), classes=3, seed=seed)
+
+
+def test_copies_have_the_teacher_s_labels_and_originals_their_own() -> None:
+    teacher = network(1)
+    own = torch.eye(3)[LABELS]
+    images, rows = augmented(IMAGES, own, StudentSettings(views=2), teacher)
+    assert images.shape == (18, 1, 8, 8)
+    assert torch.equal(images[:6], IMAGES)
+    assert torch.equal(rows[:6], own)
+    torch.testing.assert_close(rows[6:], soft_labels(teacher, images[6:]))
+    assert not torch.equal(images[6:12], IMAGES)
+    alone = augmented(IMAGES, own, StudentSettings(views=2), None)[1]
+    assert torch.equal(alone, own.repeat(3, 1))
+
+
+def test_without_copies_batches_are_mixed_whether_or_not_there_is_a_teacher() -> None:
+    made = []
+    for teacher, mixup in ((None, True), (network(1), True), (network(1), False)):
+        student = network()
+        settings = StudentSettings(steps=5, views=0, mixup=mixup)
+        train_student(student, IMAGES, LABELS, settings, teacher=teacher)
+        made.append(flatten(student))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[1], made[2])
+
+
+def test_it_is_trained_on_the_set_by_the_seed_and_the_global_draws_are_left() -> None:
+    made, before = [], torch.get_rng_state()
+    for labels, seed in ((LABELS, 0), (torch.eye(3)[LABELS], 0), (LABELS, 1)):
+        student = network().eval()
+        train_student(student, IMAGES, labels, StudentSettings(steps=100, views=1, seed=seed))
+        assert student(IMAGES).argmax(dim=1).tolist() == LABELS.tolist()
+        made.append(flatten(student))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(made[0], made[1])  # a one-hot row is its class
+    assert not torch.equal(made[0], made[2])

@@ -17,8 +17,7 @@ from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
 from fedsynth.models import convnet as frozen
 from fedsynth.models.convnet import ConvNet
-from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -39,6 +38,7 @@ from fedsynth.synthesizer.condensation.private_matchers import (
 )
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, digits
+from tests.privacy.support import series
 
 N, CLASSES, IPC = 60, 10, 3
 WIDTH = 8 * 4 + CLASSES
@@ -96,18 +96,15 @@ def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor
 def noisy_series(
     clients: int, sigma: float, clip: float, width: int, rate: float = 1.0
 ) -> list[GaussianSumMechanism]:
-    sampling = "poisson" if rate < 1 else "full"
-    row = Release(1, "images", "test", "x", sigma, clip, rate, sampling, 50, CLASSES * width)
-    guards = [BudgetEnforcer(Ledger(str(k)), 1e-5, None) for k in range(clients)]
-    return [GaussianSumMechanism(row, CLASSES, guard, SecretGenerator()) for guard in guards]
+    row = {"sensitivity": clip, "sample_rate": rate, "steps": 50, "dimension": CLASSES * width}
+    return [series(CLASSES, noise_multiplier=sigma, **row) for _ in range(clients)]
 
 
 def private(
     mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0
 ) -> MatchingObjective:
     group = PrivateClientView([0], data(), [torch.arange(N)], [])
-    series = noisy_series(1, sigma, clip, width, rate)
-    return mechanism(group, series, divisor)  # type: ignore[no-any-return]
+    return mechanism(group, noisy_series(1, sigma, clip, width, rate), divisor)  # type: ignore[no-any-return]
 
 
 def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
@@ -189,14 +186,13 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
     features, S, exact = seen(), synthetic(), exact_matcher()
     plain = exact.gradient(0, features, S)
     clip = float(plain.flatten(1).norm(dim=1).median())
-    clients = ExactClientView([0], data(), [torch.arange(N)])
-    segments = clients.segments(1)
-    batches = BatchIndices(clients, segments, 100, 1, seed=0, round=1)
 
     def with_noise(sigma: float, clip: float) -> Tensor:
         row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
         noise = [UnaccountedNoise(row, SecretGenerator())]
-        return PaperMatcher(exact, segments, batches, noise).gradient(0, features, S)
+        segments = exact.clients.segments(1)
+        matcher = PaperMatcher(exact, segments, exact.batches, noise)
+        return matcher.gradient(0, features, S)
 
     assert with_noise(0.0, clip).flatten(1).norm(dim=1).max() <= clip * (1 + 1e-5)
     assert (with_noise(3.0, 5.0) - plain).std() == pytest.approx(15.0 / (N / CLASSES), rel=0.1)
@@ -262,27 +258,22 @@ def test_the_size_of_passes_changes_nothing_but_rounding(
     )
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_features_pull_back_what_autograd_does(augment: bool) -> None:
-    """Embedding and weighted logits, through the siamese augmentation or not, many vectors or one;
-    also for networks without a VJP."""
-    transform = (
-        SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True) if augment else None
-    )
+@pytest.mark.parametrize("norm", ["instance", "group"])
+def test_features_pull_back_what_autograd_does(norm: str) -> None:
+    """Embedding and weighted logits, through the siamese augmentation, many vectors or one; also
+    for networks without a VJP."""
+    transform = SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True)
     x, segment = torch.randn(9, 1, 8, 8), torch.arange(9) % 4
-    for norm in ("instance", "group"):
-        net = ConvNet((1, 8, 8), CLASSES, width=8, depth=2, norm=norm).requires_grad_(False)
-        features = NetworkFeatures(net, 0.4, transform)
-        leaf = x.clone().requires_grad_()
-        u = features(leaf, segment)
-        vectors = torch.randn(3, *u.shape)
-        expected = torch.stack(
-            [torch.autograd.grad(u, leaf, v, retain_graph=True)[0] for v in vectors]
-        )
-        mine, pull = features.vjp(x, segment)
-        torch.testing.assert_close(mine, u.detach(), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(pull(vectors), expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(pull(vectors[:1]), expected[:1], atol=1e-5, rtol=1e-4)
+    net = ConvNet((1, 8, 8), CLASSES, width=8, depth=2, norm=norm).requires_grad_(False)
+    features = NetworkFeatures(net, 0.4, transform)
+    leaf = x.clone().requires_grad_()
+    u = features(leaf, segment)
+    vectors = torch.randn(3, *u.shape)
+    (expected,) = torch.autograd.grad(u, leaf, vectors, is_grads_batched=True)
+    mine, pull = features.vjp(x, segment)
+    torch.testing.assert_close(mine, u.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(pull(vectors), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(pull(vectors[:1]), expected[:1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -304,8 +295,8 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
     found = exact_matcher(parts).real_means(0, features)
     torch.testing.assert_close(found, torch.stack(means), atol=1e-5, rtol=1e-4)
     group = PrivateClientView(range(3), data(), parts, [])
-    series = noisy_series(3, 1e-12, 1e6, WIDTH)
-    private_sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
+    noisy = noisy_series(3, 1e-12, 1e6, WIDTH)
+    private_sums = group.class_sums(noisy, lambda x, segment: features.real(x, segment))
     torch.testing.assert_close(private_sums, sums, atol=1e-4, rtol=1e-4)
 
 

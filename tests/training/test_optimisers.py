@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
-from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
+from tests.privacy.support import series
 
 DRAWS = np.random.default_rng(0)
 IMAGES = torch.from_numpy(DRAWS.standard_normal((24, 1, 2, 3)).astype(np.float32))
@@ -126,42 +123,34 @@ def test_momentum_sgd_is_its_formula_on_any_shape(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_training_of_one_network(rule: Optimiser) -> None:
-    model = network()
-    settings = SgdSettings(2, 7, rule)
-    train_on(model, lambda i: IMAGES[i], LABELS, settings, torch.Generator().manual_seed(3))
-    expected = numpy_training(rule, shuffled(3, torch.arange(24), 7, 2))
-    np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("few", [1, 3])
-def test_training_of_many_clients(
+def test_training_of_one_network_and_of_many_clients(
     rule: Optimiser, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged: rules keep rows apart, also where the last clients go on alone with what was kept."""
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
-    parts = torch.arange(24).split([9, 3, 12])
+    settings, parts = SgdSettings(2, 4, rule), torch.arange(24).split([9, 3, 12])
     learners = [
-        Learner(network(), part, SgdSettings(2, 4, rule), torch.Generator().manual_seed(k))
+        Learner(network(), part, settings, torch.Generator().manual_seed(k))
         for k, part in enumerate(parts)
     ]
     train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
-    for k, (learner, part) in enumerate(zip(learners, parts, strict=True)):
-        expected = numpy_training(rule, shuffled(k, part, 4, 2))
-        np.testing.assert_allclose(flatten(learner.model).numpy(), expected, rtol=1e-4, atol=1e-5)
+    single = network()
+    images, labels = IMAGES[parts[2]], LABELS[parts[2]]
+    train_on(single, images.__getitem__, labels, settings, torch.Generator().manual_seed(2))
+    expected = [numpy_training(rule, shuffled(k, part, 4, 2)) for k, part in enumerate(parts)]
+    models = [*(one.model for one in learners), single]
+    for model, w in zip(models, [*expected, expected[2]], strict=True):
+        np.testing.assert_allclose(flatten(model).numpy(), w, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_training_with_dp_sgd(rule: Optimiser) -> None:
     """σ → 0, a clip that nothing reaches, all records at every step: steps on the mean gradient."""
     model = network()
-    size = flatten(model).numel()
-    row = Release(1, "u", "dp-sgd", "g", 1e-12, 1e6, 1.0, "full", 3, size)
-    series = GaussianSumMechanism(
-        row, 1, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator()
-    )
-    dp_sgd(model, lambda i: IMAGES[i], LABELS, series, 3, DpSgdSettings(rule, 24.0))
+    size = len(flatten(model))
+    noiseless = series(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=size)
+    dp_sgd(model, lambda i: IMAGES[i], LABELS, noiseless, 3, DpSgdSettings(rule, 24.0))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,5 @@
-"""Training on resident data equals torch's own SGD, and stays in the ball."""
+"""Training on resident data equals torch's own SGD, and softmax regression's gradient in closed
+form autograd's."""
 
 from __future__ import annotations
 
@@ -10,32 +11,22 @@ import pytest
 import torch
 from torch import nn
 
+from fedsynth.data.registry import dataset_spec
+from fedsynth.features.registry import feature_map
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.training.sgd import MomentumSgd, SgdSettings, recorded, train_on
+from fedsynth.models.on_features import OnFeatures, regression_gradients
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.training import many_clients, sgd
+from fedsynth.training.many_clients import Learner, train_together
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, recorded, train_on
 
 
-def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def problem(norm: str = "instance") -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
-        model = ConvNet((1, 8, 8), 4, width=4, depth=2)
+        model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm)
         return model, torch.randn(30, 1, 8, 8), torch.randint(4, (30,))
-
-
-def test_projection_holds_after_training() -> None:
-    model, x, y = problem()
-    start = flatten(model)
-    settings = SgdSettings(20, 8, MomentumSgd(0.5), radius=0.3)
-    train_on(model, lambda i: x[i], y, settings, torch.Generator().manual_seed(5))
-    distance = (flatten(model) - start).norm()
-    assert 0.29 < distance <= 0.3 * (1 + 1e-5)
-
-
-def test_no_examples_means_no_step() -> None:
-    model, x, y = problem()
-    start = flatten(model)
-    train_on(model, lambda i: x[i], y[:0], SgdSettings(2, 8, MomentumSgd(0.5)), torch.Generator())
-    assert torch.equal(flatten(model), start)
 
 
 @pytest.mark.cuda
@@ -53,23 +44,18 @@ def test_a_recorded_step_is_the_same_step(
 ) -> None:
     """CUDA graph against eager steps, with full and partial batches, projection and running
     statistics; in bfloat16, too, whose casts are recorded."""
-    _, x, y = problem()
-    x, y, trained = x.cuda(), y.cuda(), []
+    trained = []
     for worth in (1, 10**9):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # noqa: TID251
-            model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm).cuda()
+        model, x, y = problem(norm)
+        model, x, y = model.cuda(), x.cuda(), y.cuda()
         monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", worth)
         settings = SgdSettings(4, 8, MomentumSgd(0.1, 0.9, 1e-2), radius=1.0)
+        order = torch.Generator().manual_seed(5)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            order = torch.Generator().manual_seed(5)
-            train_on(model, lambda i: x[i], y, settings, order, precision=precision)
-        trained.append(model)
-    for one, other in zip(
-        trained[0].state_dict().values(), trained[1].state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(one, other, atol=apart, rtol=10 * apart)
+            train_on(model, x.__getitem__, y, settings, order, precision=precision)
+        trained.append(dict(model.state_dict()))
+    torch.testing.assert_close(*trained, atol=apart, rtol=10 * apart)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
@@ -98,12 +84,69 @@ def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int
     x = torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     y, theirs = torch.arange(examples) % 3, copy.deepcopy(net)
     settings = SgdSettings(1, 2, MomentumSgd(0.1))
-    train_on(net, lambda i: x[i], y, settings, torch.Generator().manual_seed(1))
+    train_on(net, x.__getitem__, y, settings, torch.Generator().manual_seed(1))
     sgd = torch.optim.SGD(theirs.parameters(), 0.1)
     for part in torch.randperm(examples, generator=torch.Generator().manual_seed(1)).split(2):
         part = part if len(part) == 2 else torch.cat([part, part])
         sgd.zero_grad()
         nn.functional.cross_entropy(theirs(x[part]), y[part]).backward()
         sgd.step()
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value)
+    torch.testing.assert_close(dict(net.state_dict()), dict(theirs.state_dict()))
+
+
+SPEC = dataset_spec("digits")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_autograds_gradient(bias: bool) -> None:
+    """Of learners with weights, batches and shares of their own; a share of 0 counts for
+    nothing."""
+    draws = torch.Generator().manual_seed(0)
+    layers = [nn.Linear(5, 3, bias=bias) for _ in range(4)]
+    x = torch.randn(4, 6, 5, generator=draws)
+    labels = torch.randint(3, (4, 6), generator=draws)
+    share = torch.rand(4, 6, generator=draws)
+    share[1, 2:] = 0
+    flat = torch.stack([torch.cat([p.flatten() for p in one.parameters()]) for one in layers])
+    found = regression_gradients(flat.detach(), x, labels, share, 3)
+    for number, layer in enumerate(layers):
+        losses = nn.functional.cross_entropy(layer(x[number]), labels[number], reduction="none")
+        (losses @ share[number]).backward()
+        expected = torch.cat([p.grad.flatten() for p in layer.parameters()])  # type: ignore[union-attr]
+        torch.testing.assert_close(found[number], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "features"])
+@pytest.mark.parametrize("together", [False, True])
+def test_training_is_the_same_with_and_without_it(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five clients of sizes that fill no batch, with momentum and a pull."""
+    draws = torch.Generator().manual_seed(1)
+    shape = SPEC.image_shape
+    x, y = torch.rand(60, *shape, generator=draws), torch.randint(10, (60,), generator=draws)
+    base: nn.Module = OnFeatures(feature_map("pixels", shape), SPEC)
+    if kind == "linear":
+        base = build_model(ModelSettings("linear"), shape, 10, 0)
+    size = len(flatten(base))
+    pull = Pull(0.1, torch.ones(size), torch.full((size,), 0.01))
+    settings = SgdSettings(3, 4, MomentumSgd(0.1, 0.9))
+    ends = []
+    for closed in (True, False):
+        if not closed:
+            for module in (many_clients, sgd):
+                monkeypatch.setattr(module, "is_softmax_regression", lambda network: False)
+        made = []
+        for k in range(5):
+            where, order = torch.arange(k, 60, 5)[: 7 + k], torch.Generator().manual_seed(k)
+            made.append(Learner(copy.deepcopy(base), where, settings, order, pull))
+        if together:
+            train_together(made, x.__getitem__, y.__getitem__)
+        else:
+            for one in made:
+                images, labels = x[one.examples], y[one.examples]
+                train_on(
+                    one.model, images.__getitem__, labels, settings, one.generator, penalty=pull
+                )
+        ends.append(torch.stack([flatten(one.model) for one in made]))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
