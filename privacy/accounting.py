@@ -237,8 +237,7 @@ def epsilon_of(merged: Merged, delta: float) -> float:
         require(
             delta >= merged.smallest_delta,
             "delta",
-            f"must be at least {merged.smallest_delta:g} with so many subsampled steps, because "
-            "the accountant is not accurate enough for a smaller δ",
+            f"must be at least {merged.smallest_delta:g} for this number of subsampled steps",
             delta,
             "privacy",
         )
@@ -339,34 +338,6 @@ def epsilon_by_round(
     return table
 
 
-def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
-    """Describes for the report how ε of these releases was computed.
-
-    Returns:
-        The accountant's name, the version of its library, the kind of computation, and the
-        discretisation interval. The interval is None if ε was computed without discretisation.
-    """
-    from importlib.metadata import version
-
-    merged = merge(releases, adjacency) or Merged()
-    interval = merged.interval
-    computation = "exact Gaussian composition (nothing is subsampled)"
-    if interval is not None:
-        computation = "discretised PLD, connect-the-dots"
-    elif merged.sampled:
-        computation = (
-            "upper bound that ignores the subsampling (the tight composition is too large to "
-            "compute)"
-        )
-    return {
-        "name": "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
-        "subsampled",
-        "library": f"dp-accounting {version('dp-accounting')}",
-        "computation": computation,
-        "discretisation_interval": interval,
-    }
-
-
 def calibrate_noise_multiplier(
     target_epsilon: float,
     delta: float,
@@ -403,8 +374,7 @@ def calibrate_noise_multiplier(
             raise PrivacySettingError(
                 "privacy",
                 "epsilon",
-                "cannot be reached with a noise multiplier up to 1e6, because a release has fixed "
-                "noise and costs more, or has no guarantee",
+                "is too small, because releases with fixed noise or without a guarantee cost more",
                 value=f"{target_epsilon:g}",
             )
         low, at_low = high, at_high

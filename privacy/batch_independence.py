@@ -37,7 +37,7 @@ LENGTH = "returns other values for an example in a batch of another size"
 AMONG_OTHERS = (
     "returns another value for an example at another position or with other examples in the batch"
 )
-ADVICE = "compute each value only from its example, without random numbers and without state"
+ADVICE = "Compute each value only from its example, without random numbers and without state"
 
 
 class GlobalGenerators:

@@ -105,9 +105,9 @@ def refuse_batch_norm(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch, "
-                "so the influence of one example cannot be bounded: use group norm "
-                "(model.norm=group, or fedsynth.privacy.dpsgd.group_norm_twin for a custom model)"
+                f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch. Set "
+                "model.norm=group, or convert a custom model with "
+                "fedsynth.privacy.dpsgd.group_norm_twin"
             )
 
 
@@ -144,13 +144,12 @@ def check_model(model: nn.Module) -> None:
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
                 f"layer {name!r} is {type(layer).__name__}, whose masks depend on the position of "
-                "an example in the batch, so one more example would change the gradients of "
-                "others: remove this layer"
+                "an example in the batch. Remove this layer"
             )
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} would be uploaded with the model without noise, and it may "
-            "contain statistics of the data: remove it"
+            f"buffer {name!r} would be uploaded without noise, although it may contain statistics "
+            "of the data. Remove this buffer"
         )
 
 
@@ -360,8 +359,7 @@ def check_example_gradients(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             raise ForbiddenLayerError(
-                f"parameter {name!r} is frozen (requires_grad=False), but DP-SGD trains all "
-                "parameters of a model"
+                f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters"
             )
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
@@ -370,9 +368,9 @@ def check_example_gradients(
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
-            f"the model's per-example gradients cannot be computed ({type(error).__name__}): "
-            "replace the layers that Opacus does not support; "
-            "fedsynth.privacy.dpsgd.group_norm_twin replaces batch norm, LSTM and attention"
+            f"the per-example gradients of the model failed with {type(error).__name__}. Replace "
+            "the layers that Opacus does not support (fedsynth.privacy.dpsgd.group_norm_twin "
+            "replaces batch norm, LSTM and attention)"
         ) from error
 
 
@@ -389,8 +387,8 @@ def _per_example_gradients(
         losses = loss(model, x_NCHW, labels_N)
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"the loss function must return one value for each example, of shape "
-                f"[{len(x_NCHW)}], but returned shape {list(losses.shape)}"
+                f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
+                f"got shape {list(losses.shape)}"
             )
         losses.sum().backward()
     gradients = []
@@ -399,8 +397,8 @@ def _per_example_gradients(
             gradients.append(p.grad_sample.flatten(1))  # type: ignore[attr-defined]
         elif p.requires_grad:
             raise ForbiddenLayerError(
-                f"parameter {name!r} has no per-example gradients, because no layer uses it, or "
-                "because it is used outside the layer that owns it"
+                f"parameter {name!r} has no per-example gradients. Use the parameter only in the "
+                "layer that owns it"
             )
     rows = torch.cat(gradients, dim=1)
     _forget_passes(model)

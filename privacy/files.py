@@ -98,9 +98,9 @@ def open_regular(
             # A file of `/proc` stays at size 0; another process may have appended to this one.
             regular = os.fstat(descriptor).st_size > 0
         if not regular:
-            raise UnsuitableFileError(errno.EINVAL, "it is not a regular file", str(path))
+            raise UnsuitableFileError(errno.EINVAL, "not a regular file", str(path))
         if max_bytes is not None and status.st_size > max_bytes:
-            reason = f"it has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
+            reason = f"the file has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
             raise UnsuitableFileError(errno.EFBIG, reason, str(path))
         return FileIO(descriptor, "r+" if writing else "r")
     except BaseException:
@@ -251,7 +251,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, int) and abs(item) > largest:
-                raise ValueError("it contains an integer of more than 64 bits")
+                raise ValueError("an integer has more than 64 bits")
         if not below:
             return
         level = below
@@ -259,7 +259,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
 
 
 def _too_deep() -> str:
-    return f"it is nested more than {MAX_DEPTH} levels deep"
+    return f"the values are nested more than {MAX_DEPTH} levels deep"
 
 
 def _refuse(literal: str) -> NoReturn:
@@ -269,14 +269,14 @@ def _refuse(literal: str) -> NoReturn:
 def _finite(literal: str) -> float:
     value = float(literal)
     if not math.isfinite(value):
-        raise ValueError("it contains a number that is too large for a float")
+        raise ValueError("a number is too large for a float")
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("it contains an object with the same key twice")
+        raise ValueError("an object has the same key twice")
     return table
 
 
@@ -368,8 +368,8 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise LedgerError(
-                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: let it "
-                    "continue or end it (`fuser` or `lsof` shows the process)"
+                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s. Wait until "
+                    f"that process ends, or end the process (fuser {path} shows its number)"
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error

@@ -96,8 +96,7 @@ class BudgetEnforcer:
         for limit in self._caps:
             check_delta(limit.delta, None)
             valid = limit.epsilon > 0 and math.isfinite(limit.epsilon)
-            rule = "as a cap must be a finite number above 0"
-            require(valid, "epsilon", rule, limit.epsilon, "privacy")
+            require(valid, "epsilon", "must be finite and above 0", limit.epsilon, "privacy")
         self.ledger = ledger
         self.adjacency = adjacency
         self.unit = unit
@@ -127,9 +126,9 @@ class BudgetEnforcer:
             if new_cost > cap.epsilon:
                 cost = epsilon(rows, cap.delta, self.adjacency)
                 raise BudgetExceededError(
-                    f"the planned release would bring ε of client {self.ledger.client!r} from "
+                    f"the planned release would raise ε of client {self.ledger.client!r} from "
                     f"{format_epsilon(cost)} to {format_epsilon(new_cost)}, above the cap "
-                    f"{cap.epsilon:g} (δ = {cap.delta:g})",
+                    f"{cap.epsilon:g} (at δ = {cap.delta:g})",
                     (self.ledger.client, cost, new_cost),
                 )
 
@@ -145,9 +144,8 @@ class BudgetEnforcer:
         for row in rows:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
-                    f"the ledger of client {self.ledger.client!r} contains releases that protect "
-                    f"a {row.unit}, but this run would protect a {self.unit}, and the two costs "
-                    f"cannot be added: set privacy.unit={row.unit}"
+                    f"earlier releases of client {self.ledger.client!r} protect a {row.unit}, but "
+                    f"this run protects a {self.unit}. Set privacy.unit={row.unit}"
                 )
 
 
@@ -320,7 +318,7 @@ class GaussianSumMechanism:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a charged mechanism must not be copied or pickled, because it could then release more "
+            "a charged mechanism cannot be copied or pickled, because the copy would release more "
             "than was charged"
         )
 
@@ -354,12 +352,11 @@ class GaussianSumMechanism:
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
-                "a step of this mechanism is still open: call release() before the next sample()"
+                "the previous step is still open. Call release() before the next sample()"
             )
         if self.steps_left == 0:
             raise PrivacyError(
-                f"all {self._release.steps} charged steps of this mechanism have been made, and "
-                "another step would not be charged"
+                f"the mechanism has already made all {self._release.steps} charged steps"
             )
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
@@ -379,8 +376,7 @@ class GaussianSumMechanism:
         # with fewer coordinates, broadcasting would share noise
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
-                f"the mechanism was charged for rows of {self._width} coordinates, but got a "
-                f"tensor of shape {tuple(rows_ND.shape)}"
+                f"rows_ND must have shape [N, {self._width}], got {list(rows_ND.shape)}"
             )
         self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
@@ -406,8 +402,8 @@ class GaussianSumMechanism:
         open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
-                f"the mechanism was charged for {self._groups} groups of {self._width} "
-                f"coordinates, but got products of {products.width} coordinates for one group"
+                f"products of {products.width} coordinates need a mechanism for one group of that "
+                f"width, got {self._groups} groups of {self._width} coordinates"
             )
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
@@ -425,12 +421,12 @@ class GaussianSumMechanism:
                 users of its records.
         """
         if self._sums is None:
-            raise PrivacyError("no step is open: call sample() before records are added")
+            raise PrivacyError("no step is open. Call sample() before records are added")
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "the mechanism was charged to protect users, so every row needs the number of its "
-                "user: pass the sample that Units.sample returned"
+                "the mechanism protects users, so every row needs a user. Pass the sample that "
+                "Units.sample returned"
             )
         return self._sums
 
@@ -444,7 +440,7 @@ class GaussianSumMechanism:
         """
         self._refuse_forks()
         if self._sums is None:
-            raise PrivacyError("no step is open: call sample() before release()")
+            raise PrivacyError("no step is open. Call sample() before release()")
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
@@ -456,6 +452,5 @@ class GaussianSumMechanism:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "this mechanism was charged by another process: after a fork, both processes would "
-                "make releases that were charged only once"
+                "the mechanism was charged by another process. Charge a new mechanism after a fork"
             )

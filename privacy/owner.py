@@ -162,9 +162,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"{self.name!r} has spent ε = {spent:.4g} of at most {target:g} that total_epsilon "
-                f"and the budget allow (δ = {self.delta:g}); the rest is so small that a release "
-                "would be only noise",
+                f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
+                f"{self.delta:g}). The rest is too small for a useful release",
                 (self.name, spent, target),
             )
         number = len(rows) + 1
@@ -206,7 +205,7 @@ class DataOwner:
         (only,) = series
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"this series was not charged to {self.name!r}: pass a series that its "
+                f"the series was not charged to data owner {self.name!r}. Pass a series that "
                 "DataOwner.charge returned"
             )
 
@@ -280,7 +279,7 @@ class DataOwner:
 
         finding = dependence_on_batch(in_bounds, self.record_shape, self.device)
         if finding:
-            raise PrivacyError(f"the function {finding}; {ADVICE}")
+            raise PrivacyError(f"the function {finding}. {ADVICE}")
 
     def public_records(self, count: int, seed: int = 0) -> Tensor:
         """Draws public random records [count, ...], for trials and as start images.

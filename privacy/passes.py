@@ -199,8 +199,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
         fillers = list(map(_public_like, records))
         missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
-            "the contribution of a record (or of padding) is left out, because it could not "
-            f"be computed: {error!r:.300}"
+            f"a record contributes nothing, because its value could not be computed: {error!r:.300}"
         )
         return _bisected(compute, records, fillers, missing, list(range(len(records[0]))))
 
@@ -237,8 +236,8 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
     values = compute(*map(torch.clone, records))  # user code may change its inputs in place
     if len(values) != len(records[0]):
         raise ValueError(
-            f"the function returned {len(values)} values for {len(records[0])} records, but must "
-            "return one for each record"
+            f"the function must return one value for each of the {len(records[0])} records, got "
+            f"{len(values)} values"
         )
     return values
 

@@ -79,8 +79,7 @@ class ReleasePlan:
         require(self.phase in PHASES, "phase", f"must be one of {', '.join(PHASES)}", self.phase)
         require(self.shares >= 1, "shares", "must be at least 1", self.shares)
         divides = self.groups >= 1 and self.dimension % self.groups == 0
-        rule = f"must divide the {self.dimension} coordinates evenly"
-        require(divides, "groups", rule, self.groups)
+        require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
     def signal_to_noise(
         self, noise_multiplier: float, records: float, clients: int
@@ -205,9 +204,8 @@ class ReleaseBudget(Generic[S]):
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"the method planned no release {name!r} for the {self._phase} exchange of this "
-                f"round, only {', '.join(map(repr, self._plans)) or 'none'}: add it to "
-                "Method.release_plans"
+                f"release {name!r} must be planned in Method.release_plans. The {self._phase} "
+                f"exchange has the planned releases {', '.join(self._plans) or 'none'}"
             )
         return self._plans[name]
 
@@ -229,8 +227,7 @@ class ReleaseBudget(Generic[S]):
         self.plan(name)
         if name not in self._unused:
             raise UnplannedReleaseError(
-                f"release {name!r} was already taken: a step can take each release only once per "
-                "round"
+                f"release {name!r} was already taken. A step can take each release once per round"
             )
 
     def take(self, name: str) -> S:
@@ -268,8 +265,8 @@ class GroupReleaseBudget(Generic[S]):
         for allowance in self._allowances:
             if allowance.plan(name) != plan:
                 raise UnplannedReleaseError(
-                    f"the clients of this group have different plans {name!r}: ask for the plan of "
-                    "each client separately, with select(position)"
+                    f"the clients of this group have different plans for release {name!r}. Get the "
+                    "plan of each client with select(position)"
                 )
         return plan
 

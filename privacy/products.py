@@ -249,7 +249,7 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
     if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
-        raise PrivacyError("the shares (weights) of a user's records must be in [0, 1]")
+        raise PrivacyError("the weights of a user's records must be in [0, 1]")
     return rows * shares_N.to(rows)[:, None]
 
 

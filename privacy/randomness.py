@@ -129,8 +129,8 @@ class SecretGenerator:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a secret generator must not be copied, pickled or saved, because a copy would draw "
-            "the same noise again"
+            "a secret generator cannot be copied, pickled or saved, because the copy would draw "
+            "the same noise"
         )
 
 
@@ -221,7 +221,6 @@ def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Gri
             "privacy",
             "noise_multiplier",
             f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
-            f"clients: a client adds noise of standard deviation {noise_std:.3g} to values of up "
-            f"to {grid.bound:.3g}; increase the noise, or lower privacy.max_records",
+            "clients. Increase privacy.noise_multiplier or lower privacy.max_records",
         )
     return grid

@@ -95,7 +95,7 @@ class Release:
         explained = reason is None or (isinstance(reason, str) and reason != "")
         require(explained, "unaccounted", "must be a non-empty text or None", reason)
         require(is_real(σ) and σ >= 0, "noise_multiplier", f"{finite} of at least 0", σ)
-        require(is_real(clip) and clip > 0, "sensitivity", f"(the clip) {finite} above 0", clip)
+        require(is_real(clip) and clip > 0, "sensitivity", f"{finite} above 0", clip)
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
         require(self.sampler in SAMPLERS, "sampler", samplers, self.sampler)
         require(self.sampler != FULL or q == 1, "sample_rate", full, q)

@@ -61,7 +61,7 @@ def needs_a_budget() -> PrivacySettingError:
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
-        "or privacy.epsilon (a budget) must be set for differential privacy",
+        "or privacy.epsilon must be set for differential privacy",
     )
 
 
@@ -159,10 +159,10 @@ class PrivacySettings:
     def _check_unit(self) -> None:
         _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
-            reason = "needs privacy.nominal_size, the approximate public number of a client's users"
+            reason = "requires privacy.nominal_size, the approximate number of users of a client"
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
-        _require(valid, "user_records", f"needs privacy.unit={USER}", self.user_records)
+        _require(valid, "user_records", f"requires privacy.unit={USER}", self.user_records)
 
     def _check_without_guarantee(self, mechanism: str) -> None:
         reason = ""
@@ -170,8 +170,7 @@ class PrivacySettings:
             reason = "has no privacy guarantee, so it cannot be used with privacy.unit=user"
         elif self.epsilon is not None:
             reason = (
-                "has no privacy guarantee, so privacy.epsilon must not be set; set only "
-                "privacy.noise_multiplier"
+                "has no privacy guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
             )
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)

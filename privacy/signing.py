@@ -58,12 +58,6 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     return key
 
 
-COMMANDS = {
-    "private": "create a key with openssl genpkey -algorithm ed25519 -out KEY",
-    "public": "extract the public key with openssl pkey -in KEY -pubout -out PUBLIC",
-}
-
-
 def _read_key(path: Path, kind: str, **options: None) -> Any:
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -71,19 +65,19 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
         raise SigningError(
-            "signatures need the package cryptography: pip install 'fedsynth[sign]'"
+            "signatures need the package cryptography. Run pip install 'fedsynth[sign]'"
         ) from None
     try:
         key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
     except OSError as error:
         raise SigningError(f"cannot read the key {path}: {error.strerror}") from None
-    except TypeError:
-        advice = "decrypt it first (openssl pkey -in KEY -out PLAIN)"
-        raise SigningError(f"the key {path} is encrypted: {advice}") from None
-    except (ValueError, UnsupportedAlgorithm):
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
-        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM: {COMMANDS[kind]}")
+        raise SigningError(
+            f"{path} must be an unencrypted {kind} Ed25519 key in PEM format. The commands openssl "
+            "genpkey and openssl pkey create such keys"
+        )
     return key
 
 
@@ -142,7 +136,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))
     except (ValueError, InvalidSignature):
-        return [f"{SIGNATURE} was not made with this key, or it was changed after signing"]
+        return [f"{SIGNATURE} was changed after signing, or was made with another key"]
     signed, current = content["files"], file_hashes(folder)
     for name in {**signed, **current}:
         if name not in current:
@@ -167,7 +161,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
         names = plain_files(folder, leave_out=(EXCLUDED, SIGNATURE))
         return {name: file_hash(folder / name) for name in names}
     except UnsuitableFileError as error:
-        raise SigningError(f"a signature cannot cover {folder}: {error}") from None
+        raise SigningError(f"folder {folder} cannot be signed or verified: {error}") from None
     except OSError as error:
         raise SigningError(f"cannot read {error.filename}: {error.strerror}") from None
 

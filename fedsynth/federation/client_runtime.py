@@ -293,13 +293,15 @@ class ClientRuntime:
             LedgerError: its ledger holds releases of another unit.
         """
         if self._has_terms:
-            raise RequestRefusedError("a client can receive the run terms only once")
+            raise RequestRefusedError(f"client {self.number} has already received the run terms")
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
             self._context = plan.in_context(self._context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("this run has no differential privacy, so it has no σ")
+            raise RequestRefusedError(
+                "the server sent a noise multiplier for a run without differential privacy"
+            )
         else:
             self._context = replace(self._context, sizes=terms.sizes)
         self._has_terms = True
@@ -310,14 +312,15 @@ class ClientRuntime:
         all clients."""
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
-            raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
+            raise RequestRefusedError(f"the noise multiplier must be above 0, got {sigma!r:.80}")
         plan = PrivacyPlan.checked(self.settings, self._context)
         if self._remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
             raise RequestRefusedError(
-                f"the server sent σ = {sigma:.6g}, but the run's settings have {stated:.6g}"
+                f"the server's noise multiplier must be privacy.noise_multiplier={stated:.6g}, got "
+                f"{sigma:.6g}"
             )
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 

@@ -46,8 +46,8 @@ def resolve_device(name: str) -> torch.device:
         raise unknown_value("run", "device", name, DEVICES)
     if name != "cpu" and not torch.cuda.is_available():
         raise DeviceError(
-            f"run.device={name}: torch {torch.__version__} finds no CUDA device on this "
-            "machine; use run.device=cpu"
+            f"run.device={name} is not available: torch {torch.__version__} finds no CUDA device. "
+            "Use run.device=cpu"
         )
     try:
         return torch.empty(0, device=name).device
@@ -228,7 +228,7 @@ def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Mechan
     method = resolve({**sections, "privacy": {}}).method
     named = privacy.get("mechanism")
     if named is not None and not mechanism_facts(str(named)).guaranteed:
-        reason = "has no guarantee, so there is nothing to plan"
+        reason = "has no privacy guarantee, so its ε cannot be planned"
         raise PrivacySettingError("privacy", "mechanism", reason, value=named)
     plans: list[MechanismCosts] = []
     for name in method.dp_mechanisms if named is None else (str(named),):

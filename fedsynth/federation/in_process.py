@@ -244,26 +244,19 @@ class InProcess:
         device = context.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        location = f"round {context.round}: {device} ran out of memory in a step of "
-        location += f"{len(group)} client(s)"
-        smaller = (len(group) + 1) // 2
-        remedy = "use a smaller batch or a smaller model.width"
+        location = f"round {context.round}: {device} ran out of memory in a step of {len(group)} "
+        location += "client(s)"
+        remedy = "Use a smaller batch or a smaller model.width"
         if not all(client.may_try_again(phase, context) for client in group):
             if len(group) > 1:
-                remedy = (
-                    f"resume with a smaller run.memory_gb than {context.memory_bytes / 2**30:g}"
-                )
+                remedy = f"Resume with run.memory_gb below {context.memory_bytes / 2**30:g}"
             raise DeviceMemoryError(
-                f"{location} with differential privacy; it is charged and cannot be "
-                f"repeated, because a charge covers one draw of noise: {remedy}"
+                f"{location}. The step is already charged and cannot be repeated. {remedy}"
             )
         if len(group) == 1:
-            raise DeviceMemoryError(f"{location}, number {group[0].number}: {remedy}")
-        self._max_group = smaller
-        context.note(
-            f"{location}; from now on, at most {smaller} clients share a pass, which does "
-            "not change results"
-        )
+            raise DeviceMemoryError(f"{location}. {remedy}")
+        self._max_group = (len(group) + 1) // 2
+        context.note(f"{location}. From now on, at most {self._max_group} clients share a pass")
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
         """Returns the clients that fail in this exchange, with the kind of failure. If a round has

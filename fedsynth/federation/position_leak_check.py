@@ -340,7 +340,7 @@ class TriedSums(GaussianSumMechanism):
     def release(self) -> Released:
         """Returns the sums of the first run of the trial."""
         if self._sums is None:
-            raise PrivacyError("no step is open: nothing to release")
+            raise PrivacyError("no step is open. Call sample() before release()")
         self._users.close(self._sums)
         sums = self._sums.float()
         self._sums = None
@@ -430,14 +430,14 @@ def check_private_steps(
             setting = ("run", "method")
         raise SettingError(
             *setting,
-            f"cannot be private: a client's step with {' and '.join(settings.own_code)} "
-            f"{findings[0]}, so the influence of one example is not bounded: {ADVICE}",
+            f"cannot be private, because a client's step with {' and '.join(settings.own_code)} "
+            f"{findings[0]}. {ADVICE}",
         )
     if not any(trial.moved for trial in trials):
         return []
     if not settings.method.takes_model or settings.model.features:
         return [f"{MOVED}."]
-    return [f"{MOVED}: use a multiple of 8 as model.width, and images of even height and width."]
+    return [f"{MOVED}. Use a multiple of 8 as model.width, and images of even height and width."]
 
 
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:

@@ -114,9 +114,9 @@ class PrivacyPlan:
         reasons = plan.reasons(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
-                f"ε = {privacy.epsilon:g} cannot be guaranteed: a ledger in {privacy.ledger} "
-                f"contains a release without any guarantee ({reasons[0]}), which cannot be "
-                "undone; set only privacy.noise_multiplier to add noise without stating ε"
+                f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
+                f"{privacy.ledger} contain a release without a guarantee: {reasons[0]}. Set only "
+                "privacy.noise_multiplier"
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
@@ -145,7 +145,7 @@ class PrivacyPlan:
         """
         if self.privacy.noise_multiplier is None:
             raise SettingError(
-                "privacy", "noise_multiplier", "is not known yet: no client has joined"
+                "privacy", "noise_multiplier", "is unknown before the clients have joined"
             )
         return self.privacy.noise_multiplier
 
@@ -179,8 +179,8 @@ class PrivacyPlan:
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise UnplannedReleaseError(
-                f"{self.run.method.name} changes a planned release in round {number}; a round may "
-                "only leave releases out"
+                f"method {self.run.method.name} changes a planned release in round {number}. A round "
+                "can only omit releases"
             )
         return planned
 
@@ -252,8 +252,8 @@ class PrivacyPlan:
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
             raise UnplannedReleaseError(
-                f"{self.run.method.name} plans {len(planned)} releases, but {len(plans)} for "
-                f"client {client}"
+                f"method {self.run.method.name} must plan {len(planned)} releases for client "
+                f"{client}, got {len(plans)}"
             )
         for plan, client_plan in zip(planned, plans, strict=True):
             allowed = replace(
@@ -264,8 +264,8 @@ class PrivacyPlan:
             )
             if client_plan != allowed or client_plan.steps > plan.steps:
                 raise UnplannedReleaseError(
-                    f"{self.run.method.name} plans {client_plan} for client {client}, but only "
-                    f"its dimension may differ from {plan}, and its steps may be fewer"
+                    f"method {self.run.method.name} may change only the dimension of release "
+                    f"{plan.name!r} for client {client} and reduce its steps, got {client_plan}"
                 )
         return plans
 
@@ -384,8 +384,7 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"the budget ε = {target:g} is exhausted: a client's ledger has spent "
-                f"{spent_epsilon:.4g}"
+                f"the budget ε = {target:g} is exhausted: a client has spent {spent_epsilon:.4g}"
             )
         return calibrate_noise_multiplier(
             target,

@@ -221,7 +221,7 @@ def declared(method: Method, phase: str, side: Side) -> type[Message]:
     downlink, upload = method.exchange_types(phase)
     expected = downlink if side == "downlink" else upload
     if expected is None:
-        raise MessageError(f"{method.name} has no {phase} exchange")
+        raise MessageError(f"method {method.name} has no {phase} exchange")
     return expected
 
 
@@ -234,8 +234,8 @@ def check_declared(method: Method, message: Message, declared: type[Message]) ->
     """
     if type(message) is not declared:
         raise TypeError(
-            f"{method.name} declares messages of type {declared.__name__}, "
-            f"got {type(message).__name__}"
+            f"method {method.name} must send messages of type {declared.__name__}, got "
+            f"{type(message).__name__}"
         )
 
 
@@ -260,8 +260,8 @@ def diverged_error(what: str, number: int, problem: str = "is not finite") -> Di
         problem: the symptom.
     """
     return DivergedError(
-        f"round {number}: {what} {problem}: its optimisation diverged; lower the learning rate "
-        "(the method's image_lr, lr or server_lr) or use a smaller model.depth"
+        f"training diverged in round {number}: {what} {problem}. Lower the learning rate "
+        "(method.lr, method.image_lr or method.server_lr) or use a smaller model.depth"
     )
 
 

@@ -49,8 +49,8 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
             pass
         case _:
             raise DataError(
-                "data must be (train, test) or (train, None), each made by fedsynth.from_arrays, "
-                f"or the result of fedsynth.load_folder; got {type(data).__name__}"
+                "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the "
+                f"result of fedsynth.load_folder, got {type(data).__name__}"
             )
     if test is not None and train.spec != test.spec:
         raise DataError(
@@ -70,8 +70,8 @@ def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str],
     shared = sum(map(training.__contains__, _pixel_hashes(test)))
     if shared:
         note(
-            f"warning: {shared} of {len(test)} test images are identical to training "
-            "images: the accuracy may not hold for new images"
+            f"warning: {shared} of {len(test)} test images are identical to training images. The "
+            "accuracy on new images may be lower"
         )
 
 
@@ -84,8 +84,8 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     counted, unless the owner declares that the data are public."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            f"must name the folder of the ledgers of your data ({spec.name!r}), the same for "
-            f"all runs on them, or be {NO_LEDGER!r}"
+            f"must be the folder that keeps the ledgers of data set {spec.name!r} for all runs, or "
+            f"{NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
 
@@ -196,8 +196,8 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
         return run_data
     if data.sites is None:
         raise PartitionError(
-            f"the images of {name} have no sites (SITE/CLASS/files): set how to divide them "
-            "among clients (partition.kind=dirichlet, partition.clients=5)"
+            f"the folder of data set {name} has no sites (SITE/CLASS/files). Set partition.kind and "
+            "partition.clients to divide the images among clients"
         )
     return replace(run_data, parts=data.sites, names=data.names)
 
@@ -208,8 +208,8 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
         note(
-            f"warning: {spec.name} has {len(train):,} training images on this machine, but "
-            f"{spec.train_size:,} in the published version: some are missing"
+            f"warning: data set {spec.name} has {len(train):,} training images, but the published "
+            f"version has {spec.train_size:,}"
         )
 
 
@@ -244,8 +244,8 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
             if not Path(folder).exists():
                 raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
         raise DataError(
-            "a private run on your images needs a declaration of their public facts: run "
-            f"fedsynth data describe {folder}, then check and sign the file"
+            "a private run on your images needs a declaration. Run fedsynth data describe "
+            f"{folder}, then check and sign the file"
         )
     require_signed(declaration)
     return declaration
@@ -266,8 +266,8 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         stated = privacy.ledger
         if stated is not None and expand_home(stated).resolve() != declaration.ledger.resolve():
             reason = (
-                f"must be the ledger folder of the declaration, {declaration.ledger}, or be left "
-                "out: another folder would not count earlier releases from these images"
+                f"must be the ledger folder of the declaration, {declaration.ledger}. Other folders "
+                "do not count earlier releases from these images"
             )
             raise SettingError("privacy", "ledger", reason, value=str(stated))
         privacy = replace(privacy, ledger=declaration.ledger)

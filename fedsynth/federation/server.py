@@ -260,8 +260,7 @@ def negotiate_terms(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"only {len(histories)} of {context.clients} clients have sent the totals of their "
-            "ledgers"
+            f"only {len(histories)} of {context.clients} clients have sent their ledgers"
         )
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)

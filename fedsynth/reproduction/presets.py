@@ -168,7 +168,7 @@ class Preset:
             PresetError: the cell cannot be run.
         """
         if reason := self.refusal(cell):
-            raise PresetError(f"{self.name}, {cell_words(cell, self)}: not runnable: {reason}")
+            raise PresetError(f"{self.name} {cell_words(cell, self)} cannot be run: {reason}")
         sections = sections_of_words(cell)
         for block in self.blocks:
             if cell.fits(block.when):
@@ -210,8 +210,8 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"{self.name} has no cell with {column} {value}; it has "
-                    f"{', '.join(filter(None, choices)) or 'none'}"
+                    f"preset {self.name} has no cell with {column} {value}. Use "
+                    f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching
         return cells
@@ -255,7 +255,7 @@ def partition_of(word: str) -> dict[str, Any]:
         for name, text in match.groupdict().items():
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
-    raise PresetError(f"no published table has a partition {word!r}")
+    raise PresetError(f"the partition {word!r} of a published table is unknown")
 
 
 def sections_of_words(cell: Cell) -> Sections:

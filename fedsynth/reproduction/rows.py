@@ -84,7 +84,7 @@ class Rows:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
             except (AttributeError, ValueError):
                 raise OutputError(
-                    f"{path} contains a line that is not the result of a finished run"
+                    f"{path} has a line that is not the result of a finished run"
                 ) from None
         return rows_by_settings
 

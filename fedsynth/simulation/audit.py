@@ -137,8 +137,7 @@ def audit_run(
         raise SettingError(
             None,
             "aggregation",
-            "must be own for an audit, because a single upload has less noise than the ε of the "
-            "secure sum assumes",
+            "must be own for an audit, because a single upload has less noise than a secure sum",
         )
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
@@ -162,7 +161,7 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
         raise SettingError(
             None,
             "guesses",
-            f"must be an even number from 2 to {canaries}, the number of canaries, got {guesses}",
+            f"must be an even number from 2 to canaries={canaries}, got {guesses}",
         )
     if not 0.5 <= confidence < 1:
         raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
@@ -319,7 +318,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
             settings.
     """
     no_run = SettingError(
-        None, "folder", "must be the folder of a finished private run", value=folder
+        None, "folder", "must be a finished private run of at least one round", value=folder
     )
     try:
         summary = read_json(folder / "summary.json", "run's summary")
@@ -330,12 +329,8 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     if not isinstance(promise, dict):
         raise no_run
     sigma = promise.get("noise_multiplier")
-    if not is_real(sigma) or type(rounds) is not int:
+    if not is_real(sigma) or type(rounds) is not int or rounds < 1 or settings.privacy is None:
         raise no_run
-    if settings.privacy is None or rounds < 1:
-        raise SettingError(
-            None, "folder", "must belong to a run with at least one private release", value=folder
-        )
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
     return replace(settings, privacy=privacy, rounds=rounds)

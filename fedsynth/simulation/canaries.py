@@ -205,9 +205,8 @@ class Canaries:
             raise PrivacySettingError(
                 None,
                 "canaries",
-                f"must be fewer, because the contributions of {len(self)} images to one release "
-                f"need {needed / 2**30:.1f} GiB: use fewer canaries, canaries_as=vectors, or a "
-                "larger run.memory_gb",
+                f"must be fewer, because {len(self)} images need {needed / 2**30:.1f} GiB. "
+                "Increase run.memory_gb, or use canaries_as=vectors",
             )
         return ImageSums(release, groups, guard, secret, self)
 
@@ -278,8 +277,8 @@ class AuditedSums(GaussianSumMechanism):
         """Samples records like `GaussianSumMechanism`, including the canaries."""
         if records != len(self._records):
             raise PrivacyError(
-                f"the method samples from {records} records, but the audited client has "
-                f"{len(self._records)}"
+                f"the method must sample from the {len(self._records)} records of the audited "
+                f"client, got {records}"
             )
         positions, self._is_summed = self._give_out(super().sample(records))
         self._canary_of_sampled = self._records[positions]
@@ -340,8 +339,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method has added only {self._position} of the "
-                f"{len(self._canary_of_sampled)} sampled records to the sum"
+                f"the method must add all {len(self._canary_of_sampled)} sampled records, got "
+                f"{self._position}"
             )
         released = super().release()
         y_GD = released.to(self._rest)

@@ -144,7 +144,9 @@ class Simulation:
             PrivacySettingError: if the run is not private.
         """
         if self.agreed.plan is None:
-            raise PrivacySettingError(None, "privacy", "is not set, so the run has no privacy plan")
+            raise PrivacySettingError(
+                None, "privacy", "must be set, because only a private run has a privacy plan"
+            )
         return self.agreed.plan
 
     def _make_clients(
@@ -293,17 +295,17 @@ class Simulation:
         if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
         spent = format_epsilon(plan.epsilon(self.exchange.histories()))
-        return f"; spent: ε = {spent} at δ = {plan.privacy.delta:g}"
+        return f". Spent: ε = {spent} at δ = {plan.privacy.delta:g}"
 
     def _interrupted(self, reason: str) -> str:
         """Describes the progress and the cost of an interrupted run, and how to resume it."""
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
-            return f"{progress}{self._spent()}; nothing was written"
+            return f"{progress}{self._spent()}. Nothing was written"
         charge_note = ""
         if self._private:
-            charge_note = "; an interrupted round is charged again when the run is resumed"
-        return f"{progress}{self._spent()}{charge_note}; to resume: --resume {self.folder.path}"
+            charge_note = " (the interrupted round is charged again)"
+        return f"{progress}{self._spent()}. To resume: --resume {self.folder.path}{charge_note}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """Creates the run folder with the settings, new ledgers and checkpoints."""
@@ -323,10 +325,10 @@ class Simulation:
     def _end_early(self, refusal: Refusal) -> None:
         message = self.record.ended_early(refusal)
         if not self.over:
-            location = "nothing was written"
+            location = "Nothing was written"
             if self.folder is not None:
-                location = f"its results are in {self.folder.final}"
-            self.observer.note(f"{message}{self._spent()}; {location}")
+                location = f"The results are in {self.folder.final}"
+            self.observer.note(f"{message}{self._spent()}. {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
         """Warns in the first round if a class has no images, for example because each client has

@@ -43,13 +43,12 @@ def warnings(settings: RunSettings) -> list[str]:
     texts: list[str] = []
     if method.personal and not settings.partition.local_test:
         texts.append(
-            f"warning: {method.name} trains personal models for the clients, but this run does not "
-            "test them (set partition.local_test=0.2)"
+            f"warning: {method.name} trains personal models, but this run does not test them. Set "
+            "partition.local_test=0.2 to test the personal models"
         )
     if not method.takes_model and model_is_set(settings):
         texts.append(
-            f"warning: {method.name} uses a fixed model, so the settings in section model have "
-            "no effect"
+            f"warning: {method.name} uses a fixed model, so the section model has no effect"
         )
     return texts
 
@@ -69,10 +68,10 @@ def missing_classes(
     if not missing:
         return []
     names = ", ".join(spec.class_names[c] for c in missing)
-    why = "no client has method.min_examples examples of such a class: try method.min_examples=1"
+    why = "No client has method.min_examples examples of these classes. Try method.min_examples=1"
     if guaranteed:
-        why = "the released counts of such a class are not clearly above the noise: try a larger ε"
-    return [f"warning: no client sends images of these classes: {names} ({why})"]
+        why = "The noise hides the counts of these classes. Try a larger ε"
+    return [f"warning: no client sends images of these classes: {names}. {why}"]
 
 
 LONG_PHASE = 1000  # steps
@@ -191,6 +190,6 @@ class StderrObserver(Observer):
         self._remaining = f"about {duration(seconds)} left"
         if self._finished_rounds == 1 and seconds >= DAY:
             self.note(
-                f"note: at this speed, the run takes another {duration(seconds)}; you can stop "
-                "it and resume it later"
+                f"note: at this speed, the run takes another {duration(seconds)}. You can stop the "
+                "run and resume it later"
             )

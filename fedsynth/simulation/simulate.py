@@ -244,8 +244,8 @@ def synthesize(
     require_new(target)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be set, because images without differential privacy may reveal real ones "
-            f"(to create such images nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True)"
+            "must be set, because images without differential privacy may reveal real images. To "
+            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     _check_images(settings.method)
@@ -266,5 +266,5 @@ def _check_images(method: Method) -> None:
         raise SettingError(
             "method", "ipc", f"must be set, because the images need {method.images_from}"
         )
-    reason = "must be one that makes synthetic images: feddm, fedstats or fedaf"
+    reason = "makes no synthetic images. Use feddm, fedstats or fedaf"
     raise SettingError("run", "method", reason, value=method.name)

@@ -115,10 +115,7 @@ def require_place(file: Path) -> Path:
     if file.is_dir():
         raise OutputError(f"{file} is a folder, but the model needs a file name")
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
-        raise OutputError(
-            f"{file} is inside a synthetic set, which must not get further files: choose "
-            "another folder"
-        )
+        raise OutputError(f"{file} is inside a synthetic set. Choose another folder for the model")
     return file
 
 
@@ -172,7 +169,7 @@ def student_of_set(
         raise unknown_value(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
         raise SettingError(
-            None, "labels", "must be hard or auto, because the set has no soft labels"
+            None, "labels", "must be hard or auto, because the synthetic set has no soft labels"
         )
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -261,8 +258,7 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         raise SettingError(
             None,
             "teacher",
-            f"must map images of shape {spec.image_shape} to {spec.classes} logits, which {name} "
-            "does not",
+            f"must map images of shape {spec.image_shape} to {spec.classes} logits, got {name}",
         )
     return model
 
@@ -276,8 +272,8 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
         return
     if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
         reason = (
-            f"must be trained for images like those of {spec.name}, but {place} is for "
-            f"{other.name}, whose class names or normalisation constants differ"
+            f"must have the class names and normalisation constants of data set {spec.name}, but "
+            f"{place} was trained for {other.name}"
         )
         raise SettingError(None, "teacher", reason)
 
@@ -369,7 +365,7 @@ def distil_files(
     torch_device = resolve_device(device)
     kind = method_class(method)
     if not issubclass(kind, DataFreeEnsembleDistillation):
-        reason = "cannot distil without data: use fedhydra or dense"
+        reason = "cannot distil without data. Use fedhydra or dense"
         raise SettingError("run", "method", reason, value=method)
     distillation = kind.from_mapping(settings)
     if not files:
@@ -378,7 +374,7 @@ def distil_files(
         architectures = [*architectures] * len(files)
     if len(architectures) != len(files):
         reason = (
-            f"must be one name for all {len(files)} model files, or one name for each file; got "
+            f"must be one name, or one name for each of the {len(files)} model files, got "
             f"{len(architectures)} names"
         )
         raise SettingError(None, "architectures", reason)

@@ -135,8 +135,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"another run has used {self._file(name)} for other records since this run "
-                    "began; nothing was charged: start this run again"
+                    f"another run has used ledger {self._file(name)} for other records since this "
+                    "run began. Start this run again"
                 )
             self._check(name, index, records_by_client)
             yield
@@ -157,10 +157,7 @@ class LedgerFolder:
         """
         ledgers = self.ledgers()
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, ledgers)):
-            raise LedgerError(
-                f"a ledger in {self.path} is missing, although the list of its records exists: "
-                f"{_restore_hint(orphan)}"
-            )
+            raise LedgerError(f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}")
 
     def carry_over(self, client: str) -> int:
         """Declares that the data set of a client has changed.
@@ -177,7 +174,7 @@ class LedgerFolder:
         ledgers = self.ledgers()
         if client not in ledgers:
             raise LedgerError(
-                f"{self.path} has no ledger of {client!r}; existing ledgers: "
+                f"folder {self.path} has no ledger of client {client!r}. Clients with a ledger: "
                 f"{', '.join(ledgers) or 'none'}"
             )
         ledgers[client].carry_over()
@@ -189,9 +186,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} does not identify its records, because it is a copy "
-                f"from a run folder: if it belongs to the records of client {name!r}, confirm this "
-                f"with {self._command(name)}"
+                f"ledger {self._file(name)} was copied from a run folder and does not identify its "
+                f"records. If they are the records of client {name!r}, run {self._command(name)}"
             )
 
     def _command(self, name: str) -> str:
@@ -218,17 +214,15 @@ class LedgerFolder:
         self._refuse_moved(name, new, index, records_by_client)
         for record in new.keys() & index.orphans.keys():
             raise LedgerError(
-                f"client {name!r} has records whose ledger in {self.path} is missing: "
+                f"the ledger for records of client {name!r} is missing in folder {self.path}. "
                 f"{_restore_hint(index.orphans[record])}"
             )
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
-                f"the records of client {name!r} differ from those for which {self._file(name)} "
-                f"was charged ({new.total()} are new, {gone} are missing): use the same "
-                "records, or give each client a separate name (simulate(names=...)); if this "
-                "client's data set has changed, count its earlier releases for the new records "
-                f"with {self._command(name)}"
+                f"client {name!r} has {new.total()} records that are not in ledger "
+                f"{self._file(name)}, and {gone} records of the ledger are missing. Use the same "
+                f"records or another name. If the data set has changed, run {self._command(name)}"
             )
 
     def _refuse_moved(
@@ -255,11 +249,9 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} records that {self._file(other)} "
-                    "was charged for, but a record must stay with the ledger that was charged for "
-                    "it: give the clients their earlier names (simulate(names=...)), or leave out "
-                    "those records; records from which one owner's synthetic images were made "
-                    "cannot be divided among several clients"
+                    f"client {name!r} has {moved[other]} records of ledger {self._file(other)}. A "
+                    "record must stay with the ledger that was charged for it. Give the clients "
+                    "their earlier names (simulate(names=...)), or remove these records"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -286,9 +278,8 @@ class LedgerFolder:
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
-                f"{self.path} is part of a run folder, which others may see, and cannot keep "
-                "ledgers for later runs: copy its ledgers into a separate folder, and use that "
-                "folder"
+                f"folder {self.path} is part of a run folder, so it cannot keep ledgers for later "
+                "runs. Copy the ledgers to a separate folder, and use that folder"
             )
         try:
             if not path.exists():
@@ -300,7 +291,7 @@ class LedgerFolder:
                 key = file.readall()
                 if len(key) != KEY_BYTES:
                     raise LedgerError(
-                        f"{path} is damaged, because it must have {KEY_BYTES} bytes: restore it "
+                        f"key {path} must have {KEY_BYTES} bytes, got {len(key)}. Restore the key "
                         "from a backup"
                     )
                 yield _RecordIndex(self.path / PRIVATE, key, self.ledgers())
@@ -317,9 +308,8 @@ class LedgerFolder:
             self._refuse_unknown(name, ledger)
             if ledger.bound:
                 raise LedgerError(
-                    f"the key {path} is missing, without which the ledgers cannot be compared with "
-                    "the records: restore it from a backup, or confirm for each client that its "
-                    f"ledger belongs to its records, with {self._command(name)}"
+                    f"key {path} is missing. Restore the key from a backup, or run "
+                    f"{self._command(name)} to confirm that the records of the client are the same"
                 )
 
 
@@ -377,8 +367,8 @@ class _RecordIndex:
             records = self._list(ledger.records[-1]) if ledger.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
-                    f"{self.folder / ledger.records[-1]}, which lists the records of client "
-                    f"{name!r}, is missing or damaged: restore it from a backup"
+                    f"the list of the records of client {name!r} is missing or damaged. Restore "
+                    f"{self.folder / ledger.records[-1]} from a backup"
                 )
             self._current[name] = records or Counter()
         return self._current[name]
@@ -400,8 +390,8 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 def _restore_hint(path: Path) -> str:
     return (
-        f"restore the ledger from a backup, or delete {path} if its run was interrupted before the "
-        "first round"
+        f"Restore the ledger from a backup. If its run was interrupted before the first round, "
+        f"delete {path} instead"
     )
 
 

@@ -105,9 +105,8 @@ class Ledger:
         """
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to dataset {short_repr(self._read.dataset)}, not "
-                f"{dataset!r}: use the same data set and partition (seed, clients, alpha), or "
-                "another folder, whose ledgers do not count the releases in this one"
+                f"ledger {self.path} belongs to data set {short_repr(self._read.dataset)}, but this "
+                f"run uses {dataset!r}. Use the same data set and partition, or another folder"
             )
 
     @property
@@ -181,9 +180,8 @@ class Ledger:
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another process, "
-                    "which would not see this charge: keep the ledger in a folder "
-                    "(privacy.ledger)"
+                    f"the ledger of client {self.client!r} is in the memory of another process. "
+                    "Set privacy.ledger to keep the ledger in a folder"
                 )
             with self._in_memory:
                 check(self._read.releases, [release])
@@ -248,8 +246,8 @@ class Ledger:
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
             raise LedgerError(
-                "a ledger in memory can be used by only one run: keep the ledger in a folder "
-                "(privacy.ledger)"
+                "a ledger in memory serves only one run. Set privacy.ledger to keep the ledger in "
+                "a folder"
             )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
@@ -313,8 +311,8 @@ class Ledger:
         """Reads and checks the lines that were appended since the last call."""
         if file.seek(0, os.SEEK_END) < self._read.size:
             raise LedgerError(
-                f"ledger {self.path} was edited: lines that it had before are missing; restore it "
-                "from a backup"
+                f"ledger {self.path} was edited: earlier lines are missing. Restore the ledger from "
+                "a backup"
             )
         file.seek(self._read.size)
         self._read = read_on(self._read, file.read(), client, self.path)

@@ -88,11 +88,11 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
             another client.
     """
     if lines.size + len(data) == 0:
-        raise LedgerError(f"ledger {path} is empty, so it was damaged: restore it from a backup")
+        raise LedgerError(f"ledger {path} is empty. Restore the ledger from a backup")
     if data and not data.endswith(b"\n"):
         raise LedgerError(
-            f"the last line of ledger {path} is incomplete, because a charge was interrupted: "
-            f"repair the ledger with {repair_command(path)}"
+            f"the last line of ledger {path} is incomplete, because a charge was interrupted. Run "
+            f"fedsynth privacy repair {shlex.quote(str(path))}"
         )
     releases = list(lines.releases)
     chains = list(lines.chains)
@@ -111,11 +111,6 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
     return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
 
 
-def repair_command(path: Path | None) -> str:
-    """Returns the command that repairs an incomplete last line of a ledger."""
-    return f"fedsynth privacy repair {shlex.quote(str(path))}"
-
-
 def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
     """Decodes a line and checks its hash.
 
@@ -124,16 +119,16 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     """
     try:
         entry = decode_json(line)
+        if not isinstance(entry, dict):
+            raise ValueError("a line must be a JSON object")
     except ValueError as error:
-        raise LedgerError(f"ledger {path} has a line that is not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise LedgerError(f"ledger {path} has a line that is not a JSON object")
+        raise LedgerError(f"ledger {path} has a line that is not valid JSON: {error}") from error
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(
-            f"ledger {path} was edited or is not a fedsynth ledger, because the hash of a line is "
-            "wrong: restore it from a backup"
+            f"ledger {path} was edited: the hash of a line is wrong. Restore the ledger from a "
+            "backup"
         )
     return entry, expected
 
@@ -144,8 +139,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
         raise LedgerError(
-            f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}, the only schema that this "
-            "version reads"
+            f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which this version of fedsynth reads"
         )
     if client is not None and owner != client:
         raise LedgerError(
@@ -178,8 +172,8 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             may_change=False,
         )
     raise LedgerError(
-        f"ledger {path} has a line of a kind that this version of fedsynth does not know: use the "
-        "version that wrote it"
+        f"ledger {path} has a line of an unknown kind. Use the version of fedsynth that wrote the "
+        "ledger"
     )
 
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -67,8 +68,7 @@ def build_report(
     promise = worst = None
     published: list[dict[str, str]] = []
     if formal:
-        rule = "must include the ledger of at least one client, because a report needs one"
-        require(bool(rows), "ledgers", rule, rows)
+        require(bool(rows), "ledgers", "must include at least one client", rows)
         promise = guarantee(rows, facts.delta, facts.adjacency)
         worst = promise.worst_client
         published = facts.published
@@ -283,11 +283,29 @@ def accountant(
         delta: δ.
         adjacency: one of `ADJACENCIES`.
     """
-    if worst is None:
-        described = accounting.describe_accountant((), adjacency)
-        return figures.Accountant(**{**described, "computation": "none: no guarantee to compute"})
-    described = accounting.describe_accountant(ledgers[worst], adjacency)
-    rdp = accounting.epsilon_rdp(ledgers[worst], delta, adjacency)
+    rows: Rows = ()
+    rdp = None
+    if worst is not None:
+        rows = ledgers[worst]
+        rdp = accounting.epsilon_rdp(rows, delta, adjacency)
     if rdp is not None and not math.isfinite(rdp):
         rdp = None
-    return figures.Accountant(**described, rdp_epsilon=rdp)
+    merged = accounting.merge(rows, adjacency) or accounting.Merged()
+    computation = "exact Gaussian composition (nothing is subsampled)"
+    if worst is None:
+        computation = "none: no guarantee to compute"
+    elif merged.interval is not None:
+        computation = "discretised PLD, connect-the-dots"
+    elif merged.sampled:
+        computation = (
+            "upper bound that ignores the subsampling (the tight composition is too large to "
+            "compute)"
+        )
+    return figures.Accountant(
+        name="privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
+        "subsampled",
+        library=f"dp-accounting {version('dp-accounting')}",
+        computation=computation,
+        discretisation_interval=merged.interval,
+        rdp_epsilon=rdp,
+    )

@@ -18,7 +18,7 @@ from fedsynth.privacy.releases import ADD_REMOVE, RECORD
 SCHEMA_VERSION = 4
 MAX_SHOWN_FAULTS = 10
 MAX_SHOWN_KEY = 80
-_REASONS = {"missing": "is missing", "extra_forbidden": "is not a key of a report"}
+_REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,63}$")]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -442,7 +442,7 @@ def faults(error: ValidationError) -> list[str]:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
     for fault in errors[:MAX_SHOWN_FAULTS]:
-        path = ".".join(short_key(str(part)) for part in fault["loc"]) or "it"
+        path = ".".join(short_key(str(part)) for part in fault["loc"]) or "the content"
         lines.append(f"{path} {_REASONS.get(fault['type'], 'is wrong: ' + fault['msg'])}")
     if len(errors) > MAX_SHOWN_FAULTS:
         lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")

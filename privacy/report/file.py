@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
-from fedsynth.privacy.files import decode_json, read_text
+from fedsynth.privacy.files import decode_json, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Part, schema_problems
@@ -86,12 +86,10 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
         PrivacyError: the file cannot be read or does not contain a JSON object.
     """
     try:
-        text = read_text(file)
+        content = read_regular(file)
     except OSError as error:
         raise PrivacyError(f"cannot read the {what} {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
-    return parse_json(text, f"{file} is not a {what}")
+    return parse_json(content, f"{file} is not a valid {what}")
 
 
 def read_part(file: Path, kind: str, shape: type[P]) -> P:
@@ -111,7 +109,7 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
     return shape.model_validate(content)
 
 
-def parse_json(text: str, complaint: str) -> dict[str, Any]:
+def parse_json(text: str | bytes, complaint: str) -> dict[str, Any]:
     """Parses a JSON object from an untrusted text.
 
     NaN, infinities, duplicate keys and halves of surrogate pairs are refused.
@@ -128,7 +126,7 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
     except (ValueError, MemoryError) as error:
         raise PrivacyError(f"{complaint}: {error}") from None
     if not isinstance(value, dict):
-        raise PrivacyError(f"{complaint}: it is not a JSON object")
+        raise PrivacyError(f"{complaint}: the content must be a JSON object")
     return value
 
 
@@ -180,27 +178,33 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
     if files is None:
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
-                other = f"its ledger_heads state {head['rows']}"
-                problems.append(f"{client}: the report has {len(rows[client])} rows, but {other}")
+                problems.append(
+                    f"client {client}: the ledger section has {len(rows[client])} rows, but "
+                    f"ledger_heads states {head['rows']}"
+                )
         return LedgerRows(rows, problems=problems)
     ledgers, damaged = _read_ledgers(files)
     if exact or not heads.keys() <= ledgers.keys():
         problems += damaged
     for client in heads:
         if client not in ledgers:
-            problems.append(f"{files} has no ledger of {client}")
+            problems.append(f"{files} has no ledger of client {client}")
     for client, ledger in ledgers.items():
         if client in heads:
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases if exact else ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                other = f"the report states {count}"
-                problems.append(f"{client}: the ledger file has {count_in_file} rows, but {other}")
+                problems.append(
+                    f"client {client}: the ledger file has {count_in_file} rows, but the report "
+                    f"states {count}"
+                )
             elif ledger.chains[count] != heads[client]["chain"]:
-                rows_in_file = f"the first {count} rows of the ledger file"
-                problems.append(f"{client}: {rows_in_file} do not match the report's chain hash")
+                problems.append(
+                    f"client {client}: the first {count} rows of the ledger file have another chain "
+                    "hash than the report"
+                )
         elif exact:
-            problems.append(f"{files} has a ledger of {client}, which the report does not mention")
+            problems.append(f"{files} has a ledger of client {client}, unlike the report")
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
 
@@ -242,7 +246,7 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
             ledgers[ledger.client] = ledger
         else:
             problems.append(
-                f"{path} contains the ledger of {short_repr(ledger.client)}, which does not match "
-                "the file's name"
+                f"{path} contains the ledger of client {short_repr(ledger.client)}, but the file "
+                "name must be the client's name"
             )
     return ledgers, problems

@@ -82,11 +82,11 @@ def report_problems(
         try:
             expected["audit"] = _expected_audit(report["audit"], report)
         except (*HOSTILE, PrivacyError) as error:
-            return [f"audit: {error}"]
+            return [f"the audit section is damaged: {error}"]
         bound = expected["audit"]["epsilon_lower_bound"]
         if report["guarantee"] is not None and bound > report["guarantee"]["epsilon"]:
             problems.append(
-                f"audit: its lower bound on ε, {bound:.6g}, is above the ε that the report states"
+                f"the audit's lower bound on ε is {bound:.6g}, above the ε of the report"
             )
     return [*problems, *differences("", expected, report)]
 
@@ -116,8 +116,8 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
     for name, installed in renderer_versions().items():
         version = report["provenance"].get(name)
         if version != installed:
-            reason = f"they were rendered with {name} {version}, but {installed} is installed"
-            return [], [f"{NAME}.md and .html were not compared: {reason}"]
+            reason = f"{name} {version} rendered the pages, but {installed} is installed"
+            return [], [f"{NAME}.md and {NAME}.html were not compared: {reason}"]
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"{NAME}.{ending}"
