@@ -210,13 +210,6 @@ def audit(
         int,
         _audit_option(help="The number of artificial records. Each is used with probability 1/2."),
     ] = 1000,
-    canaries_as: Annotated[
-        str,
-        _audit_option(
-            help="The kind of artificial records: vectors, which are inserted just before "
-            "clipping and give the higher bound, or images, which have random pixels."
-        ),
-    ] = "vectors",
     guesses: Annotated[
         int | None,
         _audit_option(help="An even number of guesses. Default: 2/5 of --canaries."),
@@ -246,8 +239,7 @@ def audit(
     runs/… --canaries 1000`.
     """
     chosen = {name: values for name, values in with_own_code(chosen).items() if values}
-    numbers: dict[str, Any] = {"canaries": canaries, "canaries_as": canaries_as}
-    numbers |= {"guesses": guesses, "confidence": confidence}
+    numbers = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
     else:
@@ -294,8 +286,7 @@ def _audit_folder(
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     command = (
         f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
-        f"{result.canaries} --guesses {result.guesses} --canaries-as {numbers['canaries_as']} "
-        f"--confidence {result.confidence}"
+        f"{result.canaries} --guesses {result.guesses} --confidence {result.confidence}"
     )
     write_audit(run, settings, result.entry(command))
     return result, command

@@ -35,7 +35,6 @@ def audit(cell: Cell) -> Row:
     result = audit_run(
         resolve({**sections, "run": run, "privacy": privacy}),
         canaries=100 if cell.quick else 1000,
-        canaries_as=cell.kind,
     )
     figures = asdict(result)
     del figures["method"], figures["mechanism"]
@@ -44,7 +43,7 @@ def audit(cell: Cell) -> Row:
 
 GRID = Grid(
     axes={
-        "kind": ("vectors", "images"),
+        "kind": ("vectors",),
         "name": tuple(MECHANISMS),
         "epsilon": (1.0, 3.0, 10.0),
     },

@@ -171,7 +171,7 @@ class _CheckedFunction:
             return
         finding = dependence_on_batch(self.function, shape, device)
         if finding:
-            reason = f"{finding}, so the influence of one example is not bounded: {ADVICE}"
+            reason = f"{finding}, so the influence of one example is not bounded. {ADVICE}"
             raise _refused(self.name, f"the map's function {reason}")
         self.checked_devices.add(device)
 

@@ -200,8 +200,7 @@ def refuse_dependence(
                 finding = dependence_on_batch(function, shape, device)
             if finding:
                 reason = (
-                    f"{finding}, so the influence of one example is not bounded, as differential "
-                    f"privacy requires: {ADVICE}"
+                    f"{finding}, so the influence of one example is not bounded. {ADVICE}"
                 )
                 raise _refused(name, reason)
 

@@ -37,9 +37,9 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import read_json, read_report
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.simulation.canaries import KINDS, Canaries
+from fedsynth.simulation.canaries import Canaries
 from fedsynth.simulation.run import Simulation
-from fedsynth.validation import check_choice, check_number
+from fedsynth.validation import check_number
 
 MAX_CANARIES = 10**7
 
@@ -95,7 +95,6 @@ def audit_run(
     settings: RunSettings,
     *,
     canaries: int = 1000,
-    canaries_as: str = "vectors",
     guesses: int | None = None,
     confidence: float = 0.999,
     spec: DatasetSpec | None = None,
@@ -110,7 +109,6 @@ def audit_run(
     Args:
         settings: the settings of the run to audit.
         canaries: the number m of canaries. Each is included with probability 1/2.
-        canaries_as: "vectors" or "images" (see `fedsynth.simulation.canaries`).
         guesses: the number of guesses, which must be even. It is fixed before the run. None: two
             fifths of the canaries.
         confidence: the probability that the bound of this audit is at most the true ε.
@@ -122,7 +120,6 @@ def audit_run(
         SettingError, PrivacyError: if the settings have no privacy, if their mechanism states no ε,
             or if a number is out of range.
     """
-    check_choice(None, "canaries_as", canaries_as, KINDS)
     if guesses is None:
         guesses = guesses_for(canaries)
     _check_numbers(canaries, guesses, confidence)
@@ -130,9 +127,7 @@ def audit_run(
         settings = with_declared(settings, declared(settings))
     if spec is None:
         spec = specification(settings)
-    run = AuditedRun(
-        _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
-    )
+    run = AuditedRun(_audited(settings, spec), spec, canaries, observer or Observer(), test_only)
     if run.plan.chief.shares > 1:
         raise SettingError(
             None,
@@ -208,7 +203,6 @@ class AuditedRun(Simulation):
         settings: RunSettings,
         spec: DatasetSpec,
         canaries: int,
-        kind: str,
         observer: Observer,
         test_only: np.random.Generator | None,
     ) -> None:
@@ -216,7 +210,6 @@ class AuditedRun(Simulation):
         train, test, parts = _random_federation(settings, spec, self._client, canaries)
         coins = test_only or np.random.default_rng()
         self.canaries = Canaries(
-            kind,
             train.labels[-canaries:],
             included=torch.from_numpy(coins.random(canaries) < 0.5),
             rest=len(parts[self._client]),
@@ -234,7 +227,6 @@ class AuditedRun(Simulation):
             (test.to(device), PUBLIC),
             observer,
         )
-        self.canaries.memory_bytes = self.context.memory_bytes
         for client in self.exchange.clients:
             if client.budget is not None and test_only is not None:
                 client.budget.secret = SecretGenerator(test_only=test_only)

@@ -17,8 +17,7 @@ where v = q/2·(1 − q/2) is the variance of "in, and sampled". Then
     k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
     score_i = log(1 − q + q·exp(z_i − k_i/2)),
 
-which is exact for orthogonal canaries. If a release for image canaries looks as if nothing was
-clipped, ū_i is the unclipped vector. The lower bound is valid for any score, and a better score
+which is exact for orthogonal canaries. The lower bound is valid for any score, and a better score
 makes it higher.
 """
 
@@ -26,26 +25,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
-VECTORS, IMAGES = "vectors", "images"
-KINDS = (VECTORS, IMAGES)
 LENGTH = 10.0
-"""The norm of a vector canary, in multiples of the clip. It is far above 1, so that only the clip
+"""The norm of the vector of a canary, in multiples of the clip. It is far above 1, so that only the clip
 bounds the canary's contribution.
 """
 COLUMNS = 4096
-"""The number of coordinates of a wide release in which vector canaries are nonzero. They are drawn
+"""The number of coordinates of a wide release in which the vectors of canaries are nonzero. They are drawn
 at random, so that they include some of every layer.
 """
 
@@ -131,23 +127,19 @@ class Canaries:
     """The canaries of one audit, with their scores so far.
 
     Args:
-        kind: "vectors" (`VectorSums`) or "images" (`ImageSums`).
         labels: the classes of the canaries, int64 [m] on the CPU.
         included: the results of the fair coins, bool [m].
         rest: the number of the client's other records. They come before the canaries.
         generator: the generator for the vectors, which are public.
-        memory_bytes: the memory that the contributions of image canaries to one release may take.
 
     Attributes:
         scores: float64 [m]. A higher score means "more likely in".
     """
 
-    kind: str
     labels: Tensor
     included: Tensor
     rest: int
     generator: torch.Generator
-    memory_bytes: int = 4 * 2**30
     scores: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,14 +150,9 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices of the canaries that are appended to the client's records, int64 [n].
-
-        For vectors, these are the included canaries. For images, these are all canaries, because
-        the auditor also needs the contributions of excluded ones. `ImageSums` leaves the excluded
-        ones out of every sum.
+        """Returns the indices of the included canaries, which are appended to the client's records,
+        int64 [n].
         """
-        if self.kind == IMAGES:
-            return torch.arange(len(self))
         return self.included.nonzero().flatten()
 
     def members(self, groups: int) -> list[Tensor]:
@@ -192,23 +179,8 @@ class Canaries:
     def series(
         self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
     ) -> GaussianSumMechanism:
-        """Creates the client's charged series of releases, which the auditor observes.
-
-        Raises:
-            PrivacySettingError: if the contributions of image canaries to one release need more
-                than `memory_bytes`.
-        """
-        if self.kind != IMAGES:
-            return VectorSums(release, groups, guard, secret, self)
-        needed = 8 * len(self) * (release.dimension // groups)
-        if needed > self.memory_bytes:
-            raise PrivacySettingError(
-                None,
-                "canaries",
-                f"must be fewer, because {len(self)} images need {needed / 2**30:.1f} GiB. "
-                "Increase run.memory_gb, or use canaries_as=vectors",
-            )
-        return ImageSums(release, groups, guard, secret, self)
+        """Creates the client's charged series of releases, which the auditor observes."""
+        return AuditedSums(release, groups, guard, secret, self)
 
 
 def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
@@ -218,6 +190,10 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 class AuditedSums(GaussianSumMechanism):
     """A client's charged series of releases, with canaries among its records and an auditor who
     observes it.
+
+    Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
+    clips long. The sign of the vectors alternates between releases and between rounds, so that
+    noise that is used twice cancels.
 
     The class relies on `add` receiving the vectors in the order in which `sample` returned the
     records. It checks that all of them arrive.
@@ -236,42 +212,10 @@ class AuditedSums(GaussianSumMechanism):
         self._members = canaries.members(groups)
         # the canary at each of the client's records, −1 for the rest
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
-
-    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the records for which the method computes vectors, and a mask of those that enter
-        the sum.
-
-        Args:
-            sampled: the records that were sampled.
-        """
-        raise NotImplementedError  # abstract
-
-    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
-        """Returns the vectors to be clipped and summed.
-
-        Args:
-            rows_ND: the vectors that the method has computed for the records.
-            canary_N: the canary at each record, or −1 if the record is no canary.
-        """
-        raise NotImplementedError  # abstract
-
-    def _replaced(self, canary_N: Tensor) -> Tensor:
-        """Returns a mask of the records whose vectors `_vectors` has replaced, bool [N]."""
-        return torch.zeros_like(canary_N, dtype=torch.bool)
-
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
-        """Returns ū [N, K] of the given canaries, the coordinates of ū, and whether the vectors ū
-        are orthogonal.
-        """
-        raise NotImplementedError  # abstract
-
-    def _clip_is_missing(self, released_GD: Tensor) -> bool:
-        """Returns True if the release is closer to the expected sum of unclipped vectors than to
-        that of clipped ones.
-
-        The result depends only on the release, so the lower bound is valid in both cases.
-        """
-        return False
+        # the position of each canary within its group
+        self._rank = torch.empty(len(canaries), dtype=torch.int64)
+        for members in self._members:
+            self._rank[members] = torch.arange(len(members))
 
     def sample(self, records: int) -> Tensor:
         """Samples records like `GaussianSumMechanism`, including the canaries."""
@@ -280,10 +224,15 @@ class AuditedSums(GaussianSumMechanism):
                 f"the method must sample from the {len(self._records)} records of the audited "
                 f"client, got {records}"
             )
-        positions, self._is_summed = self._give_out(super().sample(records))
+        positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
         self._position = 0
-        self._rest = torch.zeros(2, self._groups, self._width, dtype=torch.float64)
+        self._rest = torch.zeros(self._groups, self._width, dtype=torch.float64)
+        self._signed_clip = self._release.sensitivity
+        if self._width > 1:  # counts have no direction to turn
+            self._signed_clip *= (-1.0) ** (self._release.round + self.steps_left)
+        largest = max(len(members) for members in self._members)
+        self._directions = self._canaries.directions(largest, self._width)
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
@@ -292,43 +241,43 @@ class AuditedSums(GaussianSumMechanism):
         If privacy protects users, each user has one record here, so that clipping users and
         clipping records is the same.
         """
-        rows, _, included = self._look(rows_ND.detach(), groups_N)
-        super().add(rows[included], groups_N[included], _select(sample, included))
+        rows, _ = self._look(rows_ND.detach(), groups_N)
+        super().add(rows, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Adds products like `GaussianSumMechanism`.
 
-        Records and image canaries are added as products, so that the audit detects a missing clip
-        there. They are expanded to full vectors only for the auditor. Vector canaries have no
-        factors and are added by `add`.
+        Other records are added as products, so that the audit detects a missing clip there. They
+        are expanded to full vectors only for the auditor. Canaries have no factors and are added by
+        `add`.
         """
         written = products.rows()
         groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
-        rows, canary, included = self._look(written, groups)
-        replaced = included & self._replaced(canary)
-        through = included & ~replaced
-        super().add_products(products.part(through), _select(sample, through))
-        if replaced.any():
-            super().add(rows[replaced], groups[replaced], _select(sample, replaced))
+        rows, is_canary = self._look(written, groups)
+        super().add_products(products.part(~is_canary), _select(sample, ~is_canary))
+        if is_canary.any():
+            super().add(rows[is_canary], groups[is_canary], _select(sample, is_canary))
 
-    def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the vectors of the next sampled records, with the vectors of canaries inserted.
+    def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the vectors of the next sampled records, with the vectors of canaries inserted,
+        and a mask of the canaries.
 
-        The method also adds the vectors of the other records to the sums that the auditor knows.
-
-        Returns:
-            The vectors, the canary at each record (−1: none), and a mask of the records that enter
-            the sum.
+        The method also adds the clipped vectors of the other records to the sum that the auditor
+        knows.
         """
         chunk = slice(self._position, self._position + len(rows_ND))
         self._position = chunk.stop
         canary = self._canary_of_sampled[chunk].to(rows_ND.device)
-        rows = self._vectors(rows_ND, canary)
-        other = canary < 0
-        vectors = finite(rows[other])
-        both = torch.stack([vectors * shrinking(vectors, self._release.sensitivity), vectors])
-        self._rest = self._rest.to(rows.device).index_add(1, groups_N[other], both)
-        return rows, canary, self._is_summed[chunk].to(rows_ND.device)
+        is_canary = canary >= 0
+        units = self._directions.units[self._rank[canary[is_canary].cpu()]]
+        full = units.new_zeros(len(units), self._width)
+        full[:, self._directions.columns] = LENGTH * self._signed_clip * units
+        rows = rows_ND.clone()
+        rows[is_canary] = full.to(rows)
+        others = finite(rows[~is_canary])
+        clipped = others * shrinking(others, self._release.sensitivity)
+        self._rest = self._rest.to(rows.device).index_add(0, groups_N[~is_canary], clipped)
+        return rows, is_canary
 
     def release(self) -> Released:
         """Releases the sums like `GaussianSumMechanism`, and then updates the score of every
@@ -343,120 +292,19 @@ class AuditedSums(GaussianSumMechanism):
                 f"{self._position}"
             )
         released = super().release()
-        y_GD = released.to(self._rest)
-        self._unclipped = self._clip_is_missing(y_GD)
-        residual = y_GD - self._rest[int(self._unclipped)]
+        directions = self._directions
         row = self._release
+        residual = released.to(self._rest) - self._rest
         for y, members in zip(residual, self._members, strict=True):
             if not len(members):
                 continue
-            u, columns, orthogonal = self._contributions(members)
-            noise_std = row.noise_multiplier * row.sensitivity
+            u = self._signed_clip * directions.units[: len(members)]
             ratios = log_likelihood_ratios(
-                y[columns].to(u), u, noise_std, row.sample_rate, orthogonal=orthogonal
+                y[directions.columns].to(u),
+                u,
+                row.noise_multiplier * row.sensitivity,
+                row.sample_rate,
+                orthogonal=directions.orthogonal,
             )
             self._canaries.scores[members] += ratios.cpu()
         return released
-
-
-class VectorSums(AuditedSums):
-    """Replaces the vector of each canary, just before the clip, by a random vector that is `LENGTH`
-    clips long.
-
-    The sign of the vectors alternates between releases and between rounds, so that noise that is
-    used twice cancels.
-    """
-
-    @cached_property
-    def _rank(self) -> Tensor:
-        """The position of each canary within its group, int64 [m]."""
-        rank = torch.empty(len(self._canaries), dtype=torch.int64)
-        for members in self._members:
-            rank[members] = torch.arange(len(members))
-        return rank
-
-    def sample(self, records: int) -> Tensor:
-        """Samples records like `AuditedSums`, and draws the directions of the canaries."""
-        positions = super().sample(records)
-        self._sign = 1.0
-        if self._width > 1:  # counts have no direction to turn
-            self._sign = (-1.0) ** (self._release.round + self.steps_left)
-        largest = max(len(members) for members in self._members)
-        self._directions = self._canaries.directions(largest, self._width)
-        return positions
-
-    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        return sampled, torch.ones(len(sampled), dtype=torch.bool)
-
-    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
-        theirs = canary_N >= 0
-        vectors = self._sizes(LENGTH) * self._directions.units[self._rank[canary_N[theirs].cpu()]]
-        full = vectors.new_zeros(len(vectors), self._width)
-        full[:, self._directions.columns] = vectors
-        rows = rows_ND.clone()
-        rows[theirs] = full.to(rows)
-        return rows
-
-    def _replaced(self, canary_N: Tensor) -> Tensor:
-        return canary_N >= 0
-
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
-        directions = self._directions
-        return (
-            self._sizes(1.0) * directions.units[: len(members)],
-            directions.columns,
-            directions.orthogonal,
-        )
-
-    def _sizes(self, clips: float) -> float:
-        """Returns the length of the vectors, given in clips, with the sign of this release."""
-        return clips * self._release.sensitivity * self._sign
-
-
-class ImageSums(AuditedSums):
-    """Uses for each canary the vector that the method computes from the canary's image, including
-    network and augmentation.
-
-    Each release is scored either with the clipped vectors or with the unclipped ones, depending on
-    which expected sum is closer to the release (`_clip_is_missing`). If the code does not clip,
-    scores with clipped vectors do not fit its releases and cannot tell the canaries apart.
-
-    At each release the method computes the vectors of all canaries for the auditor. Only included
-    canaries that were sampled enter the sum.
-    """
-
-    def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        self._canary_vectors = torch.zeros(len(self._canaries), self._width, dtype=torch.float64)
-        drawn = torch.zeros(len(self._records), dtype=torch.bool)
-        drawn[sampled] = True
-        canary = self._records >= 0
-        positions = torch.nonzero(drawn | canary).flatten()
-        drawn[canary] &= self._canaries.included
-        return positions, drawn[positions]
-
-    def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
-        theirs = canary_N >= 0
-        self._canary_vectors = self._canary_vectors.to(rows_ND.device)
-        self._canary_vectors[canary_N[theirs]] = finite(rows_ND[theirs])
-        return rows_ND
-
-    def _clip_is_missing(self, released_GD: Tensor) -> bool:
-        factors = shrinking(self._canary_vectors, self._release.sensitivity)
-        rate = self._release.sample_rate
-        misfits = []
-        for rest, factor in zip(self._rest, (factors, torch.ones_like(factors)), strict=True):
-            misfit = 0.0
-            for y, record_sum, members in zip(released_GD, rest, self._members, strict=True):
-                indices = members.to(factor.device)
-                expected = (
-                    record_sum + rate / 2 * (factor[indices].T @ self._canary_vectors[indices])[0]
-                )
-                misfit += float((y - expected).square().sum())
-            misfits.append(misfit)
-        return misfits[1] < misfits[0]
-
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
-        vectors = self._canary_vectors[members.to(self._canary_vectors.device)]
-        if not self._unclipped:
-            vectors *= shrinking(vectors, self._release.sensitivity)
-        return vectors, slice(None), False

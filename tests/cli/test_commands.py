@@ -296,7 +296,7 @@ def test_a_run_that_gets_a_signal_ends_in_order(number: int, code: int, tmp_path
             run.kill()
     (folder,) = output.iterdir()
     assert "of 400 rounds; spent: ε = " in said.read_text()
-    assert f"to resume: --resume {folder}" in said.read_text()
+    assert f"To resume: --resume {folder}" in said.read_text()
 
 
 def test_resume_ends_a_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

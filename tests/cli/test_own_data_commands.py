@@ -100,7 +100,7 @@ def test_a_run_that_ends_early_prints_its_cost_and_folder(
     assert line.startswith("ended after 1 of 2 rounds: client")
     spent = format_epsilon(result.summary["differential_privacy"]["epsilon"])
     assert f"; spent: ε = {spent} at δ" in line
-    assert line.endswith(f"; its results are in {result.folder}")
+    assert line.endswith(f". The results are in {result.folder}")
 
     with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
         simulate(quick(privacy=private), output=tmp_path / "cut")

@@ -249,18 +249,17 @@ def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path
     assert "has other settings than the privacy" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
     assert file.read_bytes() == before
-    for kind in ("vectors", "images"):
-        told = fedsynth(f"{audit} --canaries 300 --canaries-as {kind} --guesses 100 --dp-sigma 1")
-        assert told.code == 0
-        entry = json.loads(file.read_text())["audit"]
-        assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
-        assert entry["command"] == (
-            f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
-            f"--canaries-as {kind} --confidence 0.999"
-        )
-        for ending in ("md", "html"):
-            assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
-        assert fedsynth(f"privacy verify {folder}").code == 0
+    told = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")
+    assert told.code == 0
+    entry = json.loads(file.read_text())["audit"]
+    assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
+    assert entry["command"] == (
+        f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
+        "--confidence 0.999"
+    )
+    for ending in ("md", "html"):
+        assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
+    assert fedsynth(f"privacy verify {folder}").code == 0
 
 
 # --------------------------------------------------------------------------------------- ledgers
@@ -298,7 +297,7 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     for name in names:
         Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
     command = f"fedsynth privacy carry-over '{folder}' client-000"
-    train(line).assert_refused(f"confirm this with {command}")
+    train(line).assert_refused(f"run {command}")
     for name in names:
         said = fedsynth(f"privacy carry-over '{folder}' {name}")
         assert (said.code, "(1) count for all" in said.stdout) == (0, True)

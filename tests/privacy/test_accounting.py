@@ -19,7 +19,6 @@ from fedsynth.privacy.accounting import (
     Totals,
     calibrate_noise_multiplier,
     delta_of,
-    describe_accountant,
     epsilon,
     epsilon_by_round,
     epsilon_of,
@@ -146,7 +145,9 @@ def test_no_release_no_guarantee_and_no_noise() -> None:
 
 def test_grid_is_finer_where_a_step_loses_little() -> None:
     for one, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
-        assert describe_accountant([one])["discretisation_interval"] == pytest.approx(interval)
+        merged = merge([one], "add-remove")
+        assert merged is not None
+        assert merged.interval == pytest.approx(interval)
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
     assert epsilon([row(5.0, 0.001, 100_000)], DELTA) == pytest.approx(0.2093, rel=2e-3)
 
@@ -379,7 +380,7 @@ def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
     steps, σ = 10**8, 2e4
     bound = epsilon(Totals(((σ, 1.0, steps),)), DELTA)
     assert epsilon(Totals(((σ, 0.05, steps),)), DELTA) == pytest.approx(bound, rel=1e-9)
-    assert describe_accountant([row(σ, 0.05, steps)])["discretisation_interval"] is None
+    assert Merged(sampled=((σ, 0.05, steps),)).interval is None
 
 
 def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:

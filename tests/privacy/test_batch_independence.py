@@ -222,6 +222,6 @@ def test_a_feature_map_is_refused(tmp_path: Path) -> None:
         return FeatureMap("", shape, 64, 8.0, 4.0, "pixels", lambda x: mix(x.flatten(1)))
 
     register_features("own-map", build)
-    with pytest.raises(SettingError, match="so the influence of one example is not bounded"):
+    with pytest.raises(SettingError, match="cannot be private, because"):
         private("fedavg", tmp_path, model={"features": "own-map"})
     assert not list(tmp_path.iterdir())

@@ -75,7 +75,7 @@ def test_declared_names_must_be_those_of_the_records(folder: Path) -> None:
     before = everything(folder)
     for parts, names, text in (
         (("de", "abc"), ["north", "south"], r"client 'north' has 2 records that .*south\.jsonl"),
-        (("abc",), ["west"], r"client 'west' has 3 records that .*north\.jsonl was charged for"),
+        (("abc",), ["west"], r"client 'west' has 3 records of ledger .*north\.jsonl"),
         (("abx",), ["north"], r"\(1 are new, 1 are missing\).* carry-over .* north$"),
         (("xyz", "de"), ["north", "south"], r"3 are new, 3 are missing"),
     ):

@@ -201,7 +201,7 @@ def test_a_ledger_with_an_unaccounted_release_rules_every_budget_out(tmp_path: P
     settings_, data = private_run(mechanism="paper", ledger=tmp_path)
     simulate(settings_, data=(data, data))
     capped, _ = private_run(mechanism="residual", epsilon=100.0, ledger=tmp_path)
-    with pytest.raises(UnaccountedReleaseError, match="ε = 100 cannot be guaranteed"):
+    with pytest.raises(UnaccountedReleaseError, match="epsilon=100 cannot be guaranteed"):
         simulate(capped, data=(data, data))
     noisy, _ = private_run(mechanism="residual", ledger=tmp_path)
     result = simulate(noisy, data=(data, data))

@@ -20,7 +20,7 @@ from fedsynth.errors import FedsynthError
 from fedsynth.federation.context import plan_of
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, clip_rows
+from fedsynth.privacy.mechanisms import BudgetEnforcer, clip_rows
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -124,12 +124,6 @@ def test_an_honest_release_of_fedstats_is_not_refuted_and_the_audit_has_power(ph
     assert 0.2 < found.epsilon_lower_bound < found.epsilon < 3.1
 
 
-@pytest.mark.parametrize("mechanism", ["features", "dp-sgd"])
-def test_images_go_through_the_network_and_an_honest_run_is_not_refuted(mechanism: str) -> None:
-    found = seeded(settings_of(mechanism, 10.0), canaries=200, canaries_as="images")
-    assert 0.2 < found.epsilon_lower_bound < found.epsilon
-
-
 def a_quarter_of_the_noise(patch: pytest.MonkeyPatch) -> None:
     original = SecretGenerator.normal
     patch.setattr(
@@ -141,24 +135,6 @@ def a_quarter_of_the_noise(patch: pytest.MonkeyPatch) -> None:
 
 def no_clipping(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fedsynth.privacy.mechanisms.clip_rows", lambda rows, clip: rows.double())
-
-
-def test_a_missing_clip_shows_in_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where canaries are scored with clipped vectors, though the release has longer ones."""
-    audited = resolve(
-        {
-            "run": {"method": "fedavg", "rounds": 1, "device": "cpu"},
-            "partition": {"clients": 1},
-            "model": {"width": 48},
-            "method": {"local_steps": 1},
-            "privacy": {"nominal_size": 100, "noise_multiplier": 1.4, "sample_rate": 1.0},
-        }
-    )
-    assert not seeded(audited, canaries_as="images").fault
-    no_clipping(monkeypatch)
-    found = seeded(audited, canaries_as="images")
-    assert 2.8 < found.epsilon < 3
-    assert found.fault
 
 
 def features_and_logits_clipped_apart(patch: pytest.MonkeyPatch) -> None:
@@ -236,9 +212,8 @@ def test_a_quarter_of_the_noise_shows_in_each_release_of_fedstats(
 
 
 @pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("kind", ["images", "vectors"])
 def test_products_enter_a_watched_sum_as_they_enter_any_other(
-    kind: str, clips: bool, monkeypatch: pytest.MonkeyPatch
+    clips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: an audit that writes products out and clips them itself, so that products without a
     clip look sound."""
@@ -248,26 +223,14 @@ def test_products_enter_a_watched_sum_as_they_enter_any_other(
     right = torch.ones(2, 2).double()
     products = Outer(left, right, 1.0)
     row = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
-    released = []
-    for canaries in (
-        None,
-        Canaries(kind, torch.tensor([0]), torch.tensor([True]), 1, torch.Generator()),
-    ):
-        guard = BudgetEnforcer(Ledger("c"), 1e-5, None)
-        made = GaussianSumMechanism(row, 1, guard, SecretGenerator())
-        if canaries is not None:
-            made = canaries.series(
-                row, 1, BudgetEnforcer(Ledger("d"), 1e-5, None), SecretGenerator()
-            )
-        made.sample(2)
-        made.add_products(products)
-        released.append(made.release()[0].double())
-    plain, watched = released
+    canaries = Canaries(torch.tensor([0]), torch.tensor([True]), 1, torch.Generator())
+    guard = BudgetEnforcer(Ledger("c"), 1e-5, None)
+    made = canaries.series(row, 1, guard, SecretGenerator())
+    made.sample(2)
+    made.add_products(products)
+    watched = made.release()[0].double()
     first = products.part(slice(0, 1)).sums()  # the record beside the canary
-    if kind == "images":
-        torch.testing.assert_close(watched, plain, rtol=1e-5, atol=1e-5)
-    else:  # the canary's is another, and clipped
-        assert float((watched - first).norm()) == pytest.approx(1.0, rel=1e-4)
+    assert float((watched - first).norm()) == pytest.approx(1.0, rel=1e-4)  # the canary's, clipped
     assert (float(watched.norm()) > 50) is not clips
 
 
@@ -356,8 +319,6 @@ PAPER = {"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}
         ({}, {"guesses": 7}, "even number"),
         ({}, {"guesses": 1002}, "even number"),
         ({}, {"confidence": 1.0}, "confidence must be in"),
-        ({}, {"canaries_as": "vector"}, "vectors"),
-        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries must be fewer"),
         (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
         (resolve(PAPER), {}, "has no ε that an audit could test"),
     ],

@@ -75,7 +75,7 @@ def test_own_data_need_a_ledger_or_a_declaration(tmp_path: Path) -> None:
         return folder
 
     with pytest.raises(
-        PrivacySettingError, match=r"privacy.ledger must name the folder .*'scans'.* or be 'none"
+        PrivacySettingError, match=r"privacy.ledger must be the folder .*'scans'.* or 'none"
     ) as caught:
         run()
     assert "\n" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: P
     changed = scans()
     changed.images[5, 0, 3, 3] ^= 1
     for data, parts, text in (
-        (scans(), PARTS[::-1], "80 records that .*St.Mary.jsonl was charged for"),
+        (scans(), PARTS[::-1], "80 records of ledger .*St.Mary.jsonl"),
         (changed, PARTS, r"records of client 'north' differ .*\(1 are new, 1 are missing\)"),
         (scans(seed=1), PARTS, r"\(120 are new, 120 are missing\)"),
     ):
@@ -206,7 +206,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
         )
     for target in ({"epsilon": 8.0}, {"epsilon": 8.0, "noise_multiplier": None}):
         capped = {k: v for k, v in private(ledger=ledgers, **target).items() if v is not None}
-        with pytest.raises(UnaccountedReleaseError, match="ε = 8 cannot be guaranteed") as caught:
+        with pytest.raises(UnaccountedReleaseError, match="epsilon=8 cannot be guaranteed") as caught:
             simulate(tiny(privacy=capped), data=(scans(), None), parts=PARTS)
         assert f"a round of {method} (none): a run on the same data" in str(caught.value)
     later = simulate(

@@ -65,14 +65,14 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"run fedsynth data describe {folder}, then") as caught:
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="needs a declaration of their public facts"):
+    with pytest.raises(DataError, match="needs a declaration"):
         simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
     declare(folder, by="")
     with pytest.raises(DataError, match="is not signed: "):
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
     declare(folder, ledger="")
-    with pytest.raises(PrivacySettingError, match="ledger must name the folder"):
+    with pytest.raises(PrivacySettingError, match="ledger must be the folder"):
         simulate(tiny(folder, privacy=BUDGET), quiet=True)
 
 
@@ -209,7 +209,7 @@ def test_only_training_images_are_refused_with_a_message(tmp_path: Path) -> None
 def test_one_owners_cost_is_counted_at_the_sites(clinic: Path) -> None:
     """Catches: a budget twice for the same images, once pooled and once by site."""
     simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
-    with pytest.raises(LedgerError, match=r"records that .*client-000.jsonl was charged for"):
+    with pytest.raises(LedgerError, match=r"records of ledger .*client-000.jsonl"):
         simulate(tiny(clinic, privacy=BUDGET), quiet=True)
 
 
