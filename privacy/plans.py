@@ -292,8 +292,7 @@ class GroupReleaseBudget(Generic[S]):
     def _refuse_empty(self, name: str) -> None:
         if not self._allowances:
             raise UnplannedReleaseError(
-                f"release {name!r} was requested for a group without clients; a group must have at "
-                "least one"
+                f"release {name!r} cannot be used by a group without clients that were charged"
             )
 
 

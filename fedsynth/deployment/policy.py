@@ -341,7 +341,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
-    current = budget.history()
+    current = budget.ledger.history()
     secret = budget.secret.is_secret
     facts = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
     write_report(build_report(facts, [current], start.ledgers), folder)

@@ -48,7 +48,7 @@ from fedsynth.deployment.secure_aggregation.messages import (
 from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
 from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.errors import CheckpointError, MessageError
-from fedsynth.federation.client_runtime import ClientData, ClientRuntime, ResumeState
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_alone
 from fedsynth.federation.protocol import Refusal, RunTerms, agreement, declared
@@ -94,8 +94,8 @@ class State(BaseModel):
         steps: the (round, exchange) pairs of all steps since the client joined.
         memory: the round after which the client's current memory was stored. 0: the client has no
             memory.
-        recorded: see `ResumeState`.
-        pending: the round in `ResumeState.pending`.
+        recorded: see `ClientRuntime.recorded`.
+        pending: the round in `ClientRuntime.pending`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -231,10 +231,10 @@ class Session:
         with damage_is_named(self.folder):
             if state.sigma is not None:
                 self.accept(RunTerms(noise_multiplier=state.sigma))
-            pending = None
             if state.pending is not None:
-                pending = (state.pending, self._read(f"first-{state.pending}"))
-            self.runtime.resume_state = ResumeState(state.recorded, pending)
+                memory = self._read(f"first-{state.pending}")
+                self.runtime.pending = (state.pending, memory)
+            self.runtime.recorded = state.recorded
             if state.memory:
                 self.runtime.memory = self._read(f"memory-{state.memory}")
 
@@ -474,9 +474,9 @@ class Session:
         Raises:
             OSError: if the state cannot be written.
         """
-        resume_state = self.runtime.resume_state
-        self.state.recorded = resume_state.recorded
-        self.state.pending = resume_state.pending[0] if resume_state.pending else None
+        pending = self.runtime.pending
+        self.state.recorded = self.runtime.recorded
+        self.state.pending = pending[0] if pending else None
         self._write(STATE, self.state.model_dump_json().encode())
         self._stamp = _stamp(self.folder)
         files = self._files()

@@ -66,15 +66,6 @@ class ClientBudget:
         self.plan = plan
         self._guard = plan.guard(ledger, cap)
 
-    @property
-    def guaranteed(self) -> bool:
-        """Returns whether the run's mechanism has a privacy guarantee."""
-        return self.plan.facts.guaranteed
-
-    def history(self) -> History:
-        """Returns the current content of the client's ledger."""
-        return self.ledger.history()
-
     def check(self, number: int) -> None:
         """Checks that this client can be charged for a round. The check runs for all clients before
         any of them is charged, so that no client pays for a round that releases nothing.
@@ -83,7 +74,7 @@ class ClientBudget:
             BudgetExceededError: it would exceed the cap.
             LedgerError: the ledger cannot be written.
         """
-        if self.guaranteed:
+        if self.plan.facts.guaranteed:
             self._guard.check(self.plan.planned([number]))
         self.ledger.check_writable()
 
@@ -98,7 +89,7 @@ class ClientBudget:
                 ledger since `check`. Earlier charges remain.
         """
         plans = self.plan.client_plans(self.client, context)
-        if self.guaranteed:
+        if self.plan.facts.guaranteed:
             return charge_round(
                 plans,
                 context.round,
@@ -173,19 +164,6 @@ class ClientData:
         return len(self.records) + len(self.held_out)
 
 
-@dataclass(frozen=True, eq=False)
-class ResumeState:
-    """The data that a client needs to resume a run, in addition to its stored memory.
-
-    Args:
-        recorded: the last round that an open client's ledger has recorded; 0: none.
-        pending: the round of a first exchange, and the client's memory of it for that round.
-    """
-
-    recorded: int = 0
-    pending: tuple[int, Memory] | None = None
-
-
 class ClientRuntime:
     """One client of a run.
 
@@ -205,6 +183,9 @@ class ClientRuntime:
 
     Attributes:
         budget: set from `start` on, with differential privacy.
+        context: public; with the terms from `start` on.
+        recorded: the last round that an open client's ledger has recorded; 0: none.
+        pending: the round of a first exchange, and the client's memory of it for that round.
     """
 
     def __init__(
@@ -226,21 +207,15 @@ class ClientRuntime:
         self._memory: Memory = {}
         self._stored: Callable[[], Memory] | None = None
         self.budget: ClientBudget | None = None
-        self._context = context
+        self.context = context
         self.ledger = ledger
         self._secret = secret
         self._cap = cap
         self._remote = remote
         self._has_terms = False
-        self._pending: tuple[int, Memory] | None = None
+        self.pending: tuple[int, Memory] | None = None
         self._granted: tuple[int, str, ReleaseBudget[Any]] | None = None
-        self._recorded = 0
-
-    @property
-    def context(self) -> RoundContext:
-        """Returns the public context of round 1. Once the client has received the run terms, the
-        context includes them."""
-        return self._context
+        self.recorded = 0
 
     @property
     def memory(self) -> Memory:
@@ -297,15 +272,15 @@ class ClientRuntime:
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
-            self._context = plan.in_context(self._context)
+            self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
             raise RequestRefusedError(
                 "the server sent a noise multiplier for a run without differential privacy"
             )
         else:
-            self._context = replace(self._context, sizes=terms.sizes)
+            self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True
-        return self._context
+        return self.context
 
     def _plan(self, terms: RunTerms) -> PrivacyPlan:
         """Returns the plan of the client's own settings, with the σ that the server calibrated for
@@ -313,7 +288,7 @@ class ClientRuntime:
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"the noise multiplier must be above 0, got {sigma!r:.80}")
-        plan = PrivacyPlan.checked(self.settings, self._context)
+        plan = PrivacyPlan.checked(self.settings, self.context)
         if self._remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
@@ -374,10 +349,10 @@ class ClientRuntime:
         evaluation.
         """
         self.require_terms()
-        if self.private or self.ledger is None or self._recorded == context.round:
+        if self.private or self.ledger is None or self.recorded == context.round:
             return
         record_open_round(self.ledger, self.method.name, context.round)
-        self._recorded = context.round
+        self.recorded = context.round
 
     def charge(self, phase: str, context: RoundContext) -> ReleaseBudget[Any]:
         """Charges the client for this exchange, and returns the release budget of its step. A
@@ -411,33 +386,22 @@ class ClientRuntime:
     def load_memory(self, phase: str, context: RoundContext) -> Memory:
         """Returns the client's memory for this exchange. After a first exchange, this is the memory
         that the first exchange stored."""
-        if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
-            return self._pending[1]
+        if phase != FIRST and self.pending is not None and self.pending[0] == context.round:
+            return self.pending[1]
         return self.memory
 
     def store_memory(self, phase: str, memory: Memory, context: RoundContext) -> None:
         """Stores the memory of a step. The memory of a first exchange is only used in the same
         round."""
         if phase == FIRST:
-            self._pending = (context.round, memory)
+            self.pending = (context.round, memory)
         else:
-            self._pending = None
+            self.pending = None
             self.memory = memory
-
-    @property
-    def resume_state(self) -> ResumeState:
-        """Returns the data that another process needs to resume the client, in addition to its
-        memory."""
-        return ResumeState(self._recorded, self._pending)
-
-    @resume_state.setter
-    def resume_state(self, resume_state: ResumeState) -> None:
-        self._recorded = resume_state.recorded
-        self._pending = resume_state.pending
 
     def rollback(self, memory: Memory) -> None:
         """Restores the memory from before the round, as if the client had failed in its step."""
-        self._pending = None
+        self.pending = None
         self.memory = memory
 
     def facts(self, context: RoundContext) -> Mapping[str, Any]:

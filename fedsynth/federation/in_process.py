@@ -70,7 +70,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         return ExactClientView(ids, resident, records, network=context.architecture)
     allowances = [client.charge(phase, context) for client in clients]
     budget = clients[0].budget
-    if budget is None or not budget.guaranteed:
+    if budget is None or not budget.plan.facts.guaranteed:
         return ExactClientView(ids, resident, records, allowances, network=context.architecture)
     users = None
     if context.privacy is not None and context.privacy.unit == USER:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -321,11 +321,7 @@ class TriedSums(GaussianSumMechanism):
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Compares the factors, then adds their products as `GaussianSumMechanism` does."""
-        factors = []
-        for field in fields(products):  # type: ignore[arg-type]
-            factor = getattr(products, field.name)
-            if isinstance(factor, Tensor):
-                factors.append(factor.double())
+        factors = [value.double() for value in vars(products).values() if isinstance(value, Tensor)]
         records = self._records(len(products), sample)
         self._trial.compare(self._key, records, torch.cat(factors, dim=1))
         super().add_products(products, sample)

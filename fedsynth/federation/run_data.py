@@ -46,18 +46,16 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
     """
     match data:
         case (ImageData() as train, (ImageData() | None) as test):
-            pass
-        case _:
-            raise DataError(
-                "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the "
-                f"result of fedsynth.load_folder, got {type(data).__name__}"
-            )
-    if test is not None and train.spec != test.spec:
-        raise DataError(
-            f"training and test data must have the same specification, got {train.spec.name!r} "
-            f"and {test.spec.name!r}"
-        )
-    return train, test
+            if test is not None and train.spec != test.spec:
+                raise DataError(
+                    "training and test data must have the same specification, got "
+                    f"{train.spec.name!r} and {test.spec.name!r}"
+                )
+            return train, test
+    raise DataError(
+        "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the result of "
+        f"fedsynth.load_folder, got {type(data).__name__}"
+    )
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:

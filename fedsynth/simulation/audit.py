@@ -259,7 +259,7 @@ class AuditedRun(Simulation):
 
     def claimed(self) -> float:
         """Returns the ε that the audited client's ledger states."""
-        return self.plan.epsilon([self.budget.history()])
+        return self.plan.epsilon([self.budget.ledger.history()])
 
 
 def _busiest(settings: RunSettings) -> int:

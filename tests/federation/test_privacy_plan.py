@@ -226,7 +226,7 @@ def test_a_budget_charges_an_exchange_when_it_comes() -> None:
         *plan.client_rows(0, context(plan.run))[1:],
         plan.client_rows(0, context(plan.run))[0],
     ]
-    assert budget.history() == ledger.history()
+    assert budget.ledger.history() == ledger.history()
     assert other.history().releases == ()
 
 

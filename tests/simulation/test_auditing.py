@@ -278,7 +278,7 @@ def test_an_audit_has_the_runs_plan_and_does_not_use_its_ledger(tmp_path: Path) 
     original = AuditedRun.claimed
 
     def claimed(self: AuditedRun) -> float:
-        rows.extend(self.budget.history().releases)
+        rows.extend(self.budget.ledger.history().releases)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
