@@ -374,7 +374,7 @@ def calibrate_noise_multiplier(
             raise PrivacySettingError(
                 "privacy",
                 "epsilon",
-                "is too small, because releases with fixed noise or without a guarantee cost more",
+                "is too small, because even a noise multiplier of 1e6 gives a larger ε",
                 value=f"{target_epsilon:g}",
             )
         low, at_low = high, at_high

@@ -199,9 +199,7 @@ def refuse_dependence(
             with _refusing(name, "cannot take random images"):
                 finding = dependence_on_batch(function, shape, device)
             if finding:
-                reason = (
-                    f"{finding}, so the influence of one example is not bounded. {ADVICE}"
-                )
+                reason = f"{finding}, so the influence of one example is not bounded. {ADVICE}"
                 raise _refused(name, reason)
 
 

@@ -26,7 +26,7 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     share = tmp_path / "share"
     runs = f"--output {tmp_path / 'runs'}"
     synthesize = f"synthesize --data {folder} --dp-epsilon 8 --out {share} {SHORT} {runs}"
-    fedsynth(synthesize).assert_refused(f"run fedsynth data describe {folder}, then")
+    fedsynth(synthesize).assert_refused(f"Run fedsynth data describe {folder}, then")
 
     described = fedsynth(f"data describe {folder}")
     assert described.code == 0, described.stderr
@@ -99,12 +99,12 @@ def test_a_run_that_ends_early_prints_its_cost_and_folder(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("ended after 1 of 2 rounds: client")
     spent = format_epsilon(result.summary["differential_privacy"]["epsilon"])
-    assert f"; spent: ε = {spent} at δ" in line
+    assert f". Spent: ε = {spent} at δ" in line
     assert line.endswith(f". The results are in {result.folder}")
 
     with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
         simulate(quick(privacy=private), output=tmp_path / "cut")
     line = capsys.readouterr().err.splitlines()[-1]
     (left,) = (tmp_path / "cut").iterdir()
-    assert "after 1 of 2 rounds; spent: ε = " in line
+    assert "after 1 of 2 rounds. Spent: ε = " in line
     assert line.endswith(f"--resume {left}")

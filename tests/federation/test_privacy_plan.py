@@ -127,7 +127,7 @@ def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(BudgetExceededError, match="is exhausted"):
         plan_of(nearly, joining((SPENT,), (), ()))
     unsettled = PrivacyPlan.checked(settings(epsilon=8.0), context(run))
-    with pytest.raises(Exception, match="no client has joined"):
+    with pytest.raises(Exception, match="before the clients have joined"):
         _ = unsettled.sigma
 
 

@@ -245,7 +245,7 @@ def mixing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (
             torch.jit.script(nn.BatchNorm1d(6, track_running_stats=False)),
             None,
-            r"replace the layers that Opacus does not support.*group_norm_twin",
+            r"Replace the layers that Opacus does not support.*group_norm_twin",
         ),
     ],
 )

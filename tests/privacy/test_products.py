@@ -189,7 +189,7 @@ def test_a_user_counts_as_one_however_many_records() -> None:
     made = Moments(100 * torch.ones(6, D), targets(torch.zeros(6, dtype=torch.int64)), B)
     one = charged(made.width, unit=USER)
     one.sample(1)
-    with pytest.raises(PrivacyError, match="charged to protect users"):
+    with pytest.raises(PrivacyError, match="protects users"):
         one.add_products(made)
     whose = Sample(torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.full((6,), 1 / 6))
     one.add_products(made, whose)

@@ -147,7 +147,7 @@ def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
         Sample(sample.records, shares=sample.shares),
     )
     for somebodys in incomplete:
-        with pytest.raises(PrivacyError, match="charged to protect users"):
+        with pytest.raises(PrivacyError, match="protects users"):
             one.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), somebodys)
 
 

@@ -84,7 +84,7 @@ def put(path: str, value: Any) -> Callable[[Any], None]:
         ({"correct": 401}, "audit: correct must satisfy 0 <= correct"),
         ({"canaries": 10**400}, "audit.canaries is wrong"),
         ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
-        ({"correct": 400, "confidence": 0.5}, "audit: its lower bound on ε"),
+        ({"correct": 400, "confidence": 0.5}, "the audit's lower bound on ε"),
         ({"confidence": 1.0}, "audit.confidence is wrong"),
         ({"method": "fedavg"}, "audit.method is 'fedavg'"),
         ({"delta": 1e-6}, "audit.delta is"),

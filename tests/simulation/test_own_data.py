@@ -206,7 +206,9 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
         )
     for target in ({"epsilon": 8.0}, {"epsilon": 8.0, "noise_multiplier": None}):
         capped = {k: v for k, v in private(ledger=ledgers, **target).items() if v is not None}
-        with pytest.raises(UnaccountedReleaseError, match="epsilon=8 cannot be guaranteed") as caught:
+        with pytest.raises(
+            UnaccountedReleaseError, match="epsilon=8 cannot be guaranteed"
+        ) as caught:
             simulate(tiny(privacy=capped), data=(scans(), None), parts=PARTS)
         assert f"a round of {method} (none): a run on the same data" in str(caught.value)
     later = simulate(
@@ -351,8 +353,8 @@ def test_methods_with_variants_and_own_models_run_without_test_images(
 
 def test_data_and_words_that_cannot_be(tmp_path: Path) -> None:
     cases: list[tuple[Any, str | None, type[Exception], str]] = [
-        ((scans(), "public"), None, DataError, "or \\(train, None\\)"),
-        ((None, scans()), None, DataError, "each made by"),
+        ((scans(), "public"), None, DataError, "tuple \\(train, test\\)"),
+        ((None, scans()), None, DataError, "fedsynth.from_arrays"),
         ((scans(), scans(name="other")), None, DataError, "same specification"),
         ((scans(), scans()), "secret", FedsynthError, "secret"),
     ]

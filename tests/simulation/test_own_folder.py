@@ -62,7 +62,7 @@ def test_only_classes_need_a_partition(tmp_path: Path) -> None:
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Catches: sizes, classes or shape of private images that become public unasked."""
     folder = make_folder(tmp_path)
-    with pytest.raises(DataError, match=f"run fedsynth data describe {folder}, then") as caught:
+    with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then") as caught:
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="needs a declaration"):
@@ -201,7 +201,7 @@ def test_only_training_images_are_refused_with_a_message(tmp_path: Path) -> None
     """Catches: "cannot unpack non-iterable ImageData object"."""
     train: ImageData = load_folder(make_folder(tmp_path)).train
     for wrong in (train, [1, 2, 3], "digits"):
-        with pytest.raises(DataError, match=r"data must be \(train, test\)") as caught:
+        with pytest.raises(DataError, match=r"data must be a tuple \(train, test\)") as caught:
             simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
 

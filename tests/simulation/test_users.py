@@ -119,7 +119,7 @@ def test_the_engine_splits_by_what_it_protects(unit: str, cut: bool) -> None:
 
 
 def test_what_users_need() -> None:
-    with pytest.raises(PrivacySettingError, match=r"needs privacy\.nominal_size"):
+    with pytest.raises(PrivacySettingError, match=r"requires privacy\.nominal_size"):
         resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
     with pytest.raises(PrivacySettingError, match="one of record, user"):
         settings(unit="household")
