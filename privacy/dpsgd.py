@@ -369,8 +369,8 @@ def check_example_gradients(
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
             f"the per-example gradients of the model failed with {type(error).__name__}. Replace "
-            "the layers that Opacus does not support (fedsynth.privacy.dpsgd.group_norm_twin "
-            "replaces batch norm, LSTM and attention)"
+            "the layers that Opacus does not support, for example with "
+            "fedsynth.privacy.dpsgd.group_norm_twin"
         ) from error
 
 

@@ -369,7 +369,7 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
             if time.monotonic() >= until:
                 raise LedgerError(
                     f"another process has held the lock on {path} for {LOCK_SECONDS:g} s. Wait until "
-                    f"that process ends, or end the process (fuser {path} shows its number)"
+                    f"that process ends, or end the process (fuser {path} shows the process)"
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error

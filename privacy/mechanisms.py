@@ -402,8 +402,8 @@ class GaussianSumMechanism:
         open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
-                f"products of {products.width} coordinates need a mechanism for one group of that "
-                f"width, got {self._groups} groups of {self._width} coordinates"
+                f"the mechanism must have one group of {products.width} coordinates for these "
+                f"products, got {self._groups} groups of {self._width}"
             )
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(

@@ -155,7 +155,7 @@ class DataOwner:
                 before the main one.
         """
         complete = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
-        rule = f"must not share its noise with other clients, and its phase must be {MAIN!r}"
+        rule = f"must have shares=1, addends=None and phase={MAIN!r}"
         require(complete, "plan", rule, plan.name)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases

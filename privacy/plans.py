@@ -292,7 +292,7 @@ class GroupReleaseBudget(Generic[S]):
     def _refuse_empty(self, name: str) -> None:
         if not self._allowances:
             raise UnplannedReleaseError(
-                f"release {name!r} cannot be used by a group without clients that were charged"
+                f"release {name!r} was not charged to any client of this group"
             )
 
 

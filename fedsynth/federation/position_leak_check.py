@@ -371,11 +371,10 @@ def _disturbed(message: Message) -> Message:
 
 
 MOVED = (
-    "On the machine that tested it, the bits of an example's vector depend on its position "
-    "among other examples. Epsilon may not hold against a server that crafts weights "
-    "(docs/threat-model.md, malicious servers)"
+    "The position of an example in a batch changes the last bits of its vector on the machine of "
+    "this test. Epsilon may not hold against a server that crafts weights (docs/threat-model.md)"
 )
-NOT_TRIED = "The test whether an example's vector depends on other examples failed: "
+NOT_TRIED = "The test of the independence of examples could not run: "
 
 
 def check_private_steps(

@@ -248,7 +248,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> Non
     """
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise diverged_error(f"{name} of the {source}", number)
+            raise diverged_error(f"{name} of {source}", number)
 
 
 def diverged_error(what: str, number: int, problem: str = "is not finite") -> DivergedError:

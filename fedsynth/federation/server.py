@@ -141,7 +141,7 @@ class Server:
             self._next = self.method.first_aggregate(self._next, ordered, context)
             return
         state = self.method.server_step(self._next, ordered, context)
-        check_finite(state.parameters, "server's model", context.round)
+        check_finite(state.parameters, "the server's model", context.round)
         self.state = self._next = state
 
     def end(self, context: RoundContext) -> None:
@@ -165,7 +165,7 @@ class Server:
         state = self.method.from_sum(phase, self._next, total.message, count, context)
         self._next = state
         if phase != FIRST:
-            check_finite(state.parameters, "server's model", context.round)
+            check_finite(state.parameters, "the server's model", context.round)
             self.state = state
 
     def final_parameters(self) -> Mapping[str, Tensor]:
@@ -349,4 +349,4 @@ def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
     diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]
-        raise diverged_error(f"{error.field} of the client {client}", context.round, error.reason)
+        raise diverged_error(f"{error.field} of client {client}", context.round, error.reason)

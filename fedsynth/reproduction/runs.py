@@ -309,7 +309,7 @@ class Runner:
             return Outcome(job, "not begun", "the time budget is exhausted")
         with claimed(self._rows.run_folder(job.settings)) as free:
             if not free:
-                return Outcome(job, "claimed", "another process runs it")
+                return Outcome(job, "claimed", "another process runs this cell")
             if run_hash(job.settings) in self._rows.all():  # finished in the meantime
                 return Outcome(job, "existing")
             return self._resume_or_begin(job)
@@ -342,7 +342,7 @@ class Runner:
                 )
             except OutOfTimeError:
                 rounds = len(metrics_of(unfinished(folder)))
-                text = f"after {rounds} of {settings.rounds} rounds; repeat the command to resume"
+                text = f"after {rounds} of {settings.rounds} rounds. Repeat the command to resume"
                 return Outcome(job, "stopped", text)
             except DivergedError as error:
                 rows = metrics_of(unfinished(folder))

@@ -159,7 +159,9 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
             f"must be an even number from 2 to canaries={canaries}, got {guesses}",
         )
     if not 0.5 <= confidence < 1:
-        raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
+        raise SettingError(
+            None, "confidence", f"must be at least 0.5 and below 1, got {confidence}"
+        )
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:

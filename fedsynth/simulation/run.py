@@ -304,8 +304,8 @@ class Simulation:
             return f"{progress}{self._spent()}. Nothing was written"
         charge_note = ""
         if self._private:
-            charge_note = " (the interrupted round is charged again)"
-        return f"{progress}{self._spent()}. To resume: --resume {self.folder.path}{charge_note}"
+            charge_note = ". Resuming charges the interrupted round again"
+        return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """Creates the run folder with the settings, new ledgers and checkpoints."""

@@ -21,8 +21,8 @@ from fedsynth.results.report_facts import headline as headline_of_plan
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = (
-    "no differential privacy: the clients' uploads are not protected (set privacy.epsilon "
-    "to protect them)"
+    "no differential privacy: the clients' uploads are not protected. Set privacy.epsilon to "
+    "protect the uploads"
 )
 NO_LATER_EPSILON = "no later run on these data can state an ε"
 
@@ -33,7 +33,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
         return headline_of_plan(plan)
     lines: list[str] = [UNPROTECTED]
     if settings.ledger is not None:
-        lines.append(f"  the ledgers in {settings.ledger} record this: {NO_LATER_EPSILON}")
+        lines.append(f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}")
     return lines
 
 

@@ -390,8 +390,7 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 def _restore_hint(path: Path) -> str:
     return (
-        f"Restore the ledger from a backup. If its run was interrupted before the first round, "
-        f"delete {path} instead"
+        f"Restore the ledger from a backup. If the run ended before its first round, delete {path}"
     )
 
 

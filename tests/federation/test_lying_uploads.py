@@ -421,7 +421,7 @@ def test_all_that_diverge_are_an_optimisation_and_no_lie(monkeypatch: pytest.Mon
         return Replies({client: nan_everywhere(message) for client, message in sent.items()})
 
     monkeypatch.setattr(InProcess, "step", step)
-    with pytest.raises(DivergedError, match=r"round 1: parameters.* of the client 0 is not finite"):
+    with pytest.raises(DivergedError, match=r"round 1: parameters.* of client 0 is not finite"):
         simulate(resolve(TINY["fedavg"]))
 
 

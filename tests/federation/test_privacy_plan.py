@@ -217,7 +217,7 @@ def test_a_budget_charges_an_exchange_when_it_comes() -> None:
         "class sums of logits (V and R)",
         "class counts",
     ]
-    with pytest.raises(UnplannedReleaseError, match="for the first exchange"):
+    with pytest.raises(UnplannedReleaseError, match="The first exchange"):
         first.take("images")
     main = budget.charge(context(plan.run), MAIN)
     assert [row.quantity for row in ledger.releases[2:]] == ["synthetic images"]  # type: ignore[var-annotated]

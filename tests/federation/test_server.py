@@ -134,7 +134,7 @@ def test_a_request_of_another_type_is_not_sent(
     phase: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trace, name, lambda *_: Word(torch.ones(1)))
-    with pytest.raises(TypeError, match=r"trace declares messages of type \w+, got Word"):
+    with pytest.raises(TypeError, match=r"trace must send messages of type \w+, got Word"):
         server().request(phase, context(2))
 
 
@@ -147,7 +147,7 @@ def test_a_reply_of_another_type_is_refused(phase: str, reply: Message) -> None:
     made.request(phase, context(2))
     before = made.state
     got = type(reply).__name__
-    with pytest.raises(TypeError, match=f"trace declares messages of type Word, got {got}"):
+    with pytest.raises(TypeError, match=f"trace must send messages of type Word, got {got}"):
         made.receive(phase, {**words(0), 1: reply}, context(2))
     assert made.state is before
 
@@ -183,5 +183,5 @@ def test_a_method_takes_the_messages_that_it_declares() -> None:
         for declared in (method.downlink, method.upload):
             check_declared(method, object.__new__(declared), declared)
             for wrong in (Word, type("Sub", (declared,), {})):
-                with pytest.raises(TypeError, match=f"{name} declares .*{declared.__name__}, got"):
+                with pytest.raises(TypeError, match=f"{name} must send .*{declared.__name__}, got"):
                     check_declared(method, object.__new__(wrong), declared)

@@ -127,7 +127,7 @@ def test_small_delta_stays_pessimistic() -> None:
     # Without a slack for the FFT's rounding error the PLD says 1.9091 where the truth is 1.9093.
     almost_full = [row(1000.0, 1 - 1e-9, 100_000)]
     assert epsilon(almost_full, 2e-10) >= epsilon([row(1000.0, 1, 100_000)], 2e-10) * (1 - 1e-7)
-    with pytest.raises(PrivacySettingError, match="not accurate enough"):
+    with pytest.raises(PrivacySettingError, match="for this number of subsampled steps"):
         epsilon(almost_full, 1e-10)
     assert math.isfinite(epsilon([row(3.0)], 1e-30))  # closed form: no such limit
 
@@ -236,7 +236,7 @@ def test_ill_posed_calibration() -> None:
     for target in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(PrivacySettingError, match=r"privacy\.epsilon must"):
             calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)])
-    with pytest.raises(PrivacySettingError, match="epsilon=.* is too small"):
+    with pytest.raises(PrivacySettingError, match=r"epsilon=.* is too small"):
         calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
     with pytest.raises(PrivacySettingError, match="delta"):
         calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
@@ -395,7 +395,7 @@ def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
         assert composed.get_delta_for_epsilon(ε) + merged.slack >= exact
     assert merged.slack == pytest.approx(2e-10)
     assert Merged(sampled=((σ, 0.5, 1000),)).slack == accounting.FFT_SLACK
-    with pytest.raises(PrivacySettingError, match="at least 2e-09 with so many subsampled steps"):
+    with pytest.raises(PrivacySettingError, match="at least 2e-09 for this number"):
         epsilon([row(2000.0, 0.1, steps)], 1e-9)
 
 

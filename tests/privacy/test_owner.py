@@ -108,7 +108,7 @@ def test_the_budget_covers_all_releases() -> None:
     one.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0)
     assert 1.99 < one.spent() <= 2.0
     before = one._ledger.releases
-    with pytest.raises(BudgetExceededError, match="of at most 2 that"):
+    with pytest.raises(BudgetExceededError, match="of 2 "):
         one.noisy_mean(clip=1.0)
     assert one._ledger.releases == before
 
@@ -127,7 +127,7 @@ def test_a_permanent_ledger_is_continued_and_refuses_other_records(tmp_path: Pat
     again = owner(ledger=tmp_path)
     assert 0.99 < again.spent() <= 1.0
     assert read_ledger(tmp_path / "a.jsonl").releases == again._ledger.releases
-    with pytest.raises(LedgerError, match="differ from those"):
+    with pytest.raises(LedgerError, match="records of the ledger are missing"):
         owner(200, ledger=tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_series_counts_only_for_its_owner_and_with_its_own_noise() -> None:
         dimension=18,
         groups=3,
     )
-    with pytest.raises(PrivacySettingError, match="share its noise"):
+    with pytest.raises(PrivacySettingError, match="shares=1"):
         owner().charge(replace(plan, shares=100))
     series = owner().charge(plan)
     with pytest.raises(PrivacyError, match="not charged to"):

@@ -180,7 +180,7 @@ def test_a_series_refuses_more_than_was_charged() -> None:
         charged(made.width).add_products(made)
     for one in (charged(made.width, 0.9), charged(made.width + 1), charged(made.width, groups=2)):
         one.sample(2)
-        with pytest.raises(PrivacyError, match="charged for"):
+        with pytest.raises(PrivacyError, match="the mechanism"):
             one.add_products(made)
 
 

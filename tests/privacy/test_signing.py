@@ -157,10 +157,10 @@ def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> 
     encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
     file = tmp_path / "file"
     for content, message in (
-        (b"", "not a private Ed25519 key"),
-        (b"\xff", "not a private Ed25519 key"),
-        (keys[1].read_bytes(), "not a private Ed25519 key"),
-        (private_pem(curve), "not a private Ed25519 key"),
+        (b"", "unencrypted private Ed25519 key"),
+        (b"\xff", "unencrypted private Ed25519 key"),
+        (keys[1].read_bytes(), "unencrypted private Ed25519 key"),
+        (private_pem(curve), "unencrypted private Ed25519 key"),
         (encrypted, "must be an unencrypted"),
     ):
         file.write_bytes(content)
@@ -168,7 +168,7 @@ def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> 
             read_private_key(file)
     for content in (b"", keys[0].read_bytes(), public_pem(curve)):
         file.write_bytes(content)
-        with pytest.raises(SigningError, match="not a public Ed25519 key"):
+        with pytest.raises(SigningError, match="unencrypted public Ed25519 key"):
             read_public_key(file)
     for read in (read_private_key, read_public_key):
         with pytest.raises(SigningError, match="cannot read the key"):

@@ -145,13 +145,13 @@ DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *((text, "not a privacy report") for text in ("[]", "", DEEP)),
+        *((text, "not a valid privacy report") for text in ("[]", "", DEEP)),
         ('{"schema_version": 3}', "schema 3"),
         ('{"schema_version": true}', "schema True"),
         ('{"schema_version": 4, "x": NaN}', "NaN is not a valid number"),
         ('{"schema_version": 4, "x": 1e999}', "too large"),
         ('{"schema_version": 4, "x": {"a": 1, "a": 2}}', "twice"),
-        ('{"schema_version": 4, "x": "\\ud800"}', "not a privacy report"),
+        ('{"schema_version": 4, "x": "\\ud800"}', "not a valid privacy report"),
     ],
 )
 def test_an_invalid_report_is_one_line(run: Case, text: str, message: str) -> None:

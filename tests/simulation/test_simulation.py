@@ -117,7 +117,7 @@ def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
     settings = resolve(
         {"run": {"method": method, "rounds": 1}, "model": {"width": 4}, "method": diverging}
     )
-    with pytest.raises(DivergedError, match=rf"round 1: {name} of the client 0 is not finite"):
+    with pytest.raises(DivergedError, match=rf"round 1: {name} of client 0 is not finite"):
         simulate(settings, output=tmp_path)
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
