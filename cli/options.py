@@ -167,8 +167,7 @@ def from_table(
     """
     if config is not None:
         raise OptionError("--preset and --config both define all settings: use only one of them")
-    from fedsynth.reproduction.preset_files import preset
-    from fedsynth.reproduction.presets import cell_words, preset_sections
+    from fedsynth.reproduction.presets import cell_words, preset, preset_sections
 
     table = preset(name)
     sections, cell = preset_sections(table, chosen)

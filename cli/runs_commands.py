@@ -282,8 +282,8 @@ def reproduce(
         return
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
-    from fedsynth.reproduction.preset_files import preset as preset_of
     from fedsynth.reproduction.presets import cell_words
+    from fedsynth.reproduction.presets import preset as preset_of
     from fedsynth.reproduction.rows import Rows
     from fedsynth.reproduction.runs import Clock, Runner, jobs_of
 
@@ -358,7 +358,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def _list_tables() -> None:
     """Prints all tables, and the published experiments that fedsynth does not cover."""
-    from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
+    from fedsynth.reproduction.presets import not_covered, preset, preset_names
 
     rows = [["preset", "runnable", "cells", "what it shows"]]
     for table in map(preset, preset_names()):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
-    from fedsynth.reproduction.preset_files import load_preset as load_preset
+    from fedsynth.reproduction.presets import load_preset as load_preset
     from fedsynth.results.export import export_run as export_run
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model

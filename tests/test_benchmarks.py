@@ -73,7 +73,7 @@ def test_the_private_baseline_is_an_interior_optimum_of_its_grid(script: Any) ->
 
 def test_reproduced_rows_are_of_the_presets_as_they_are() -> None:
     """Catches: a preset that changed without its rows being deleted or made again."""
-    from fedsynth.reproduction.preset_files import preset
+    from fedsynth.reproduction.presets import preset
     from fedsynth.reproduction.rows import Rows, run_hash
 
     rows = Rows(BENCHMARKS / "results" / "reproduction").all()

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from fedsynth.reproduction.comparison import Line, format_number, lines
-from fedsynth.reproduction.preset_files import preset, preset_names
-from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of
+from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of, preset, preset_names
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
 from library import RESULTS, pivot

@@ -16,8 +16,7 @@ from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.reproduction.preset_files import preset, preset_names
-from fedsynth.reproduction.presets import Preset
+from fedsynth.reproduction.presets import Preset, preset, preset_names
 from generate.markdown import arguments, code, example, fence, plain, prose, table
 
 

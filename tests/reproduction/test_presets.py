@@ -9,8 +9,15 @@ import pytest
 from fedsynth import load_preset, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import UnknownNameError
-from fedsynth.reproduction.preset_files import not_covered, preset, preset_names, published
-from fedsynth.reproduction.presets import PresetError, main_cell, preset_sections
+from fedsynth.reproduction.presets import (
+    PresetError,
+    main_cell,
+    not_covered,
+    preset,
+    preset_names,
+    preset_sections,
+    published,
+)
 from fedsynth.reproduction.rows import run_hash
 
 CHOSEN = "not given in the paper: chosen"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fedsynth.reproduction.comparison import ABOVE, NONE, WITHIN, format_number, lines, verdict
-from fedsynth.reproduction.preset_files import preset
-from fedsynth.reproduction.presets import Number
+from fedsynth.reproduction.presets import Number, preset
 from fedsynth.reproduction.rows import curve_of, measured
 
 
