@@ -37,15 +37,15 @@ class ClientBudget:
     """The budget of one client in a private run. It charges the client's releases to a ledger.
 
     Args:
-        client: its index in the federation, which selects its part of the plan.
-        ledger: its own.
-        plan: the run's.
-        secret: its own; None makes one with a fresh key.
-        cap: its owner's cap, in addition to the run's own; None: no other.
+        client: the index of the client, which selects the client's part of the plan.
+        ledger: the client's ledger.
+        plan: the privacy plan of the run.
+        secret: the client's generator of noise. None makes a generator with a fresh key.
+        cap: the cap of the data owner, in addition to the cap of the run. None means no cap.
 
     Attributes:
-        plan: the run's.
-        make_series: charges and makes its series; an audit observes them.
+        plan: the privacy plan of the run.
+        make_series: charges the ledger and makes the mechanism. An audit replaces this function.
 
     Raises:
         LedgerError: the ledger holds releases of another unit.
@@ -135,7 +135,7 @@ class RefusedError(Exception):
     """Raised when a client refuses a request.
 
     Attributes:
-        refusal: its answer.
+        refusal: the answer of the client.
     """
 
     def __init__(self, refusal: Refusal) -> None:
@@ -172,18 +172,18 @@ class ClientRuntime:
 
     Args:
         number: k, from 0.
-        settings: its own copy.
-        context: public, of round 1, without the terms.
-        data: its own.
-        ledger: its own; None: nothing is charged.
+        settings: the client's copy of the settings.
+        context: the public context of round 1, without the terms.
+        data: the client's records.
+        ledger: the client's ledger. None means that nothing is charged.
         secret: the generator of its noise; None makes one with a fresh key when it is needed.
-        cap: its owner's cap, whatever the run's settings do; None: no other cap.
-        remote: whether it is on its owner's machine, where an upload with only a part of the noise
+        cap: the cap of the data owner, in addition to the cap of the run. None means no cap.
+        remote: True on the data owner's machine, where an upload with only a part of the noise
             may leave only in a secure sum.
 
     Attributes:
-        budget: set from `start` on, with differential privacy.
-        context: public; with the terms from `start` on.
+        budget: the privacy budget. It is set by `start` in a private run.
+        context: the public context. `start` adds the terms.
         recorded: the last round that an open client's ledger has recorded; 0: none.
         pending: the round of a first exchange, and the client's memory of it for that round.
     """
@@ -265,7 +265,7 @@ class ClientRuntime:
 
         Raises:
             RequestRefusedError: the terms came before, or are not those of its own settings.
-            LedgerError: its ledger holds releases of another unit.
+            LedgerError: the ledger holds releases of another unit.
         """
         if self._has_terms:
             raise RequestRefusedError(f"client {self.number} has already received the run terms")
@@ -326,7 +326,7 @@ class ClientRuntime:
         charged.
 
         Raises:
-            LedgerError: its ledger cannot be written.
+            LedgerError: the ledger cannot be written.
         """
         self.require_terms()
         try:
@@ -359,7 +359,7 @@ class ClientRuntime:
         failed step that has not drawn noise yet can be repeated without another charge.
 
         Raises:
-            RefusedError: its cap would be exceeded (`ClientBudget.charge`).
+            RefusedError: the cap would be exceeded (`ClientBudget.charge`).
             RequestRefusedError: it has not received the terms.
         """
         if self.budget is None:

@@ -139,14 +139,14 @@ class MechanismCosts:
     """The plan of a run with one mechanism.
 
     Attributes:
-        mechanism: its name.
+        mechanism: the name of the mechanism.
         noise_multiplier: σ of the chief release.
-        clip: its 𝒞.
-        sample_rate: its q.
-        releases: of a client in a round, all in all.
+        clip: 𝒞 of the chief release.
+        sample_rate: q of the chief release.
+        releases: the number of releases of a client in a round.
         epsilon: after each round (of more than 1,000 after `shown_rounds`), at `delta`.
         delta: δ.
-        target: the budget that was asked for, if one was.
+        target: the requested budget, or None.
         rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
             and number; where the method names a public case, also the pooled sum's
             `signal_to_noise` (`ReleasePlan.signal_to_noise`).

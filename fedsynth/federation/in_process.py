@@ -282,7 +282,7 @@ class _GroupReporter:
     """Converts the progress of one group to the progress of the round.
 
     Args:
-        reporter: the round's.
+        reporter: the reporter of the round.
         finished: the number of clients that have taken their step.
         size: the number of clients in the group.
         clients: the number of clients that take a step in this exchange.

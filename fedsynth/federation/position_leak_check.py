@@ -90,8 +90,8 @@ class StepTrial:
     each record.
 
     Args:
-        plan: the run's, without σ.
-        context: of the round; its device is tried.
+        plan: the privacy plan of the run, without σ.
+        context: the context of the round. The trial uses its device.
         client: the client's index.
         thorough: for user code: with as many records as a step has, two releases, and a check for
             random draws; otherwise with few records and one release.
@@ -239,7 +239,7 @@ class StepTrial:
         Args:
             key: the series and its release.
             records: positions among the client's records.
-            rows: of these records, [N, D].
+            rows: the rows of these records, [N, D].
         """
         rows = rows.detach().nan_to_num(0.0, 0.0, 0.0)  # as in the mechanism
         numbers = self._run.order[records]
@@ -286,7 +286,7 @@ class TriedSums(GaussianSumMechanism):
 
     Args:
         trial: the trial.
-        release, groups, guard, secret: see `GaussianSumMechanism`; the guard's ledger is no client's.
+        release, groups, guard, secret: see `GaussianSumMechanism`.
     """
 
     def __init__(
@@ -383,8 +383,8 @@ def check_private_steps(
     """Refuses user code whose result for one example depends on other examples.
 
     Args:
-        settings: of the run; without a guarantee nothing is tried.
-        context: public, of round 1; its device is tried.
+        settings: the settings of the run. Runs without a guarantee are not checked.
+        context: the public context of round 1. The trial uses its device.
         client: the client whose step is tried; None: one client of each architecture.
 
     Returns:

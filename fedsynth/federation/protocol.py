@@ -44,9 +44,9 @@ class ClientInfo:
     """The message with which a client joins a run.
 
     Args:
-        client: its index.
+        client: the index of the client.
         size: n_k; None with differential privacy: private.
-        history: its ledger's releases in earlier runs on the same records; None: it has no ledger.
+        history: the releases of earlier runs on the same records. None: the client has no ledger.
     """
 
     client: int
@@ -74,7 +74,7 @@ class Refusal:
     """The answer of a client that refuses a request.
 
     Args:
-        client: its index.
+        client: the index of the client.
         reason: for people.
         kind: BUDGET, which ends a run regularly, or REQUEST, which is an error.
         spent: the client's name, its current ε, and its ε after one more round, if its budget would
@@ -92,9 +92,9 @@ class SecureSum:
     """The sum of the uploads of some clients. No party sees the single uploads.
 
     Args:
-        message: its fields are the sums.
+        message: a message whose fields are the sums.
         clients: whose uploads were summed, ascending.
-        placeholder: in place of each single upload.
+        placeholder: a message that stands for each single upload.
     """
 
     message: Message
@@ -111,7 +111,7 @@ class Replies:
         refusals: the answers of clients that refuse.
         lost: client -> why it did not answer, or answered with an error.
         rejected: client -> why its answer is not a message of the declared type.
-        total: in place of messages, where the server sees only their sum.
+        total: the sum of the uploads, if the server sees only the sum.
     """
 
     messages: Mapping[int, Message] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class ClientEvaluation:
     """The metrics of models on one client's test split. They are exact functions of private data.
 
     Args:
-        client: its index.
+        client: the index of the client.
         size: the number of all its records, training and test.
         tested: the number of examples of its test split.
         right: for each model, the number of correct predictions.
@@ -173,7 +173,7 @@ class Exchange(Protocol):
         Args:
             phase: the exchange.
             message: the request.
-            context: the round's, with all that take part by the schedule.
+            context: the context of the round, with all scheduled clients.
             clients: the clients of the round that are still present, ascending.
         """
 
@@ -256,7 +256,7 @@ def diverged_error(what: str, number: int, problem: str = "is not finite") -> Di
 
     Args:
         what: the tensor and its owner.
-        number: of the round.
+        number: the number of the round.
         problem: the symptom.
     """
     return DivergedError(
@@ -296,7 +296,7 @@ class Observer:
         """Called when a run is about to start or to resume with these settings.
 
         Args:
-            settings: the run's, resolved.
+            settings: the resolved settings of the run.
             folder: what the run's folder is called once it has finished; None: it leaves none.
         """
 

@@ -56,7 +56,7 @@ class Server:
     """The server of one federation.
 
     Args:
-        method: its steps.
+        method: the method, which defines the steps.
         parameters: the initial model, on the server's device.
 
     Attributes:
@@ -148,7 +148,7 @@ class Server:
         """Finishes the state after the last round.
 
         Args:
-            context: of the last completed round.
+            context: the context of the last completed round.
         """
         self.state = self._next = self.method.at_end(self.state, context)
 
@@ -197,12 +197,12 @@ class RoundResult:
     """The result of a round.
 
     Args:
-        uploads: of its main exchange, by client.
+        uploads: the uploads of the main exchange, by client.
         sent: all used messages of each client, in the order of the exchanges.
-        refusal: why there was no round; None: there was one.
+        refusal: the reason why the round did not take place, or None.
         lost: client -> why it did not answer.
         rejected: client -> why its upload could not be used.
-        no_quorum: why the round does not count; None: it does.
+        no_quorum: the reason why the round does not count, or None.
     """
 
     uploads: Mapping[int, Message] = field(default_factory=dict)
@@ -223,9 +223,9 @@ class Agreement:
     """The agreement between the server and its clients before the first round.
 
     Args:
-        terms: as sent to all clients.
+        terms: the terms, which all clients receive.
         plan: each client's planned charges; None without differential privacy.
-        context: public, with the terms.
+        context: the public context, with the terms.
     """
 
     terms: RunTerms
@@ -243,9 +243,9 @@ def negotiate_terms(
     They contain σ with differential privacy, otherwise the clients' sizes.
 
     Args:
-        settings: the run's.
-        context: public, of round 1.
-        exchange: to the clients.
+        settings: the settings of the run.
+        context: the public context of round 1.
+        exchange: the exchange with the clients.
         planned: maps the clients' ledgers to the plan, if a resumed run has one; None: a new plan
             is made.
 
@@ -283,8 +283,8 @@ def run_round(
 
     Args:
         server: makes the requests, and its next state.
-        exchange: to the clients.
-        context: the round's.
+        exchange: the exchange with the clients.
+        context: the context of the round.
         quorum: the smallest share of the round's clients whose uploads make a round; at least one
             upload is needed.
 

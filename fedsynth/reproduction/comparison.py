@@ -119,7 +119,7 @@ def lines(
         cells: some of its cells.
         seeds: whose runs count.
         rows: finished runs by their hashes (`Rows.all`).
-        scale, changes: of the runs.
+        scale, changes: the scale and the changed settings of the runs.
     """
 
     result = []

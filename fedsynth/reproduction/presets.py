@@ -84,7 +84,7 @@ class Number:
         metric: what is measured ("amp_pct").
         domain: the domain where the table has several, "average" for their mean; else empty.
         value: the number; None: the paper shows a figure and prints no number.
-        std: its standard deviation; None: not published.
+        std: the standard deviation. None: not published.
     """
 
     metric: str
@@ -154,9 +154,9 @@ class Preset:
         name: "feddm:table2".
         source, table: as in published_results.csv.
         title: what the table shows.
-        blocks: its settings, in order.
+        blocks: the blocks of settings, in order.
         refusals: cells that cannot be run, by their columns, and why.
-        cells: in the table's order.
+        cells: the cells, in the order of the table.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Preset:
 
         Args:
             cell: one of `cells`.
-            seed: of everything that is reproducible, the partition included.
+            seed: the seed of the run, including the partition.
             changes: sections that override the preset's.
 
         Raises:

@@ -214,8 +214,8 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
     """Returns the metrics of a run's rounds as curves.
 
     Args:
-        rows: of metrics.jsonl.
-        domains: whether clients are domains, so that each client's accuracy is kept.
+        rows: the rows of metrics.jsonl.
+        domains: True if clients are domains, so that the accuracy of each client is kept.
     """
     flat = [_figures("", row, domains) for row in rows]
     names = dict.fromkeys(name for figures in flat for name in figures)
@@ -254,9 +254,9 @@ def measured(
 
     Args:
         number: the published one.
-        row: the run's.
+        row: the row of the run.
         variant: which of several final models is measured; empty: the run's.
-        dataset: its name in this package.
+        dataset: the name of the data set in this package.
         fedavg: FedAvg's row of the same seed, for the number of rounds to FedAvg's accuracy.
     """
     curve = row["curve"]

@@ -72,8 +72,8 @@ class Job:
     Args:
         table: the cell's table.
         cell: one of its cells.
-        seed: of the run.
-        settings: of the run, scaled if it is.
+        seed: the seed of the run.
+        settings: the settings of the run, after scaling.
         changes: sections of settings that differ from the preset's.
     """
 
@@ -112,7 +112,7 @@ def jobs_of(
     Args:
         table: the cells' table.
         cells: some of its cells.
-        seeds: of the runs.
+        seeds: the seeds of the runs.
         scale: None: whole runs.
         changes: sections of settings that override the preset's.
         speed: sections of settings that do not change results (device, compile, the data folder).
@@ -136,7 +136,7 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
     None.
 
     Args:
-        settings: of the whole run.
+        settings: the settings of the whole run.
         scale: s.
 
     Raises:
@@ -205,8 +205,8 @@ class BudgetObserver(Observer):
     Args:
         inner: receives all events.
         clock: the budget.
-        rounds: of the run.
-        checkpointed: whether rounds are checkpointed inside.
+        rounds: the number of rounds of the run.
+        checkpointed: True if a round is also checkpointed while it runs.
     """
 
     def __init__(self, inner: Observer, clock: Clock, rounds: int, checkpointed: bool) -> None:
@@ -250,7 +250,7 @@ class Outcome:
         status: "finished", "existing" (made by an earlier call), "stopped" or "not begun" (by the
             budget), "claimed" (another process runs it), or "failed".
         text: details.
-        error: why it failed.
+        error: the error of a failed run.
     """
 
     job: Job
