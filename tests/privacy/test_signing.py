@@ -116,7 +116,7 @@ def rewritten(run: Path, **values: object) -> None:
         ({"public_key": "x"}, "made with another key"),
         ({"algorithm": "none"}, "algorithm is wrong"),
         ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
-        ({"note": "x"}, "note is not a key"),
+        ({"note": "x"}, "note is an unknown key"),
         ({"files": []}, "files is wrong"),
     ],
 )

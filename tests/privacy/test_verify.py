@@ -81,14 +81,14 @@ def put(path: str, value: Any) -> Callable[[Any], None]:
     ("values", "text"),
     [
         ({"correct": 200}, "audit.epsilon_lower_bound"),
-        ({"correct": 401}, "audit: correct must satisfy 0 <= correct"),
+        ({"correct": 401}, "audit section is damaged: correct must satisfy 0 <= correct"),
         ({"canaries": 10**400}, "audit.canaries is wrong"),
         ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
         ({"correct": 400, "confidence": 0.5}, "the audit's lower bound on ε"),
         ({"confidence": 1.0}, "audit.confidence is wrong"),
         ({"method": "fedavg"}, "audit.method is 'fedavg'"),
         ({"delta": 1e-6}, "audit.delta is"),
-        ({"seal": "x"}, "audit.seal is not a key"),
+        ({"seal": "x"}, "audit.seal is an unknown key"),
     ],
 )
 def test_an_audits_bound_follows_from_its_counts(
@@ -103,14 +103,14 @@ def test_ledger_files_must_hold_these_rows_and_no_others(run: Case) -> None:
     assert run.problems() == []
     run.ledgers[1].charge(row(2, quantity="counts"))
     found = run.problems()
-    assert found[0] == "two: the ledger file has 2 rows, but the report states 1"
+    assert found[0] == "client two: the ledger file has 2 rows, but the report states 1"
     assert len(found) > 1
     assert run.problems(exact=False) == []  # a kept ledger may have grown since
     (run.files / "two.jsonl").rename(run.files / "three.jsonl")
-    assert any("three.jsonl contains the ledger of 'two'" in one for one in run.problems())
-    assert any("has no ledger of two" in one for one in run.problems())
+    assert any("three.jsonl contains the ledger of client 'two'" in one for one in run.problems())
+    assert any("has no ledger of client two" in one for one in run.problems())
     Ledger("five", run.files / "five.jsonl", dataset="d")
-    assert any("has a ledger of five" in one for one in run.problems())
+    assert any("has a ledger of client five" in one for one in run.problems())
     assert not any("five" in one for one in run.problems(exact=False))
     for text in (b"{}\n", b"", b"[" * 100_000, b'{"client": 5}\n', b"\xff\n"):
         (run.files / "one.jsonl").write_bytes(text)
@@ -122,7 +122,7 @@ def test_other_rows_than_the_stated_ones_are_noticed(run: Case) -> None:
     head = report["ledger_heads"]["one"]
     head["rows"] = 2
     problems = read_ledger_rows(report, None, exact=False).problems
-    assert problems == ["one: the report has 3 rows, but its ledger_heads state 2"]
+    assert problems == ["client one: the ledger section has 3 rows, but ledger_heads states 2"]
     head["chain"] = "0"
     (problem,) = read_ledger_rows(report, run.files, exact=False).problems
     assert "chain hash" in problem
