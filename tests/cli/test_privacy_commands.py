@@ -304,7 +304,7 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     assert train(line).code == 0
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
     wrong = fedsynth(f"privacy carry-over '{folder}' north")
-    wrong.assert_refused("existing ledgers: client-000, client-001")
+    wrong.assert_refused("Clients with a ledger: client-000, client-001")
 
 
 def test_repair(fedsynth: Call, tmp_path: Path) -> None:

@@ -192,8 +192,13 @@ def test_plans_are_rows_of_the_ledger() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"phase": "last"}, "phase"), ({"groups": 3}, "must divide"), ({"groups": 0}, "must divide"), ({"shares": 0}, "at least 1")],
-)  # fmt: skip
+    [
+        ({"phase": "last"}, "phase"),
+        ({"groups": 3}, "must divide"),
+        ({"groups": 0}, "must divide"),
+        ({"shares": 0}, "at least 1"),
+    ],
+)
 def test_plans_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivacySettingError, match=message):
         replace(IMAGES, **change)
