@@ -181,7 +181,7 @@ def test_a_signature_is_checked(keys: tuple[Path, Path], fedsynth: Call, tmp_pat
     private, public = keys
     train = f"train {FAST} --output {tmp_path / 'out'}"
     fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
-        "not a private Ed25519 key"
+        "unencrypted private Ed25519 key"
     )
     fedsynth(f"{train} --sign-key {private}").assert_refused("no differential privacy")
     assert not (tmp_path / "out").exists()

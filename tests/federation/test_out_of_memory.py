@@ -132,9 +132,9 @@ def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[i
     sums = PrivateClientView.class_sums
 
     def charged(self: ClientBudget, context: Any, phase: str) -> Any:
-        before = len(self.history().releases)
+        before = len(self.ledger.history().releases)
         granted = charge(self, context, phase)
-        made.extend((self.client, row) for row in self.history().releases[before:])
+        made.extend((self.client, row) for row in self.ledger.history().releases[before:])
         return granted
 
     def without_memory(self: PrivateClientView, series: Any, *args: Any, **kwargs: Any) -> Any:

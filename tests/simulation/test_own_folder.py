@@ -53,7 +53,7 @@ def test_each_site_is_a_client(tmp_path: Path) -> None:
 
 def test_only_classes_need_a_partition(tmp_path: Path) -> None:
     make_folder(tmp_path, sites=())
-    with pytest.raises(PartitionError, match=r"have no sites .*\(partition.kind=dirichlet"):
+    with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
         simulate(tiny(tmp_path), quiet=True)
     result = simulate(tiny(tmp_path, partition={"kind": "iid", "clients": 2}), quiet=True)
     assert len(result.uploads) == 2
@@ -183,7 +183,9 @@ def test_a_published_data_set_with_a_part_missing_is_said(
     monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
     sections = {"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}}
     simulate(resolve(sections))
-    assert "has 1,000 training images on this machine, but 1,438 in" in capsys.readouterr().err
+    assert (
+        "has 1,000 training images, but the published version has 1,438" in capsys.readouterr().err
+    )
     simulate(resolve({**sections, "privacy": {"noise_multiplier": 3.0}}))
     assert "missing" not in capsys.readouterr().err  # it depends on private data
 
