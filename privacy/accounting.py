@@ -117,7 +117,7 @@ class Totals:
     """A summary of releases that suffices to compute their ε.
 
     Attributes:
-        steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 stands for
+        steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
             releases without a finite ε.
     """
 

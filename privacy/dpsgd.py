@@ -300,7 +300,7 @@ def _in_plain_order(model: nn.Module) -> Iterator[None]:
 def _quiet_hooks() -> Iterator[None]:
     """Silences a warning of Opacus' hooks in a `with` block.
 
-    The warning says that the images need no gradient, which is intended.
+    The warning states that the images need no gradient. This is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")

@@ -72,7 +72,7 @@ def _fresh_generator() -> np.random.Generator:
 
 
 class SecretGenerator:
-    """A client's source of Gaussian noise and Poisson samples, which nobody else can predict.
+    """A client's source of Gaussian noise and Poisson samples, which is unpredictable to others.
 
     Args:
         four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.

@@ -94,7 +94,7 @@ class SecureSum:
     Args:
         message: a message whose fields are the sums.
         clients: whose uploads were summed, ascending.
-        placeholder: a message that stands for each single upload.
+        placeholder: a message in place of each single upload.
     """
 
     message: Message
