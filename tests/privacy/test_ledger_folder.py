@@ -258,7 +258,7 @@ def test_a_key_or_list_or_ledger_that_is_gone_is_noticed(folder: Path, tmp_path:
     with pytest.raises(LedgerError, match="'client-000' is missing or damaged"):
         opened(folder, "abx", "de")
     key.write_bytes(b"short")
-    with pytest.raises(LedgerError, match="damaged"):
+    with pytest.raises(LedgerError, match=r"must have 32 bytes|damaged"):
         opened(folder, "abc", "de")
 
 
