@@ -295,7 +295,7 @@ def test_a_run_that_gets_a_signal_ends_in_order(number: int, code: int, tmp_path
         finally:
             run.kill()
     (folder,) = output.iterdir()
-    assert "of 400 rounds; spent: ε = " in said.read_text()
+    assert "of 400 rounds. Spent: ε = " in said.read_text()
     assert f"To resume: --resume {folder}" in said.read_text()
 
 

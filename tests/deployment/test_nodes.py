@@ -122,7 +122,7 @@ def test_an_owner_is_warned_once_of_rows_that_depend_on_their_position(
     hand = place.hand()
 
     def warned() -> int:
-        return sum("depend on its position" in line for line in place.said)
+        return sum("position of an example" in line for line in place.said)
 
     def look(node: int, asked: Frame, answer: bytes) -> bytes:
         if asked.kind == "join":
@@ -139,7 +139,7 @@ def test_an_owner_is_warned_once_of_rows_that_depend_on_their_position(
     assert len(reports) == CLIENTS + 1
     for file in reports:
         [warning] = json.loads(file.read_text())["verdict"]["warnings"]
-        assert "depend on its position" in warning
+        assert "position of an example" in warning
         assert verify_run(file.parent).problems == []
 
 

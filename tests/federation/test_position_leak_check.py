@@ -34,7 +34,7 @@ from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.families import by_family
 from tests.small import small_settings
 
-WORDS = "depend on its position"
+WORDS = "position of an example"
 CPU = torch.device("cpu")
 Rows = Callable[..., Tensor]
 
