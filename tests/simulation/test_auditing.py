@@ -318,7 +318,7 @@ PAPER = {"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}
         ({}, {"canaries": 1}, "canaries must be at least 2"),
         ({}, {"guesses": 7}, "even number"),
         ({}, {"guesses": 1002}, "even number"),
-        ({}, {"confidence": 1.0}, "confidence must be in"),
+        ({}, {"confidence": 1.0}, "confidence must be at least"),
         (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
         (resolve(PAPER), {}, "has no ε that an audit could test"),
     ],
