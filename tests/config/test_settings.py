@@ -77,7 +77,7 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
     privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (4.0, None)
     assert privacy.ledger == Path("here").absolute()
-    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon \(a budget\) must be set"):
+    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be set"):
         resolve({"privacy": {"delta": 1e-5}})
 
 

@@ -20,7 +20,7 @@ from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.comparison import lines
-from fedsynth.reproduction.preset_files import preset, preset_names
+from fedsynth.reproduction.presets import preset, preset_names
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
 from fedsynth.reproduction.runs import (
     Clock,
