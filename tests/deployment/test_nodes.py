@@ -29,7 +29,7 @@ from fedsynth.deployment.policy import ANY, Owner, Policy, describe_request
 from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
 from fedsynth.deployment.session import Session
 from fedsynth.errors import CheckpointError, DataError, SettingError
-from fedsynth.federation import client_group, position_leak_check
+from fedsynth.federation import in_process, position_leak_check
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedsum import FedSum
@@ -744,7 +744,7 @@ def test_the_same_question_has_the_same_answer_and_costs_nothing(
     def never(*given: Any, **more: Any) -> Any:
         raise AssertionError("a step is taken again")
 
-    monkeypatch.setattr(client_group, "view", never)
+    monkeypatch.setattr(in_process, "view", never)
     assert payload(nodes[0], steps[-1]) == first[-1]
     assert payload(nodes[1], steps[-1]) == first[-1]  # another process
     joined(nodes[2], proposal)  # and one whose server begins anew
@@ -806,7 +806,7 @@ def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
         node = Node(0, home, DatasetPart(), owner, device="cpu", say=said.append)
         joined(node, proposal)
         with monkeypatch.context() as patch:
-            patch.setattr(client_group, "view", fails)
+            patch.setattr(in_process, "view", fails)
             answers.add(again(node, proposal.run, caught[0]).to_bytes())
         assert any(f"{type(error).__name__}: {error}" in one for one in said)
     assert len(answers) == 1

@@ -236,10 +236,10 @@ def test_noise_that_a_test_injected_leaves_its_verdict(
     def secret(**options: Any) -> Any:
         return original(test_only=np.random.default_rng(0))
 
-    import fedsynth.federation.client_runtime as client_budget
+    import fedsynth.federation.client_runtime as client_runtime
 
-    original = client_budget.SecretGenerator
-    monkeypatch.setattr(client_budget, "SecretGenerator", secret)
+    original = client_runtime.SecretGenerator
+    monkeypatch.setattr(client_runtime, "SecretGenerator", secret)
     folder = run(tmp_path, settings())
     monkeypatch.undo()
     assert "not private" in (folder / "privacy_report.md").read_text()
