@@ -27,18 +27,6 @@ from fedsynth.cli.application import (
     wait_passively,
 )
 from fedsynth.cli.deploy_commands import client, deploy_app, server
-from fedsynth.cli.options import (
-    KEYS,
-    Sections,
-    from_preset,
-    from_table,
-    merged,
-    path_option,
-    read_config,
-    refuse_beside_resume,
-    takes_settings,
-    with_own_code,
-)
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
 from fedsynth.cli.share_commands import data_app, distill, export, methods_app, student, synthesize
@@ -57,10 +45,6 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
-for command in (
-    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student
-):  # fmt: skip
-    app.command()(command)
 
 
 def main() -> None:
@@ -90,9 +74,9 @@ def _root(
 
 
 @app.command()
-@takes_settings(*KEYS)
+@given.takes_settings(*given.KEYS)
 def train(
-    chosen: Sections,
+    chosen: given.Sections,
     context: typer.Context,
     config: given.Config = None,
     preset: given.Preset = None,
@@ -108,18 +92,18 @@ def train(
 
     A run that was interrupted (Ctrl-C, SIGTERM) or killed can be resumed with --resume.
 
-    Settings without an option have the method's defaults (see `fedsynth methods`). The digits that
-    are part of fedsynth have a preset for short runs. The file config.toml in the run folder
-    contains all settings that were used.
+    Settings that you do not give have the default values of the method (`fedsynth methods show
+    NAME`). For the built-in digits, a preset shortens the run. The file config.toml in the run
+    folder contains all settings of the run.
     """
     if resume is not None:
-        refuse_beside_resume(context)
+        given.refuse_beside_resume(context)
         config = resume / "config.toml"
-    chosen = with_own_code(chosen)
+    chosen = given.with_own_code(chosen)
     if preset is not None:
-        sections = from_table(preset, config, chosen, say)
+        sections = given.from_table(preset, config, chosen, say)
     else:
-        sections = merged(read_config(config), chosen, say)
+        sections = given.merged(given.read_config(config), chosen, say)
     if dry_run:
         _dry_run(sections, as_json)
     else:
@@ -127,12 +111,8 @@ def train(
 
 
 @app.command()
-@takes_settings("data", "partition", "run.seed")
-def partition(
-    chosen: Sections,
-    download: given.Download = False,
-    picture: Annotated[Path | None, path_option("Also draw the partition as a PNG file.")] = None,
-) -> None:
+@given.takes_settings("data", "partition", "run.seed")
+def partition(chosen: given.Sections, download: given.Download = False) -> None:
     """Show how many examples of each class each client has.
 
     The `train` command divides the examples in the same way if it has the same options.
@@ -140,10 +120,10 @@ def partition(
     from fedsynth.config.resolve import resolve
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
-    from fedsynth.data.picture import partition_png, partition_table
+    from fedsynth.data.picture import partition_table
     from fedsynth.federation.run_data import data_of_run
 
-    run_data = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
+    run_data = data_of_run(resolve(given.merged({}, chosen)), None, None, note, download=download)
     settings = run_data.settings
     data = run_data.train
     labels = data.labels.numpy()
@@ -152,11 +132,9 @@ def partition(
     )
     counts = count_matrix(labels, parts, data.spec.classes)
     print(partition_table(counts))
-    if picture is not None:
-        partition_png(counts, picture, data.spec.class_names)
 
 
-def _dry_run(sections: Sections, as_json: bool) -> None:
+def _dry_run(sections: given.Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
     from fedsynth.federation.context import costs_of, plan_of, resolve_device
@@ -171,7 +149,7 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
             return
         print(UNPROTECTED)
         if settings.ledger is not None:
-            print(f"  the ledgers in {settings.ledger} would record this: {NO_LATER_EPSILON}")
+            print(f"  the ledgers in {settings.ledger} would record this, so {NO_LATER_EPSILON}")
         return
     planned = plan_of(settings)
     guaranteed = planned.guaranteed(planned.histories)
@@ -192,7 +170,7 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
 
 
 def _run(
-    sections: Sections,
+    sections: given.Sections,
     output: Path,
     download: bool,
     as_json: bool,
@@ -211,9 +189,15 @@ def _run(
     keep_large_allocations()
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log, folder, private=settings.privacy is not None, note=say)
-    with make_observer(settings, from_preset(sections)) as display, ended_by_signals():
+    with make_observer(settings, given.from_preset(sections)) as display, ended_by_signals():
         observer = display if not loggers else Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )
     show_result(result, as_json, sign)
+
+
+for command in (
+    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student
+):  # fmt: skip
+    app.command()(command)

@@ -16,12 +16,11 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.errors import FedsynthError
 from fedsynth.privacy.errors import PrivacyError
 
 F = TypeVar("F", bound=Callable[..., Any])
-WIDTH = 100
-"""The maximum width of help texts, in columns."""
+WIDTH = 100  # the maximum width of help texts, in columns
 
 
 class Command(TyperCommand):
@@ -93,16 +92,15 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = (
-    "this machine does not have enough memory for these settings: use fewer images, smaller "
-    "batches, or a smaller model"
+    "these settings need more memory than this machine has. Use fewer images, smaller batches or "
+    "a smaller model"
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's RuntimeError on a CPU
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """Errors of the operating system that are never caused by a bug in fedsynth, even if they name no
 file.
 """
-BROKEN_PIPE = 141
-"""The exit code of a program that SIGPIPE has ended."""
+BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE has ended
 
 
 class OptionError(FedsynthError):
@@ -148,14 +146,6 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Prints a line on stderr that begins with "note:"."""
     say(f"note: {text}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file to a path that the user chose."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -13,14 +13,6 @@ import typer
 
 from fedsynth.cli import options as given
 from fedsynth.cli.application import Application, OptionError, ended_by_signals
-from fedsynth.cli.options import (
-    Sections,
-    merged,
-    path_argument,
-    path_option,
-    read_config,
-    takes_settings,
-)
 from fedsynth.data.partition_settings import MOST_CLIENTS
 
 if TYPE_CHECKING:
@@ -28,20 +20,20 @@ if TYPE_CHECKING:
     from fedsynth.deployment.proposal import Proposal
 
 deploy_app = Application(
-    help="Prepare a run over several machines: keys, or a Flower app.", no_args_is_help=True
+    help="Prepare keys or a Flower app for a run over several machines.", no_args_is_help=True
 )
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings that have an option. `--set` sets all others."""
 OptionalPath = Path | None
-Spec = Annotated[OptionalPath, path_option("The public specification of your data (TOML).")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS, for local trials only.")]
-NewFolder = Annotated[Path, path_argument("The folder to create.")]
+Spec = Annotated[OptionalPath, given.path_option("The public specification of the data (TOML).")]
+Insecure = Annotated[bool, given.flag("--insecure", "Use no TLS, for local trials only.")]
+NewFolder = Annotated[Path, given.path_argument("The folder to create.")]
 
 
 @deploy_app.command("init")
-@takes_settings(*RUN)
+@given.takes_settings(*RUN)
 def init(
-    chosen: Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
+    chosen: given.Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
 ) -> None:
     """Write a folder with a Flower app of a run, for `flwr run` and Flower's own simulation."""
     from fedsynth.deployment.flower.serving import write_app
@@ -49,7 +41,7 @@ def init(
     proposal = _proposal(chosen, config, spec)
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
     write_app(folder, proposal, options)
-    print(f"{folder} is a Flower app. The agreement of the run is {proposal.agreement}")
+    print(f"{folder} contains the Flower app. The agreement of the run is {proposal.agreement}")
 
 
 @deploy_app.command("keys")
@@ -57,27 +49,31 @@ def keys(
     folder: NewFolder,
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address of the server. Repeatable.")
+        list[str] | None, typer.Option(help="A name or address of the server. May be repeated.")
     ] = None,
 ) -> None:
     """Make a certificate authority (CA), the server's certificate, and a key for each client."""
     from fedsynth.deployment.flower.keys import make_keys
 
     make_keys(folder, clients, host or ())
-    print(f"{folder}: server.crt, server.key and client-*.pub are for the server")
-    print("each client gets ca.crt and its own client-NNN, but no other client's")
+    print(f"give the server the files server.crt, server.key and client-*.pub in {folder}")
+    print("give each client the file ca.crt and only the key client-NNN with the client's number")
 
 
-@takes_settings(*RUN)
+@given.takes_settings(*RUN)
 def server(
-    chosen: Sections,
+    chosen: given.Sections,
     spec: Spec = None,
-    keys: Annotated[OptionalPath, path_option("Folder from `fedsynth deploy keys`.")] = None,
+    keys: Annotated[
+        OptionalPath, given.path_option("The folder from `fedsynth deploy keys`.")
+    ] = None,
     insecure: Insecure = False,
-    host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote nodes.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The nodes' port.")] = 9092,
-    join_seconds: Annotated[float, typer.Option(help="Seconds for clients to join.")] = 600.0,
-    answer_seconds: Annotated[float, typer.Option(help="Seconds for each step.")] = 3600.0,
+    host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote clients.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port for the clients.")] = 9092,
+    join_seconds: Annotated[
+        float, typer.Option(help="Seconds until all clients must join.")
+    ] = 600.0,
+    answer_seconds: Annotated[float, typer.Option(help="Seconds that a step may take.")] = 3600.0,
     config: given.Config = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
@@ -94,16 +90,16 @@ def server(
 
     if resume is not None:
         if config is not None or any(chosen.values()):
-            raise OptionError("--resume uses the settings in the run folder: give no others")
+            raise OptionError("--resume keeps all settings of the run. Remove the others")
         config = resume / "config.toml"
     proposal = _proposal(chosen, config, spec)
     if keys is None and not insecure:
-        raise OptionError("--keys is required (or --insecure for a trial on this machine only)")
+        raise OptionError("--keys is required. For a trial on one machine, use --insecure instead")
     settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the agreement of the run is {proposal.agreement}", flush=True)
     with ended_by_signals(), superlink(settings, output) as started:
-        print(f"nodes can now connect to port {port}", flush=True)
+        print(f"clients can now connect to port {port}", flush=True)
         folder = started.run(proposal, output, timeouts, resume, _say)
     print(f"run folder: {folder}")
 
@@ -114,28 +110,33 @@ def client(
         int,
         typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
     ],
-    ledger: Annotated[Path, path_option("Your ledger folder. Use the same one for all runs.")],
-    data: Annotated[OptionalPath, path_option("Your images, as DIR/CLASS/*.png.")] = None,
-    trial: Annotated[
-        bool, typer.Option("--trial", help="Use part of a published data set, not --data.")
-    ] = False,
-    ca: Annotated[OptionalPath, path_option("The certificate of the CA, in PEM format.")] = None,
-    key: Annotated[OptionalPath, path_option("The private key of your node.")] = None,
+    ledger: Annotated[Path, given.path_option("Your ledger folder, the same for all runs.")],
+    data: Annotated[OptionalPath, given.path_option("Your images, as DIR/CLASS/*.png.")] = None,
+    trial: Annotated[bool, given.flag("--trial", "Use part of a published data set.")] = False,
+    ca: Annotated[
+        OptionalPath, given.path_option("The certificate of the CA, in PEM format.")
+    ] = None,
+    key: Annotated[OptionalPath, given.path_option("Your private key, client-NNN.")] = None,
     insecure: Insecure = False,
-    policy: Annotated[OptionalPath, path_option("A file with rules for allowed runs.")] = None,
+    policy: Annotated[
+        OptionalPath, given.path_option("A file with rules for allowed runs.")
+    ] = None,
     approve: Annotated[
         list[str] | None,
-        typer.Option(help="An agreement that you allow, or 'any'. May be repeated."),
+        typer.Option(help="The agreement of a run that you allow, or 'any'. May be repeated."),
     ] = None,
     identity: Annotated[
-        OptionalPath, path_option("Your Ed25519 key for secure aggregation, in PEM format.")
+        OptionalPath, given.path_option("Your Ed25519 key for secure aggregation, in PEM format.")
     ] = None,
     identities: Annotated[
-        OptionalPath, path_option("The folder with the public key of each client, client-NNN.pem.")
+        OptionalPath,
+        given.path_option("The folder with the public key of each client, client-NNN.pem."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    once: Annotated[bool, typer.Option("--once", help="Exit after one run.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds without a server until exit.")] = 600.0,
+    device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
+    once: Annotated[bool, given.flag("--once", "Exit after one run.")] = False,
+    wait: Annotated[
+        float, typer.Option(help="Exit after this many seconds without a server.")
+    ] = 600.0,
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
@@ -150,9 +151,9 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("either --data or --trial is required, but not both")
+        raise OptionError("exactly one of --data and --trial is required")
     if ca is None and not insecure:
-        raise OptionError("--ca is required (or --insecure for a trial on this machine only)")
+        raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):
         raise OptionError("--identity and --identities must be used together")
     source = DatasetPart() if data is None else ClassFolders(data)
@@ -175,12 +176,12 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     if policy is not None:
         return Owner(Policy.read(policy), approved)
     if not approved:
-        print("note: all runs are declined without --policy or --approve", file=sys.stderr)
+        print("note: without --policy or --approve, this client declines all runs", file=sys.stderr)
     return Owner(None, approved)
 
 
-def _proposal(chosen: Sections, config: Path | None, spec: Path | None) -> Proposal:
+def _proposal(chosen: given.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run that the options, --set and --config describe."""
     from fedsynth.deployment.proposal import new_proposal
 
-    return new_proposal(merged(read_config(config), chosen), spec)
+    return new_proposal(given.merged(given.read_config(config), chosen), spec)

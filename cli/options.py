@@ -30,7 +30,6 @@ from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
 
 Sections = dict[str, dict[str, Any]]
-SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "report")
 
 
 def set_options(texts: list[str]) -> Sections:
@@ -44,33 +43,17 @@ def set_options(texts: list[str]) -> Sections:
         section, dot, name = key.strip().partition(".")
         if not dot:
             section, name = "method", section
-        if not equals or not name or section not in SET_SECTIONS:
-            sections = ", ".join(SET_SECTIONS)
+        if not equals or not name or section not in KEYS:
             raise OptionError(
-                "--set must be KEY=VALUE for a setting of the method, or SECTION.KEY=VALUE for "
-                f"one of the sections {sections}, got {text!r}"
+                f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
+                f"{', '.join(KEYS)}"
             )
         values.setdefault(section, {})[name] = value.strip()
     return values
 
 
-def method_settings(texts: list[str]) -> dict[str, Any]:
-    """Returns the settings given by --set, for a command that allows only settings of a method."""
-    sections = set_options(texts)
-    if len(sections) > 1:
-        raise OptionError(
-            "--set accepts only settings of the method for this command, "
-            f"got one of section {list(sections)[1]}"
-        )
-    return sections["method"]
-
-
 def with_set_options(sections: Sections, texts: list[str]) -> Sections:
-    """Returns the settings that the other options give, together with those that --set gives.
-
-    Args:
-        sections: the values of the other options.
-        texts: the values of --set.
+    """Returns the settings of the other options, by section, together with those of --set.
 
     Raises:
         OptionError: a setting is given by an option and by --set.
@@ -80,8 +63,7 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
         twice = merged.setdefault(section, {}).keys() & values.keys()
         if twice:
             raise OptionError(
-                f"{section}.{min(twice)} is set twice, by an option and by --set: leave out one of "
-                "them"
+                f"{section}.{min(twice)} is set twice, by an option and by --set. Remove --set"
             )
         merged[section].update(values)
     return merged
@@ -104,8 +86,7 @@ def merged(
 ) -> Sections:
     """Returns the settings of a config file, overridden by options.
 
-    If the options change the method, the settings of the old method are dropped, and `note`
-    receives a message.
+    If the options change the method, the old method's settings are dropped with a note.
     """
     from fedsynth.methods import DEFAULT_METHOD
 
@@ -114,8 +95,8 @@ def merged(
     new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
         note(
-            f"note: the method settings in the config are for {old} and are ignored. {new} uses "
-            "its default settings and your options"
+            f"note: the settings of {old} in the config file are ignored, because the method of "
+            f"this run is {new}"
         )
     if chosen.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
         # custom images replace a named data set, whose name they do not have
@@ -127,10 +108,7 @@ def merged(
 
 
 def _features_where_they_belong(options: Sections, method: str) -> Sections:
-    """Moves the value of --features to the section of the setting that the method uses.
-
-    For a method with its own feature map, such as FedStats, this is a setting of the method.
-    Otherwise it is a setting of the model.
+    """Moves --features to the section "method" if the method has a feature map, as FedStats does.
 
     Raises:
         OptionError: the feature map is given by --features and by --set.
@@ -142,9 +120,7 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     if "features" not in method_class(method).__dataclass_fields__:
         return options
     if "features" in options.get("method", {}):
-        raise OptionError(
-            "features is set twice, by --features and by --set: leave out one of them"
-        )
+        raise OptionError("features is set twice, by --features and by --set. Remove --set")
     options = copy.deepcopy(options)
     options.setdefault("method", {})["features"] = options["model"].pop("features")
     return options
@@ -166,7 +142,9 @@ def from_table(
         FedsynthError: there is no such preset or cell.
     """
     if config is not None:
-        raise OptionError("--preset and --config both define all settings: use only one of them")
+        raise OptionError(
+            "--preset and --config cannot be used together, because both define all settings"
+        )
     from fedsynth.reproduction.presets import cell_words, preset, preset_sections
 
     table = preset(name)
@@ -192,13 +170,11 @@ def from_preset(sections: Sections) -> str:
                 changed.append(f"{section}.{key}={value}")
     if not changed:
         return ""
-    return f"preset of {dataset}, for settings that you did not set: {', '.join(changed)}"
+    return f"settings from the preset of {dataset}: {', '.join(changed)}"
 
 
 OWN_CODE_OPTIONS = ("method", "model", "features")
 """The options whose value may be a file with user code."""
-OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
-"""The settings whose value may be a file with user code, as (section, key)."""
 BESIDE_RESUME = "resume device memory_gb compile data_root download as_json sign_key log"
 """The parameters of `train` that may be combined with --resume."""
 
@@ -213,30 +189,33 @@ def with_own_code(chosen: Sections) -> Sections:
         SettingError: a file cannot be executed, or does not define the model, method or feature
             map.
     """
-    from fedsynth.own_code import load_own, names_a_file
+    from fedsynth.own_code import names_a_file
 
     chosen = copy.deepcopy(chosen)
-    for section, key in OWN_SETTINGS:
-        value = str(chosen.get(section, {}).get(key) or "")
-        if value.endswith(".py"):
-            raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
-    method = str(chosen.get("run", {}).get("method") or "")
-    if names_a_file(method):
-        from fedsynth.methods import register_method
+    for section, values in chosen.items():
+        for key in ("method", "name", "features"):
+            value = str(values.get(key) or "")
+            if value.endswith(".py"):
+                raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
+            if names_a_file(value):
+                values[key] = _register(section, key, value)
+    return chosen
 
-        chosen["run"]["method"] = register_method(*load_own("run", "method", method))
-    model = str(chosen.get("model", {}).get("name") or "")
-    if names_a_file(model):
+
+def _register(section: str, key: str, value: str) -> str:
+    """Registers a method, model or feature map from a file, and returns its name for settings."""
+    if key == "method":
+        from fedsynth.methods import register_method
+        from fedsynth.own_code import load_own
+
+        return register_method(*load_own(section, key, value))
+    if key == "name":
         from fedsynth.models.registry import register_model_file
 
-        chosen["model"]["name"] = register_model_file(model).name
-    for section in ("model", "method"):
-        features = str(chosen.get(section, {}).get("features") or "")
-        if names_a_file(features):
-            from fedsynth.features.registry import register_file
+        return register_model_file(value).name
+    from fedsynth.features.registry import register_file
 
-            chosen[section]["features"] = register_file(features, section)
-    return chosen
+    return register_file(value, section)
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
@@ -255,8 +234,8 @@ def refuse_beside_resume(context: typer.Context) -> None:
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
             raise OptionError(
-                "--resume uses the settings in the config.toml of the run: leave out "
-                f"{parameter.opts[0]}"
+                f"{parameter.opts[0]} cannot be used with --resume, because a resumed run keeps its "
+                "settings"
             )
 
 
@@ -268,6 +247,11 @@ def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None =
     return typer.Option(
         *names, parser=expand_home, metavar=metavar, help=help, rich_help_panel=panel
     )
+
+
+def flag(name: str, help: str) -> Any:
+    """Returns a Typer option without a value."""
+    return typer.Option(name, help=help)
 
 
 def path_argument(help: str, metavar: str = PATH) -> Any:
@@ -292,7 +276,7 @@ Resume = Annotated[
     Path | None,
     path_option(
         "Resume the unfinished run in this folder (runs/….incomplete) with the same settings. "
-        "Only --device, --memory-gb, --compile and --data-root can be changed.",
+        "You can change only --device, --memory-gb, --compile and --data-root.",
         metavar="RUN",
     ),
 ]
@@ -304,13 +288,11 @@ Log = Annotated[
         "repeated. All except csv need the pip extra with the same name.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+AsJson = Annotated[bool, flag("--json", "Print the result as JSON on stdout.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only print the run's privacy cost, without reading data.")
+    bool, flag("--dry-run", "Only print the run's privacy cost, without reading data.")
 ]
-Download = Annotated[
-    bool, typer.Option("--download", help="Download the data set with torchvision.")
-]
+Download = Annotated[bool, flag("--download", "Download the data set with torchvision.")]
 SignKey = Annotated[
     Path | None,
     path_option(
@@ -364,10 +346,10 @@ PANELS: Mapping[str, str] = {
 }
 _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 HELPS: Mapping[str, str] = {
-    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with your own numbers. The digits are "
-    "part of fedsynth.",
-    "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the grouping of the "
-    "data); `--set partition.KEY=VALUE` sets more options.",
+    "data.dataset": f"The data set: {_PUBLISHED}, or 'synthetic(1,1)' with other numbers. Only "
+    "digits is part of the package.",
+    "partition.kind": f"The kind of partition: {', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the "
+    "grouping of the data). For more settings, use `--set partition.KEY=VALUE`.",
 }
 """Help texts of settings whose values are not fixed in a docstring."""
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
@@ -508,7 +490,7 @@ def _helps(docstring: str) -> dict[str, str]:
     for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):
         sentence = " ".join(text.split())
         first = re.split(r"(?<=\.) (?=[A-Z`\"])", sentence)[0]
-        if re.match("[a-z]{2}", first):  # a word, not a symbol such as σ
+        if re.match("a |[a-z]{2}", first):  # a word, not a symbol such as σ
             first = first[0].upper() + first[1:]
         helps.update(dict.fromkeys(names.split(", "), first))
     return helps

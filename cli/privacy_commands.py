@@ -7,46 +7,32 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OptionError, note, say
-from fedsynth.cli.options import KEYS, Sections, path_argument, takes_settings, with_own_code
-
-if TYPE_CHECKING:
-    from fedsynth.federation.context import MechanismCosts
-import shlex
-import sys
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from fedsynth.cli.application import keep_large_allocations, write_text
-from fedsynth.cli.options import (
-    OWN_CODE,
-    from_preset,
-    merged,
-    path_option,
-    read_config,
-)
+from fedsynth.cli.application import Application, OptionError, keep_large_allocations, note, say
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
+    from fedsynth.federation.context import MechanismCosts
     from fedsynth.simulation.audit import AuditResult
 
-MAX_PRINTED = 40
-"""The maximum number of differences that are printed."""
+MAX_PRINTED = 40  # the maximum number of differences that are printed
 
 Run = Annotated[
-    Path, path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
+    Path, given.path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
 ]
 LedgerFolder = Annotated[
     Path | None,
-    path_option(
+    given.path_option(
         "The folder of the ledger files. Default: ledger/ in the run folder, or the folder that "
         "config.toml states.",
         "--ledger",
@@ -54,39 +40,21 @@ LedgerFolder = Annotated[
 ]
 
 
-@takes_settings(*OWN_CODE, set_option=False)
-def report(
-    chosen: Sections,
-    run: Run,
-    form: Annotated[str, typer.Option("--format", help="markdown, json, html.")] = "markdown",
-    output: Annotated[Path | None, path_option("Write the report to this file.")] = None,
-    ledger: LedgerFolder = None,
-) -> None:
-    """Show the privacy report of a run.
+@given.takes_settings(*given.OWN_CODE, set_option=False)
+def report(chosen: given.Sections, run: Run, ledger: LedgerFolder = None) -> None:
+    """Show the privacy report of a run as Markdown.
+
+    The run folder also contains the report as privacy_report.html and privacy_report.json.
 
     If the run was killed and has no report yet, the report is built from the ledgers and written
     into the run folder.
     """
     from fedsynth.privacy.report.file import sound_report
-    from fedsynth.privacy.report.pages import render_html, render_markdown
-    from fedsynth.validation import check_choice
+    from fedsynth.privacy.report.pages import render_markdown
 
-    check_choice(None, "format", form, ("markdown", "json", "html"))
-    with_own_code(chosen)
+    given.with_own_code(chosen)
     _report_unfinished(run, ledger)
-    content = sound_report(run)
-    render = {"markdown": render_markdown, "html": render_html, "json": _json}
-    text = render[form](content)
-    if output is None:
-        print(text, end="")
-    else:
-        write_text(output, text)
-
-
-def _json(report: dict[str, Any]) -> str:
-    """Returns a report as JSON, with terminal control characters escaped."""
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    print(render_markdown(sound_report(run)), end="")
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
@@ -98,31 +66,31 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
-        message = "the run did not finish. A report was built from its ledgers and written into"
-        note(f"{message} {run}")
+        note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
 
-@takes_settings(*OWN_CODE, set_option=False)
+@given.takes_settings(*given.OWN_CODE, set_option=False)
 def verify(
-    chosen: Sections,
+    chosen: given.Sections,
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
-        Path | None, path_option("Also check the signature, with this public Ed25519 key in PEM.")
+        Path | None,
+        given.path_option("Also check the signature, with this public Ed25519 key in PEM."),
     ] = None,
 ) -> None:
     """Check that a run's report follows from the run's settings and ledgers.
 
-    The report is built again and compared. summary.json and metrics.jsonl must contain the same ε.
-    If there are differences, they are printed, and the exit code is 1. This command checks the
-    bookkeeping, and cannot show that noise was really added.
+    The command builds the report again, and prints each difference to the stored report,
+    summary.json and metrics.jsonl. If there is a difference, the exit code is 1. The command does
+    not show that noise was really added.
     """
     from fedsynth.privacy.report.formatting import printable
     from fedsynth.privacy.signing import read_public_key
     from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
-    with_own_code(chosen)
+    given.with_own_code(chosen)
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*result.problems, *problems]
@@ -133,9 +101,8 @@ def verify(
     if problems:
         raise typer.Exit(1)
     print(
-        "the report follows from the run's settings and ledger entries, and summary.json "
-        "and metrics.jsonl agree with it. This checks the bookkeeping, and does not show that "
-        "noise was added"
+        "the report follows from the run's settings and ledgers, and agrees with summary.json and "
+        "metrics.jsonl. This does not show that noise was really added"
     )
     for text in (*result.notes, note):
         print(printable(text))
@@ -150,15 +117,13 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
             "the signature is valid for this key and these files"
         )
     if (folder / SIGNATURE).exists():
-        return [], "the signature of the run was not checked: to check it, use --public-key FILE"
-    return [], (
-        "the run is not signed, so anyone who can rewrite all of its files can forge the report"
-    )
+        return [], "the signature was not checked. To check the signature, use --public-key FILE"
+    return [], "the run is not signed. Anyone who can change all files of the run can forge it"
 
 
 def sign(
-    run: Annotated[Path, path_argument("A run folder.", metavar="RUN")],
-    key: Annotated[Path, path_option("A private Ed25519 key in PEM format.")],
+    run: Annotated[Path, given.path_argument("A run folder.", metavar="RUN")],
+    key: Annotated[Path, given.path_option("A private Ed25519 key in PEM format.")],
 ) -> None:
     """Sign all files of a run folder except those in simulation_only/.
 
@@ -183,8 +148,8 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
         return lambda folder: None
     if not private:
         raise OptionError(
-            "--sign-key must be left out, because this run has no differential privacy and so "
-            "no privacy report to sign"
+            "--sign-key needs a run with differential privacy, because other runs have no privacy "
+            "report to sign"
         )
     from fedsynth.privacy.signing import read_private_key, sign_run
 
@@ -200,26 +165,30 @@ AUDIT = "Audit"
 _audit_option = partial(typer.Option, rich_help_panel=AUDIT)
 
 
-@takes_settings(
+@given.takes_settings(
     "run", "data.folder", "data.declaration", "data.dataset", "data.data_root", "partition",
     "model", "method", "privacy",
 )  # fmt: skip
 def audit(
-    chosen: Sections,
+    chosen: given.Sections,
     canaries: Annotated[
         int,
-        _audit_option(help="The number of artificial records. Each is used with probability 1/2."),
+        _audit_option(
+            help="The number of artificial records. Each record is used with probability 1/2."
+        ),
     ] = 1000,
     guesses: Annotated[
         int | None,
-        _audit_option(help="An even number of guesses. Default: 2/5 of --canaries."),
+        _audit_option(
+            help="The number of guesses, which must be even. Default: 2/5 of --canaries."
+        ),
     ] = None,
     confidence: Annotated[
         float, _audit_option(help="The confidence that the bound is at most the true ε.")
     ] = 0.999,
     run: Annotated[
         Path | None,
-        path_option(
+        given.path_option(
             "Audit the settings in this run folder, and add the result to its privacy report.",
             panel=AUDIT,
         ),
@@ -230,15 +199,14 @@ def audit(
     """Attack a run's releases to test the claimed ε.
 
     The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
-    bound is above the claim. The command has the options of `fedsynth train`, and makes that run on
-    random images of the data set's shape, with real ledgers, masks, clipping and noise. The audit
-    reads no records, and does not charge the ledgers that you keep. An audit can find a fault, but
-    cannot prove privacy.
+    bound is above the claim. The command has the options of `fedsynth train`, and executes the run
+    on random images, with real ledgers, masks, clipping and noise. The audit reads no records, and
+    does not charge your ledgers. An audit can find a fault, but cannot prove privacy.
 
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
     runs/… --canaries 1000`.
     """
-    chosen = {name: values for name, values in with_own_code(chosen).items() if values}
+    chosen = {name: values for name, values in given.with_own_code(chosen).items() if values}
     numbers = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
@@ -248,24 +216,24 @@ def audit(
 
 
 def _audit_options(
-    config: Path | None, chosen: Sections, numbers: dict[str, Any]
+    config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """Audits the settings in the options. Returns the result, and the command line of this call."""
     from fedsynth.config.resolve import resolve
 
-    sections = merged(read_config(config), {"run": {}, "data": {}, **chosen}, say)
+    sections = given.merged(given.read_config(config), {"run": {}, "data": {}, **chosen}, say)
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
-            "an audit needs a run with differential privacy: set --dp-sigma, --dp-epsilon, or "
-            "--run FOLDER with a private run"
+            "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or --run "
+            "with the folder of a private run"
         )
-    result = _audited(settings, numbers, from_preset(sections))
+    result = _audited(settings, numbers, given.from_preset(sections))
     return result, shlex.join(["fedsynth", *sys.argv[1:]])
 
 
 def _audit_folder(
-    run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
+    run: Path, config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """Audits the settings of a finished run, and adds the result to the run's report.
 
@@ -275,13 +243,14 @@ def _audit_folder(
     from fedsynth.simulation.audit import settings_of_run, write_audit
 
     if config is not None:
-        raise OptionError("--run and --config both give all settings: use only one of them")
-    sections = read_config(run / "config.toml")
-    settings = resolve(sections)
-    if resolve(merged(sections, {"run": {}, **chosen})) != settings:
         raise OptionError(
-            f"the run in {run} has other settings than the options: leave out these options, or "
-            "leave out --run"
+            "--run and --config cannot be used together, because both define all settings"
+        )
+    sections = given.read_config(run / "config.toml")
+    settings = resolve(sections)
+    if resolve(given.merged(sections, {"run": {}, **chosen})) != settings:
+        raise OptionError(
+            f"the options differ from the settings of the run in {run}. Remove the options or --run"
         )
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     command = (
@@ -315,16 +284,15 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
             f"% confidence from {result.canaries} canaries, {result.guesses} guesses, "
             f"{result.correct} correct"
         )
-        print(f"({CAVEAT}; the audit read no records, so it cost no privacy)")
+        print(f"({CAVEAT}. The audit read no records, so it cost no privacy)")
     if result.fault:
-        print("the claim is refuted: the lower bound is above the claimed ε", file=sys.stderr)
+        print("the claim is false, because the lower bound is above the claimed ε", file=sys.stderr)
         raise typer.Exit(1)
 
 
-NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy"].split()} | {
-    "privacy.noise_multiplier": "--sigma",
-    "privacy.nominal_size": "--n",
-}
+NAMES = {
+    f"privacy.{key}": f"--{key.replace('_', '-')}" for key in given.KEYS["privacy"].split()
+} | {"privacy.noise_multiplier": "--sigma", "privacy.nominal_size": "--n"}
 """The names of the options of `plan`."""
 SIGNAL = (
     "S/N is the signal-to-noise ratio of the sum over all clients in the best case. It is lower on\n"
@@ -340,16 +308,13 @@ for command in (report, verify, sign, audit):
 
 
 @privacy_app.command()
-@takes_settings(
+@given.takes_settings(
     "run.method", "run.rounds", "run.participation", "data.dataset", "partition.clients",
     "partition.subset", "partition.local_test", "privacy.epsilon", "privacy.noise_multiplier",
     "privacy.delta", "privacy.max_records", "privacy.mechanism", "privacy.sample_rate",
     "privacy.nominal_size", "privacy.adjacency", "privacy.unit", names=NAMES,
 )  # fmt: skip
-def plan(
-    chosen: Sections,
-    as_json: given.AsJson = False,
-) -> None:
+def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
     """Show the noise that a privacy budget requires, or the ε that a σ costs.
 
     The plan uses only public numbers and reads no data. For fedstats, it also shows the
@@ -361,9 +326,11 @@ def plan(
     from fedsynth.federation.context import costs_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
-    sections = with_own_code(chosen)
+    sections = given.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("either --epsilon (to compute σ) or --sigma (to compute ε) is required")
+        raise OptionError(
+            "either --epsilon or --sigma is required. The plan computes σ or ε from it"
+        )
     plans = costs_by_mechanism(sections)
     if as_json:
         print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
@@ -381,7 +348,7 @@ def _warn(plans: list[MechanismCosts]) -> None:
         if first < len(rounds):
             note(f"with this σ, {p.mechanism} exceeds ε = {p.target:g} in round {rounds[first]}")
     if max(p.epsilon[max(p.epsilon)] for p in plans) > 10:
-        say("warning: an ε above 10 is a weak guarantee: use, for example, --epsilon 8")
+        say("warning: an ε above 10 is a weak guarantee. Use a smaller ε, such as --epsilon 8")
 
 
 def print_costs(plans: list[MechanismCosts]) -> None:
@@ -418,24 +385,26 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 
 @privacy_app.command(name="carry-over")
 def carry_over(
-    folder: Annotated[Path, path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")],
+    folder: Annotated[
+        Path, given.path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")
+    ],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
-    """Allow a client to use changed data with its existing ledger.
+    """Allow a client to use other records with the existing ledger.
 
-    The next run may then use other records. The privacy budget that is already spent counts for all
-    records of the client, also for new ones.
+    The privacy budget that is already spent then counts for all records of the client, including
+    the new records.
     """
     from fedsynth.privacy.ledger.folder import LedgerFolder
 
     rows = LedgerFolder(folder).carry_over(client)
-    entries = f"The entries of the ledger ({rows}) count for all of them"
-    print(f"the next run may use other records of {client}. {entries}")
+    print(f"the next run of {client} may use other records")
+    print(f"ledger entries that count for all records of {client}: {rows}")
 
 
 @privacy_app.command()
 def repair(
-    ledger: Annotated[Path, path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")],
+    ledger: Annotated[Path, given.path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")],
 ) -> None:
     """Repair a ledger whose last line is incomplete, for example after a power cut or a full disk.
 
@@ -452,6 +421,6 @@ def repair(
         return
     outcome = "the line was removed, because nothing was released for it"
     if result.counts:
-        outcome = "the line is complete and counts. Only its line break was missing and was added"
+        outcome = "the line is complete and counts. Its missing line break was added"
     print(f"last line: {result.line!r}\n  {outcome}")
     print(f"a copy of the ledger before the repair is in {result.copy}")

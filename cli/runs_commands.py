@@ -24,9 +24,7 @@ from fedsynth.cli.application import (
     keep_large_allocations,
     note,
     say,
-    write_text,
 )
-from fedsynth.cli.options import Sections, path_argument, path_option, set_options, takes_settings
 
 if TYPE_CHECKING:
     from fedsynth.reproduction.comparison import Line
@@ -36,11 +34,11 @@ if TYPE_CHECKING:
 def runs(
     folders: Annotated[
         list[Path] | None,
-        path_argument(
+        given.path_argument(
             "Run folders, or folders that contain run folders. Default: runs.", metavar="FOLDERS"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    as_json: Annotated[bool, given.flag("--json", "Print the rows as JSON.")] = False,
 ) -> None:
     """Compare finished runs in a table with their results and the settings that differ.
 
@@ -71,25 +69,22 @@ def runs(
 
 Runs = Annotated[
     list[Path],
-    path_argument("Run folders, or folders that contain run folders (runs/).", metavar="RUN..."),
+    given.path_argument("Run folders, or folders that contain run folders (runs/).", metavar="RUN"),
 ]
 
 
 def plot(
     runs: Runs,
-    output: Annotated[Path, path_option("The file to write (.svg, .png or .html).")] = Path(
+    output: Annotated[Path, given.path_option("The file to write (.svg, .png or .html).")] = Path(
         "curves.svg"
     ),
-    by: Annotated[str, typer.Option(help="The x axis: rounds, bytes, seconds, eps.")] = "rounds",
+    by: Annotated[str, typer.Option(help="The x axis: rounds, bytes, seconds or eps.")] = "rounds",
     metric: Annotated[
         str,
         typer.Option(help="A metric in metrics.jsonl, such as local.amp or generator.agreement."),
     ] = "test_accuracy",
     mean: Annotated[
-        bool,
-        typer.Option(
-            "--mean", help="Show mean ± standard deviation for runs that differ only in seeds."
-        ),
+        bool, given.flag("--mean", "Show the mean ± std of runs that differ only in their seeds.")
     ] = False,
 ) -> None:
     """Draw learning curves of finished runs.
@@ -101,7 +96,7 @@ def plot(
     from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
-    check_choice(None, "by", by, tuple(AXES))
+    check_choice(None, "--by", by, tuple(AXES))
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png", ".html"):
         raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
@@ -110,21 +105,19 @@ def plot(
     if suffix == ".png":
         write_png(output, lines, metric, by)
     elif suffix == ".svg":
-        write_text(output, standalone(curves_svg(lines, metric, by)))
+        output.write_text(standalone(curves_svg(lines, metric, by)), "utf-8")
     else:
-        write_text(output, curves_page(lines, metric, by))
+        output.write_text(curves_page(lines, metric, by), "utf-8")
     print(output)
 
 
 def report(
     runs: Runs,
-    output: Annotated[Path, path_option("The HTML file to write.")] = Path("report.html"),
+    output: Annotated[Path, given.path_option("The HTML file to write.")] = Path("report.html"),
     simulation_only: Annotated[
         bool,
-        typer.Option(
-            "--simulation-only",
-            help="Also show exact values from the private data of private runs, with a warning "
-            "on the page.",
+        given.flag(
+            "--simulation-only", "Also show exact values from the private data, and a warning."
         ),
     ] = False,
 ) -> None:
@@ -138,7 +131,7 @@ def report(
     from fedsynth.results.page import runs_page
 
     loaded = list(map(Run.read, finished_runs(runs)))
-    write_text(output, runs_page(loaded, simulation_only=simulation_only))
+    output.write_text(runs_page(loaded, simulation_only=simulation_only), "utf-8")
     print(output)
 
 
@@ -146,20 +139,19 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 
 
 def sweep(
-    file: Annotated[Path, path_argument("The TOML file of the sweep.", metavar="FILE")],
-    form: Annotated[str, typer.Option("--format", help="table, csv, latex, markdown.")] = "table",
+    file: Annotated[Path, given.path_argument("The TOML file of the sweep.", metavar="FILE")],
+    form: Annotated[
+        str, typer.Option("--format", help="The format: table, csv, latex or markdown.")
+    ] = "table",
     output: Annotated[
-        Path | None, path_option("The folder for the runs. Default: the one in FILE.")
+        Path | None, given.path_option("The folder for the runs. Default: sweep.output in FILE.")
     ] = None,
-    table: Annotated[Path | None, path_option("Write the table to this file.")] = None,
+    table: Annotated[Path | None, given.path_option("Write the table to this file.")] = None,
     only_table: Annotated[
-        bool, typer.Option("--only-table", help="Show finished runs and start none.")
+        bool, given.flag("--only-table", "Show the table. Start no run.")
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check all settings and list the runs, without starting them."
-        ),
+        bool, given.flag("--dry-run", "Check and list the runs. Start no run.")
     ] = False,
 ) -> None:
     """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
@@ -175,7 +167,7 @@ def sweep(
     from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
-    check_choice(None, "format", form, FORMATS)
+    check_choice(None, "--format", form, FORMATS)
     plan = read_sweep(file)
     plan = replace(plan, output=output or plan.output)
     if dry_run:
@@ -191,7 +183,7 @@ def sweep(
     if table is None:
         print(text, end="")
     else:
-        write_text(table, text)
+        table.write_text(text, "utf-8")
     if failed:
         raise typer.Exit(1)
 
@@ -204,7 +196,7 @@ def train_command(config: Path, output: Path, interrupted: Path | None) -> list[
 
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SCALED = "SCALED to {scale:g}: this tests that the cells run, and does not reproduce the numbers"
+SCALED = "SCALED to {scale:g}. This tests that the cells run, but does not reproduce the numbers"
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
 """Settings that affect the speed of a run. They affect the results only by rounding errors."""
 
@@ -227,15 +219,15 @@ def seconds_of(text: str | None) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-@takes_settings(*SPEED, set_option=False)
+@given.takes_settings(*SPEED, set_option=False)
 def reproduce(
-    chosen: Sections,
+    chosen: given.Sections,
     preset: Annotated[
         str | None,
-        typer.Argument(help="A published table, such as feddm:table2. --list shows all tables."),
+        typer.Argument(metavar="TABLE", help="A published table, such as feddm:table2 (--list)."),
     ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="List all tables, or describe one table.")
+        bool, given.flag("--list", "List all tables, or describe one table.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
     alpha: Annotated[
@@ -245,11 +237,15 @@ def reproduce(
         str | None,
         typer.Option(help="Select this method, by its name in the table or in fedsynth."),
     ] = None,
-    cell: Annotated[str, typer.Option(help="Select cells with this text in --list.")] = "",
+    cell: Annotated[
+        str, typer.Option(help="Select cells whose line in --list has this text.")
+    ] = "",
     seeds: Annotated[
         int, typer.Option(min=1, max=10_000, help="The number of seeds for each cell.")
     ] = 1,
-    output: Annotated[Path, path_option("The folder for results and runs.")] = Path("reproduction"),
+    output: Annotated[Path, given.path_option("The folder for results and runs.")] = Path(
+        "reproduction"
+    ),
     time_budget: Annotated[
         str | None,
         typer.Option(help="Start no round that would end after this time (170m, 2h or seconds)."),
@@ -261,10 +257,7 @@ def reproduce(
             "and data."
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a setting of the table, as KEY=VALUE. Repeatable."),
-    ] = None,
+    settings: given.Set = None,
     download: given.Download = False,
 ) -> None:
     """Run cells of a published table and compare the results with the published numbers.
@@ -291,11 +284,13 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"{preset} has no such cell with {cell!r}: use --list to show all cells")
+        raise OptionError(
+            f"no selected cell of {preset} contains {cell!r}. Use --list to show all cells"
+        )
     if listed:
         _list_cells(table, cells)
         return
-    overrides = set_options(settings or [])
+    overrides = given.set_options(settings or [])
     changes = {section: values for section, values in overrides.items() if values}
     speed = {"run": chosen["run"], "data": chosen["data"]}
     for entry in cells:
@@ -303,7 +298,7 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(seeds), scale=scale, changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"{preset}: none of these cells can be run")
+        raise OptionError(f"no selected cell of {preset} can be run")
     if scale is not None:
         say(SCALED.format(scale=scale))
     keep_large_allocations()
@@ -316,7 +311,9 @@ def reproduce(
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared, scale)
     if unfinished:
-        say(f"{unfinished} of {len(outcomes)} runs are unfinished: repeat the command")
+        say(
+            f"{unfinished} of {len(outcomes)} runs are unfinished. Repeat the command to finish them"
+        )
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]

@@ -6,6 +6,8 @@ without private images.
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,26 +21,11 @@ from fedsynth.cli.application import (
     keep_large_allocations,
     note,
     say,
-    write_text,
-)
-from fedsynth.cli.options import (
-    OWN_CODE,
-    Sections,
-    merged,
-    path_argument,
-    path_option,
-    read_config,
-    takes_settings,
-    with_own_code,
 )
 from fedsynth.privacy.files import expand_home
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
-import re
-import sys
-
-from fedsynth.cli.options import method_settings
 
 ROBUST = "median, trimmed or clip (run.robust)"
 
@@ -62,7 +49,9 @@ def methods(context: typer.Context) -> None:
 
 
 @methods_app.command("show")
-def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
+def show_method(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a method.")],
+) -> None:
     """Describe one method in full.
 
     The description contains the settings with their defaults, the uploads and their privacy, and
@@ -130,18 +119,16 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-@takes_settings(
+@given.takes_settings(
     "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
     set_option=False,
 )  # fmt: skip
 def distill(
-    chosen: Sections,
+    chosen: given.Sections,
     models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
     arch: Annotated[
         str,
-        typer.Option(
-            help="The architecture of all models, or one for each model, separated by commas."
-        ),
+        typer.Option(help="The architecture of all models, or of each model, separated by commas."),
     ] = "convnet",
     student: Annotated[
         str | None, typer.Option(help="The student's architecture. Default: the first model's.")
@@ -155,14 +142,13 @@ def distill(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="A setting of the method's server, as KEY=VALUE. May be repeated."
+            "--set", metavar="KEY=VALUE", help="A setting of the method's server. May be repeated."
         ),
     ] = None,
     evaluate: Annotated[
-        bool,
-        typer.Option("--evaluate", help="Also test the models and the student on the data set."),
+        bool, given.flag("--evaluate", "Also test the models and the student on the data set.")
     ] = False,
-    output: Annotated[Path, path_option("The file to write the student to.")] = Path(
+    output: Annotated[Path, given.path_option("The file to write the student to.")] = Path(
         "student.safetensors"
     ),
 ) -> None:
@@ -173,6 +159,9 @@ def distill(
     """
     from fedsynth.simulation.student import distil_files
 
+    sections = given.set_options(settings or [])
+    if len(sections) > 1:
+        raise OptionError("--set accepts only settings of the method in this command")
     run = chosen["run"]
     root = chosen["data"].get("data_root")
     files = list(map(expand_home, split_names(models)))
@@ -183,7 +172,7 @@ def distill(
         student=student or next(iter(architectures), ""),
         dataset=dataset,
         method=method,
-        settings=method_settings(settings or []),
+        settings=sections["method"],
         sizes=chosen["model"],
         seed=run.get("seed", 0),
         device=run.get("device", "auto"),
@@ -195,7 +184,9 @@ def distill(
         print(line)
 
 
-data_app = Application(help="Describe the public facts about your images.", no_args_is_help=True)
+data_app = Application(
+    help="Describe which facts about your images are public.", no_args_is_help=True
+)
 
 
 @data_app.callback()
@@ -204,14 +195,14 @@ def _data() -> None:
 
 
 @data_app.command()
-@takes_settings(
+@given.takes_settings(
     "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", set_option=False
 )
 def describe(
-    chosen: Sections,
+    chosen: given.Sections,
     folder: Annotated[
         Path,
-        path_argument(
+        given.path_argument(
             "A folder with the structure SITE/CLASS/files or CLASS/files, or with a manifest.csv "
             "(path, label, site, user).",
             metavar="DIR",
@@ -223,7 +214,7 @@ def describe(
     ] = None,
     output: Annotated[
         Path | None,
-        path_option(
+        given.path_option(
             "The file to write. Default: fedsynth.toml in the folder, where `train --data` "
             "looks for it."
         ),
@@ -243,8 +234,10 @@ def describe(
     description = describe_folder(settings, note, name)
     path = output or description.path
     if path.exists():
-        raise OptionError(f"{path} already exists: remove it, or set --output")
-    write_text(path, description.toml)
+        raise OptionError(
+            f"{path} already exists. Remove this file, or choose another with --output"
+        )
+    path.write_text(description.toml, "utf-8")
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"
@@ -253,31 +246,27 @@ def describe(
     )
 
 
-Out = Annotated[Path, path_option("The folder to create. You may share all of its files.", "--out")]
+Out = Annotated[
+    Path, given.path_option("The folder to create. You may share all of its files.", "--out")
+]
 Unprotected = Annotated[
     bool,
-    typer.Option(
-        "--unprotected",
-        help="Also export images without a privacy guarantee. They may reveal real images.",
+    given.flag(
+        "--unprotected", "Also export images without a guarantee. They may reveal real images."
     ),
 ]
 WithModel = Annotated[
-    bool,
-    typer.Option(
-        "--with-model",
-        help="Also export the run's model, which has the same guarantee. A FedStats model can "
-        "label augmented images for `fedsynth student`.",
-    ),
+    bool, given.flag("--with-model", "Also export the run's model, which has the same guarantee.")
 ]
 
 
-@takes_settings(
+@given.takes_settings(
     "data", "privacy", "report", "run.method", "run.rounds", "run.seed", "run.device",
     "run.memory_gb", "method.ipc", "model.name", "model.width", "model.depth", "model.norm",
     "model.features",
 )  # fmt: skip
 def synthesize(
-    chosen: Sections,
+    chosen: given.Sections,
     out: Out,
     download: given.Download = False,
     unprotected: Unprotected = False,
@@ -299,7 +288,7 @@ def synthesize(
     from fedsynth.simulation.simulate import owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
-    resolved = owner_settings(merged(read_config(config), with_own_code(chosen)))
+    resolved = owner_settings(given.merged(given.read_config(config), given.with_own_code(chosen)))
     keep_large_allocations()
     with make_observer(resolved) as observer, ended_by_signals():
         result = make(
@@ -315,10 +304,10 @@ def synthesize(
     say(f"you may share the folder {out}, but nothing from the run folder")
 
 
-@takes_settings(*OWN_CODE, set_option=False)
+@given.takes_settings(*given.OWN_CODE, set_option=False)
 def export(
-    chosen: Sections,
-    run: Annotated[Path, path_argument("The folder of a finished run.", metavar="RUN")],
+    chosen: given.Sections,
+    run: Annotated[Path, given.path_argument("The folder of a finished run.", metavar="RUN")],
     out: Out,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
@@ -333,19 +322,21 @@ def export(
     """
     from fedsynth.results.export import export_run
 
-    with_own_code(chosen)
+    given.with_own_code(chosen)
     folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
     print(f"you may share the folder {folder}")
 
 
-@takes_settings(
+@given.takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
     "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device",
     set_option=False,
 )  # fmt: skip
 def student(
-    chosen: Sections,
-    share: Annotated[Path, path_argument("A folder that `fedsynth export` wrote.", metavar="SET")],
+    chosen: given.Sections,
+    share: Annotated[
+        Path, given.path_argument("A folder that `fedsynth export` wrote.", metavar="SET")
+    ],
     labels: Annotated[
         str, typer.Option(help="The labels: soft (stored with the images), hard (classes) or auto.")
     ] = "auto",
@@ -360,20 +351,18 @@ def student(
     ] = "auto",
     features: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE.py:NAME", help="The custom feature map of the teacher, if it has one."
-        ),
+        typer.Option(metavar="FILE.py:NAME", help="The custom feature map of the teacher, if any."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="The number of training steps.")] = None,
     copies: Annotated[
         int | None, typer.Option(help="The number of augmented copies of an image.")
     ] = None,
     flip: Annotated[
-        bool, typer.Option("--flip", help="Also mirror the copies. Not for digits or letters.")
+        bool, given.flag("--flip", "Also mirror the copies. Not for digits or letters.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
     download: given.Download = False,
-    output: Annotated[Path, path_option("The file to write the network to.")] = Path(
+    output: Annotated[Path, given.path_option("The file to write the network to.")] = Path(
         "student.safetensors"
     ),
 ) -> None:
@@ -402,8 +391,8 @@ def student(
         download=download,
         note=say,
     )
-    with_own_code({"model": {"features": features}})
-    network = network_for(spec, **with_own_code({"model": chosen["model"]})["model"])
+    given.with_own_code({"model": {"features": features}})
+    network = network_for(spec, **given.with_own_code({"model": chosen["model"]})["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
     changes = {name: value for name, value in numbers.items() if value is not None}
     settings = StudentSettings(flip=flip, **changes)
@@ -434,7 +423,7 @@ def _guarantee(result: Student) -> str:
     from fedsynth.privacy.report.formatting import format_epsilon
 
     if result.synthetic.epsilon is None:
-        return "none, because the synthetic images have none"
+        return "none, because the synthetic images have no guarantee"
     epsilon = f"ε = {format_epsilon(result.synthetic.epsilon)} at δ = {result.synthetic.delta:g}"
     if not result.guaranteed:
         return f"unknown: the images have {epsilon}, but the training also used other data"

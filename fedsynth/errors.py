@@ -121,12 +121,11 @@ def unknown_name(
     Args:
         kind: the kind of thing that the name stands for, such as "data set".
         name: the unknown name.
-        names: the valid names. The error suggests similar names or, if there are none, lists all.
+        names: the valid names. The error suggests similar names. If there are none, it lists all.
         section, key: the setting whose value is this name.
     """
-    return UnknownNameError(
-        f"unknown {kind} {short_repr(name)}; {_hint(name, names)}", section, key
-    )
+    hint = _did_you_mean(name, names) or f"; the known names are {', '.join(sorted(names))}"
+    return UnknownNameError(f"unknown {kind} {short_repr(name)}{hint}", section, key)
 
 
 def unknown_value(
@@ -136,17 +135,23 @@ def unknown_value(
 
     Args:
         section, key: the setting.
-        value: its value.
-        choices: the valid values; the error suggests near matches or, if there are none, all of
-            them.
-        context: further text on when this applies (" for convnet").
+        value: the value of the setting.
+        choices: the valid values. The error suggests similar values. If there are none, it lists
+            all.
+        context: the case in which the choices are valid, such as " for convnet".
     """
-    hint = _hint(value, choices)
-    text = f"{setting_name(section, key)} cannot be {short_repr(value)}{context}; {hint}"
+    setting = setting_name(section, key)
+    text = (
+        f"{setting} must be one of {', '.join(sorted(choices))}, got {short_repr(value)}{context}"
+    )
+    if hint := _did_you_mean(value, choices):
+        text = f"{setting} cannot be {short_repr(value)}{context}{hint}"
     return UnknownNameError(text, section, key)
 
 
-def _hint(value: str, choices: Iterable[str]) -> str:
-    names = sorted(choices)
-    near = difflib.get_close_matches(str(value)[:100].lower(), names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+def _did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """Returns a question with similar names, or an empty string if no name is similar."""
+    near = difflib.get_close_matches(str(value)[:100].lower(), sorted(choices), n=3, cutoff=0.5)
+    if not near:
+        return ""
+    return f"; did you mean {' or '.join(near)}?"

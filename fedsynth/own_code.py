@@ -19,8 +19,7 @@ from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home, read_regular
 
 MAX_FILE_BYTES = 2**24
-HASH_DIGITS = 12
-"""Digits of a file's hash in its label."""
+HASH_DIGITS = 12  # digits of a file's hash in its label
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,14 @@ def unloaded_file(
     for other in labels:
         if other.partition("@")[0] == file:
             return SettingError(
-                section, key, f"is {label}, but the file that you named has other content: {other}"
+                section, key, f"must be {label}, but the file that you named is {other}"
             )
     setting = {"features": "model.features"}.get(key, f"{section}.{key}")
     return SettingError(
         section,
         key,
-        f"is {label}, from a custom file: name that file again ({setting}=PATH/{file}, or "
-        f"{register})",
+        f"is {label} from a custom file that is not loaded. Set {setting}=PATH/{file}, or call "
+        f"{register}",
     )
 
 
@@ -110,13 +109,13 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            section, key, f"names {path}, which cannot be read: {one_line(error)}"
+            section, key, f"names the file {path}, which cannot be read: {one_line(error)}"
         ) from None
     code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text)
     module = _executed(section, key, path, code)
     definition = getattr(module, name, None)
     if definition is None:
-        raise SettingError(section, key, f"names {name!r}, which {path} does not define")
+        raise SettingError(section, key, f"names {name!r}, but {path} does not define this name")
     return definition, code
 
 
@@ -139,7 +138,9 @@ def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
     except (Exception, SystemExit) as error:
         del sys.modules[title]
         raise SettingError(
-            section, key, f"names {path}, which fails: {type(error).__name__}: {one_line(error)}"
+            section,
+            key,
+            f"names {path}, which fails with {type(error).__name__}: {one_line(error)}",
         ) from error
     finally:
         sys.path.remove(str(path.parent))

@@ -25,14 +25,10 @@ from fedsynth.privacy.files import load_toml
 T = TypeVar("T")
 
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-LARGEST = 2**63 - 1
-"""Largest integer that TOML, NumPy and PyTorch can hold."""
-MAX_PRINTED_BOUND = 10_000
-"""A range that ends here or later has only one bound worth printing."""
-LARGEST_FLOAT = 3e38
-"""Bound on other numbers: the largest that fp32 can hold."""
-MAX_SECONDS = 10**8
-"""Longest duration, three years: system timers cannot hold the largest floats."""
+LARGEST = 2**63 - 1  # largest integer that TOML, NumPy and PyTorch can hold
+MAX_PRINTED_BOUND = 10_000  # a range that ends here or later has only one bound worth printing
+LARGEST_FLOAT = 3e38  # bound on other numbers: the largest that fp32 can hold
+MAX_SECONDS = 10**8  # Longest duration, three years: system timers cannot hold the largest floats
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -162,9 +158,8 @@ def check_embedding(method: str, model: nn.Module) -> None:
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         reason = (
             f"must be a network with `embed` and a linear `classifier`, because {method} uses "
-            "embeddings and logits: a custom model needs embed(x), which returns [N, "
-            "embedding_size], the attribute embedding_size, and a classifier that is "
-            "nn.Linear(embedding_size, classes)"
+            "embeddings. A custom model needs embed(x), which returns [N, embedding_size], and "
+            "classifier = nn.Linear(embedding_size, classes)"
         )
         raise SettingError("model", "name", reason)
 
@@ -267,12 +262,12 @@ def read_sections(path: Path) -> Sections:
     try:
         sections = load_toml(path)
     except OSError as error:
-        raise ConfigFileError(f"cannot read the config {path}: {error.strerror}") from None
+        raise ConfigFileError(f"cannot read the config file {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigFileError(f"{path} is not valid TOML: {error}") from None
     for name, values in sections.items():
         if not isinstance(values, dict):
-            raise ConfigFileError(f"{path}: {name!r} must be in a section such as [run]")
+            raise ConfigFileError(f"{name!r} in {path} must be in a section such as [run]")
     return sections
 
 

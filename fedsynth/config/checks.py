@@ -65,8 +65,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            "must be own in a deployment: this method's uploads are not summed by secure "
-            f"aggregation, so each upload would carry only 1/{shares} of the noise"
+            "must be own in a deployment, because each upload would have only "
+            f"1/{shares} of the noise without secure aggregation"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -101,17 +101,15 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
     if not method.same_releases_every_round:
-        reason = (
-            f"must be 1 with {method.name}, because a client's releases differ between its rounds"
-        )
+        reason = f"must be 1 with {method.name}, because a client's releases differ between rounds"
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"selects {active} of {settings.partition.clients} clients in each round, but the "
-            f"noise needs {shares} clients besides the attacked one: set method.honest below "
-            f"{active}, raise run.participation, or set method.aggregation=own"
+            f"selects only {active} clients in each round, but the noise needs more than {shares}. "
+            f"Set method.honest below {active}, increase run.participation, or set "
+            "method.aggregation=own"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
 
@@ -133,7 +131,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
-            "clients' private images come from it: set method.proxy=noise or another data set"
+            "clients' images come from this data set. Set method.proxy=noise or another data set"
         )
 
 
@@ -165,8 +163,8 @@ def check_quorum(settings: RunSettings) -> None:
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
         reason = (
-            f"selects {taking} clients in each round, but a secure sum needs {needed}: set a "
-            "larger participation"
+            f"selects {taking} clients in each round, but a secure sum needs {needed}. Increase "
+            "run.participation"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:

@@ -48,8 +48,8 @@ class Participation:
     def __post_init__(self) -> None:
         if round(self.share * self.clients) < 1:
             reason = (
-                f"must be at least {1 / self.clients:.3g} with {self.clients} clients, so that a "
-                f"round has at least one client; got {self.share:g}"
+                f"must be at least {1 / self.clients:.3g} with {self.clients} clients, got "
+                f"{self.share:g}. Otherwise, a round has no client"
             )
             raise SettingError("run", "participation", reason)
 
@@ -180,8 +180,7 @@ class Failures:
         return failure.kind != CRASHED
 
 
-ALL_SHOWN = 1000
-"""The maximum number of rounds for which a privacy plan states ε after every round."""
+ALL_SHOWN = 1000  # the maximum number of rounds for which a privacy plan states ε after every round
 
 
 def shown_rounds(rounds: int) -> tuple[int, ...]:

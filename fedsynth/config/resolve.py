@@ -157,7 +157,7 @@ def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> N
         section = section_of(key)
         if section is not None:
             raise SettingError(
-                "method", key, f"is not a setting of {method.name}: use {section}.{key}"
+                "method", key, f"is not a setting of {method.name}. Use {section}.{key} instead"
             )
 
 
@@ -171,9 +171,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         method_class(name)
     except UnknownNameError:
         reason = (
-            f"is {name}, which was defined in the custom file {short_repr(stated)}: name that file "
-            f"again (run.method=PATH/{str(stated).partition('@')[0]:.200}), or register the class "
-            "with fedsynth.register_method"
+            f"is {name} from the custom file {short_repr(stated)}, which is not loaded. Set "
+            f"run.method=PATH/{str(stated).partition('@')[0]:.200}, or call fedsynth.register_method"
         )
         raise SettingError("run", "method", reason) from None
     source = own_source(name)
@@ -181,7 +180,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"was defined in {short_repr(stated)}, but the code that you named is {source.label}",
+            f"must be the code {short_repr(stated)}, but the file that you named is {source.label}",
         )
 
 
@@ -199,13 +198,13 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
         raise SettingError(
-            "data", next(iter(values)), "applies only to your own images: set data.folder too"
+            "data", next(iter(values)), "applies only to your own images. Set data.folder as well"
         )
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = (
-            f"is the name of a published data set, {name}: choose another name for the "
-            f"images in {folder.folder}"
+            f"cannot be {name}, which is a published data set. Choose another name for the images "
+            f"in {folder.folder}"
         )
         raise SettingError("data", "dataset", reason)
     return str(name or default_name(folder.folder)), folder

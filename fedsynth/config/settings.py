@@ -24,10 +24,8 @@ from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_fields, check_ranges, field_types, in_range, one_of
 
-MAX_LENGTH = 300
-"""The maximum number of characters in a text."""
-MAX_PERSON_LENGTH = 40
-"""The maximum number of characters in the name for one person."""
+MAX_LENGTH = 300  # the maximum number of characters in a text
+MAX_PERSON_LENGTH = 40  # the maximum number of characters in the name for one person
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,9 @@ class ReportSettings:
 
     def __post_init__(self) -> None:
         for name, text in asdict(self).items():
-            if not isinstance(text, str):
-                raise SettingError("report", name, f"must be text, got {text!r:.80}")
-            if not text.isprintable():
-                raise SettingError("report", name, "must be one line of printable characters")
+            if not isinstance(text, str) or not text.isprintable():
+                reason = f"must be one line of printable text, got {text!r:.80}"
+                raise SettingError("report", name, reason)
         for name, text, limit in (
             ("responsible", self.responsible, MAX_LENGTH),
             ("purpose", self.purpose, MAX_LENGTH),
@@ -82,8 +79,8 @@ class ReportSettings:
         """
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = (
-                f"must name one site for each of the {clients} clients, separated by commas; got "
-                f"{len(self._sites)} names"
+                f"must name the sites of all {clients} clients, separated by commas, got "
+                f"{len(self._sites)}"
             )
             raise SettingError("report", "sites", reason)
 
@@ -96,8 +93,7 @@ class ReportSettings:
         return self._sites
 
 
-QUORUM = 0.5
-"""The default quorum: the smallest share of a round's clients that must send uploads."""
+QUORUM = 0.5  # the default quorum: the smallest share of a round's clients that must send uploads
 MAX_ROUNDS = 1_000_000
 MOST_GB = 1_000_000
 MAX_THREADS = 4096
@@ -123,10 +119,9 @@ class RunSettings:
         method: the method by name (`fedsynth methods`), or FILE.py:NAME for a custom class. In
             Python, it is an object with the method's settings.
         dataset: name of the data set.
-        data_root: folder of the data sets; the default is the environment variable FEDSYNTH_DATA.
+        data_root: folder of the data sets (default: the environment variable FEDSYNTH_DATA).
         rounds: number of communication rounds.
-        seed: seed of all random numbers except privacy noise and the masks that sample private
-            records.
+        seed: seed of all random numbers except those for privacy (noise, and masks that sample records).
         device: "auto" (CUDA if it is available), "cpu" or "cuda".
         precision: number format of the most expensive passes, "fp32" or "bf16". These are
             condensation's passes over real images (including the per-image gradients of the
@@ -141,10 +136,10 @@ class RunSettings:
             On a CPU, these are up to twice as fast after some seconds of compiling. Only whole
             passes are compiled, so that shapes never depend on data. Compiling needs a C++
             compiler, or Triton on a GPU. The setting has no effect with batch norm.
-        memory_gb: memory in GiB that the steps of a round may use; the default is 4 on a CPU, and
-            half of the memory on a GPU. If it is small, fewer clients are computed at the same
+        memory_gb: memory in GiB that the steps of a round may use (default: 4 on a CPU, and half of
+            the memory on a GPU). If it is small, fewer clients are computed at the same
             time. The data set is not counted.
-        threads: number of CPU threads for computations; the default is chosen by torch. Another
+        threads: number of CPU threads for computations (default: chosen by torch). Another
             number rounds sums differently, so results are exactly repeatable only with the same
             number.
         evaluate_every: number of rounds between evaluations on the test set. The last round is
@@ -217,7 +212,7 @@ class RunSettings:
             object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
-                reason = "must be left out of a private run: set PrivacySettings.ledger instead"
+                reason = "cannot be used in a private run. Set PrivacySettings.ledger instead"
                 raise SettingError(None, "RunSettings.ledger", reason)
             folder = ledger_setting(self.ledger)
             object.__setattr__(self, "ledger", None if folder == NO_LEDGER else folder)
@@ -245,8 +240,8 @@ class RunSettings:
         if not 0 <= self.robust_share < 0.5:
             yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
         if self.sampling == "size" and self.privacy is not None:
-            reason = "sampling by size reveals how many examples each client has"
-            yield "run", "sampling", f"must be uniform with differential privacy: {reason}"
+            reason = "because other sampling reveals how many examples each client has"
+            yield "run", "sampling", f"must be uniform with differential privacy, {reason}"
         if self.sampling == "size" and self.participation == 1:
             reason = "must be uniform if run.participation is 1, because all clients then take part"
             yield "run", "sampling", reason
@@ -256,18 +251,19 @@ class RunSettings:
                 yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
-                reason = "because a malicious client could not be identified"
-                required = f"must be none with fewer than {FEWEST} clients in a round, {reason}"
-                yield "run", "robust", f"{required}; got {active} clients"
+                reason = f"needs at least {FEWEST} clients in a round, got {active}"
+                yield "run", "robust", reason
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
         if self.model.client_names and not method.heterogeneous:
-            reason = f"must be left out: {method.name} needs the same architecture for all clients"
+            reason = (
+                f"cannot be used with {method.name}, whose clients must have the same architecture"
+            )
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
-            reason = "clients with different architectures cannot start from the server's model"
-            yield "model", "clients", f"must be left out unless run.rounds is 1: {reason}"
+            reason = "because the clients cannot start from the server's model in a later round"
+            yield "model", "clients", f"cannot be used unless run.rounds is 1, {reason}"
 
     @property
     def resolved_partition(self) -> PartitionSettings:

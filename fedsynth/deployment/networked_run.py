@@ -8,6 +8,7 @@ clients store their state themselves.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -191,9 +192,8 @@ class NetworkedRun:
         self.histories = self._charged_histories()
         ended = self.record.end(self.server, self.context, self.uploads, self.histories)
         self.report = ended.report
-        folder = self.folder.path / "checkpoint"  # the run folder has another name now
-        (folder / FILE).unlink(missing_ok=True)
-        CheckpointFolder(folder, "").discard()
+        # the run folder has another name now
+        shutil.rmtree(self.folder.path / "checkpoint", ignore_errors=True)
         return self.folder.path
 
     def _charged_histories(self) -> list[History]:

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 from fedsynth.seeding import torch_generator
 
-GENERATOR = "generator"
-"""The key of these measures in the metrics of a round."""
+GENERATOR = "generator"  # the key of these measures in the metrics of a round
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
 ]

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 
-LANES = 16
-"""The number of float32 values in the widest registers of a CPU (512 bits)."""
+LANES = 16  # the number of float32 values in the widest registers of a CPU (512 bits)
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ def _both_filled_up(matrices: Tensor) -> Tensor:
     return F.pad(matrices, (0, -matrices.shape[-1] % LANES, 0, -matrices.shape[-2] % LANES))
 
 
-Shape = tuple[int, int, int]
-"""The shape of an image: (channels, height, width)."""
+Shape = tuple[int, int, int]  # the shape of an image: (channels, height, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,17 +134,14 @@ class FeatureMap:
         if pixels_NCHW.dtype == torch.uint8:
             x = x / 255
         features: object = self.function(x)
-        if not isinstance(features, Tensor):
-            returned = type(features).__name__
-            reason = f"must return a tensor [N, {self.dimension}], got {returned}"
-            raise self._wrong("function", reason)
-        if tuple(features.shape) != (len(x), self.dimension):
-            reason = (
-                f"is {self.dimension}, but the map's function returned a tensor of shape "
-                f"{tuple(features.shape)} for {len(x)} images"
-            )
-            raise self._wrong("dimension", reason)
-        return features.float()
+        expected = (len(x), self.dimension)
+        returned = type(features).__name__
+        if isinstance(features, Tensor):
+            if features.shape == expected:
+                return features.float()
+            returned = f"shape {tuple(features.shape)}"
+        reason = f"must return a tensor of shape {expected}, but returned {returned}"
+        raise self._wrong("function", reason)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
         """Returns the map itself.

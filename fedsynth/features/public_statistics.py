@@ -20,8 +20,7 @@ from fedsynth.seeding import torch_generator
 
 IMAGES = 600
 SEED = 0
-DIGITS = 3
-"""The number of significant digits of a constant."""
+DIGITS = 3  # the number of significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
 
 
@@ -104,20 +103,14 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     (2, True, True)
     """
 
-    def refused(reason: str) -> SettingError:
-        return SettingError(None, "function", f"of features {name!r} {reason}")
-
-    try:
-        vectors = public_vectors(function, image_shape).float()
-    except (AttributeError, TypeError) as error:
-        raise refused(f"must return a tensor [N, d], but failed: {error}") from None
-    if vectors.dim() != 2:
-        shape = list(vectors.shape)
-        raise refused(f"must return one vector per image, [N, d], but returns {shape}")
-    if not bool(torch.isfinite(vectors).all()):
-        raise refused("must return finite numbers, but returned NaN or infinity")
-    if not constants(vectors)[1] > 0:
-        raise refused("must not return the same vector for half of the images")
+    vectors = public_vectors(function, image_shape).float()
+    reason = ""
+    if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
+        reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
+    elif not constants(vectors)[1] > 0:
+        reason = "must not return the same vector for half of the images"
+    if reason:
+        raise SettingError(None, "function", f"of features {name!r} {reason}")
     return map_of_vectors(name, image_shape, function, vectors)
 
 

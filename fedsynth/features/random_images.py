@@ -26,13 +26,11 @@ from torch.nn import functional as F
 AT_ONCE = 256
 """The number of images that are generated together. It bounds memory and also affects the images
 that a seed gives."""
-LEAVES = 48
-"""The number of shapes in front of the background, which is enough to cover most of it."""
+LEAVES = 48  # the number of shapes in front of the background, which is enough to cover most of it
 CHROMA = 0.35
 """The relative spread of a shape's colour around its grey value. It is small because natural images
 are mostly grey."""
-WIDTH = 16
-"""The number of channels of the random generators."""
+WIDTH = 16  # the number of channels of the random generators
 
 
 def random_images(

@@ -31,8 +31,7 @@ from fedsynth.features.scattering import FLOOR, scattering, scattering_features,
 
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
 """The file that `python benchmarks/random_process.py` writes."""
-PATCH = 6
-"""The side of a patch in pixels."""
+PATCH = 6  # the side of a patch in pixels
 CONTRAST = 10 / 255**2
 """A number that is added to a patch's variance, so that nearly flat patches stay small. It is 10
 squared grey values, as in the paper."""
@@ -139,8 +138,8 @@ def _check(shape: Shape) -> None:
         raise SettingError(
             "method",
             "features",
-            "must be another feature map for these images: features of random processes need grey "
-            f"or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {shape}",
+            "based on random processes needs grey or colour images of at least "
+            f"{MIN_SIDE}×{MIN_SIDE} pixels, got images of shape {shape}",
         )
 
 

@@ -199,8 +199,8 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
         reason = f"the registered function returns {type(built).__name__}, but must return a "
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
     if built.image_shape != shape:
-        reason = f"the map is for images of shape {built.image_shape}, but the data set's have"
-        raise _refused(name, f"{reason} {shape}")
+        reason = f"the map is for images of shape {built.image_shape}, but the data set has images"
+        raise _refused(name, f"{reason} of shape {shape}")
     function = _CheckedFunction(name, built.function)
     try:
         built(torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape))  # checks its output
@@ -244,7 +244,7 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
         source: the file that the map was loaded from, or None.
 
     Raises:
-        SettingError: a built-in map has this name, or `build` is not callable.
+        SettingError: a built-in map has this name.
 
     >>> register_features("mean-grey", lambda shape: FeatureMap(
     ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",
@@ -253,11 +253,10 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
     1
     """
     if name in _BUILT_IN:
-        reason = f"of custom features cannot be {name!r}: the package has a map with this name"
+        reason = (
+            f"of custom features cannot be {name!r}, because the package has a map with this name"
+        )
         raise SettingError(None, "name", reason)
-    if not callable(build):
-        reason = "of custom features must be a function from an image shape to a FeatureMap, got "
-        raise SettingError(None, "build", f"{reason}{type(build).__name__}")
     _CUSTOM[name] = (build, source)
     for cached in [key for key in _BUILT if key[0] == name]:
         del _BUILT[cached]

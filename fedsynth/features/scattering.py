@@ -87,11 +87,9 @@ def low_pass(shape: Shape) -> FeatureMap:
 Real = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
 
-J, L = 2, 8
-"""The number of octaves J and the number of orientations L of the scattering transform."""
+J, L = 2, 8  # the number of octaves J and the number of orientations L of the scattering transform
 GROUPS = 27
-GRID = 3
-"""The number of cells in each direction to which a channel is pooled."""
+GRID = 3  # the number of cells in each direction to which a channel is pooled
 MIN_SIDE = 8
 """The smallest image side in pixels. The transform of a smaller image has fewer than two
 positions."""

@@ -156,10 +156,8 @@ class CheckpointFolder:
             return None
         try:
             return self._read(method)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(f"{error!r:.120}") from None
-        except MessageError as error:
-            raise self._damaged(str(error)) from None
+        except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+            raise self._damaged(f"{error!r:.200}") from None
 
     def _read(self, method: Method) -> Checkpoint:
         pointer = self._pointer()
@@ -167,7 +165,7 @@ class CheckpointFolder:
         uploads: dict[int, Message] = {}
         for name, sha256 in pointer["files"].items():
             if not _NAME.fullmatch(name):
-                raise self._damaged(f"checkpoint.json lists the unknown file {name!r:.80}")
+                raise self._damaged(f"{POINTER} lists the unknown file {name!r:.80}")
             content = self._content(name, sha256)
             if name.startswith("state-"):
                 state = method.state.from_bytes(content)
@@ -187,10 +185,12 @@ class CheckpointFolder:
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"the settings or data differ from the checkpoint in {self.path}")
+            raise CheckpointError(
+                f"the checkpoint in {self.path} belongs to other settings or data"
+            )
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):
-            raise self._damaged("its metrics are not numbered as rounds 1, 2, …")
+            raise self._damaged(f"the rounds in {POINTER} are not numbered 1, 2, …")
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
@@ -229,14 +229,6 @@ class CheckpointFolder:
                 with suppress(OSError):
                     path.unlink()
 
-    def discard(self) -> None:
-        """Removes the checkpoint because the run has ended."""
-        self._files = {}
-        with suppress(OSError):
-            (self.path / POINTER).unlink(missing_ok=True)
-            self._prune()
-            self.path.rmdir()
-
     @contextmanager
     def writing(self) -> Iterator[None]:
         try:
@@ -244,7 +236,7 @@ class CheckpointFolder:
         except OSError as error:
             raise OutputError(
                 f"cannot write a checkpoint into {self.path}: {error.strerror or error}. Correct "
-                "this, then resume the run from its previous checkpoint"
+                "this problem, and then resume the run"
             ) from None
 
     def _damaged(self, why: str) -> CheckpointError:

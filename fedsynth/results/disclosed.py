@@ -16,39 +16,19 @@ from typing import Any
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.server import RoundResult
-from fedsynth.privacy.disclosure import (
-    COUNT,
-    SHARE,
-    Disclosure,
-    public,
-    released,
-    simulation_only,
-)
+from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
 from fedsynth.privacy.errors import UnaccountedReleaseError
 
-LOCAL = "local"
-"""Key in a round's metrics: the accuracies on the clients' own test splits."""
-PRIVATE_TEST = "private_test"
-"""Key in a round's metrics: the accuracies on a private test set."""
-COMMON = "common_model_accuracy"
-"""Key in a round's metrics: the test accuracy of the common model. It is used for methods in which
-each client ends with a personal model.
-"""
-ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
-"""Keys of metrics that are measured on the test set."""
-SOURCES = "sources"
-"""Key in a summary: the files with the user's code for the method, the model and the feature map.
-"""
-MODELS = "models"
-"""Key in a round's metrics: the metrics of each variant of the method's model, by variant name."""
-LOST = "lost"
-"""Key in a round's metrics: the clients that did not answer, with the reasons."""
-REJECTED = "rejected"
-"""Key in a round's metrics: the clients whose uploads could not be used, with the reasons."""
-NOT_COUNTED = "not_counted"
-"""Key in the metrics of a round that had too few usable uploads. Its value states the exchange, the
-number of usable uploads, and the number required.
-"""
+# keys of a round's metrics
+LOCAL = "local"  # the accuracies on the clients' own test splits
+PRIVATE_TEST = "private_test"  # the accuracies on a private test set
+COMMON = "common_model_accuracy"  # of the common model, if each client ends with a personal one
+ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")  # on the test set
+MODELS = "models"  # the metrics of each variant of the method's model, by variant name
+LOST = "lost"  # the clients that did not answer, with the reasons
+REJECTED = "rejected"  # the clients whose uploads could not be used, with the reasons
+NOT_COUNTED = "not_counted"  # the number of usable uploads in a round that had too few
+SOURCES = "sources"  # in a summary: the files with the user's code
 
 Declared = Mapping[str, Disclosure]
 
@@ -110,7 +90,7 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
         if key not in declared or not declared[key].may_be_shown:
             yield f"has {key!r:.80}, which may not be shown"
         elif not declared[key].fits(value):
-            yield f"has {key} with a type or shape other than the declared one"
+            yield f"has a value of {key} whose type or shape differs from its declaration"
 
 
 def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
@@ -126,7 +106,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     """
     for key in facts:
         if key in ROW:
-            raise UnaccountedReleaseError(f"the name {key!r} of a metric is reserved")
+            raise UnaccountedReleaseError(f"the metric name {key!r} is reserved")
         if declared is not None and key not in declared:
             raise UnaccountedReleaseError(f"the metric {key!r} must be in `Method.metric_privacy`")
     return facts

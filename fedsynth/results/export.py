@@ -150,7 +150,7 @@ def require_new(target: Path) -> None:
         OutputError: the folder contains files, or the path is a file.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OutputError(f"{target} already exists and is not empty: name a new or empty folder")
+        raise OutputError(f"{target} already exists and is not empty. Choose a new or empty folder")
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -158,7 +158,9 @@ def require_new(target: Path) -> None:
 
 def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} is not the folder of a finished run: it has no summary.json")
+        raise OutputError(
+            f"{folder} has no summary.json, so it is not the folder of a finished run"
+        )
     summary = read_summary(folder)
     report, start = None, {}
     if (folder / PRIVATE_START).exists():
@@ -167,12 +169,14 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     if not guarantee and not unprotected:
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images may reveal real ones. To "
-            f"export them nevertheless, use --{UNPROTECTED} or {UNPROTECTED}=True"
+            f"the run in {folder} has no privacy guarantee, so its images may reveal real images. "
+            f"To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
         )
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} has no synthetic images, because {name} makes none")
+        raise OutputError(
+            f"the run in {folder} has no synthetic images, because {name} makes no images"
+        )
     try:
         synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
@@ -200,8 +204,8 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
     problems = verify_run(folder, method=method).problems
     if problems:
         raise PrivacyError(
-            f"the privacy report of {folder} does not follow from its settings and ledgers "
-            f"({one_line(problems[0])}); run fedsynth privacy verify {folder} for the details"
+            f"the privacy report of {folder} does not follow from its settings and ledgers: "
+            f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
         )
     return sound_report(folder)
 

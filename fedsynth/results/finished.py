@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report.figures import faults
@@ -201,11 +202,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
             f"{path} is not the summary of a run: {faults(error)[0][:300]}"
         ) from None
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"cannot read {path}: {_reason(error)}") from None
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return str(getattr(error, "strerror", None) or error)[:200]
+        raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -238,7 +235,7 @@ def _rows(file: Path) -> Rows:
         text = read_text(file) if file.exists() else ""
         rows = [decode_json(line) for line in text.splitlines()]
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"cannot read {file}: {_reason(error)}") from None
+        raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
         raise RunFolderError(f"{file} is damaged: a line does not contain a round's metrics")
     return rows

@@ -137,7 +137,7 @@ class Logger(Observer):
             yield
         except ImportError:
             raise OutputError(
-                f"logging to {self.name} needs a library: run pip install 'fedsynth[{self.name}]'"
+                f"logging to {self.name} needs more packages. Run pip install 'fedsynth[{self.name}]'"
             ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
@@ -299,7 +299,7 @@ def make_loggers(
         OutputError: the library of a logger is not installed.
     """
     for name in names:
-        check_choice(None, "log", name, tuple(LOGGERS))
+        check_choice(None, "--log", name, tuple(LOGGERS))
     loggers = [LOGGERS[name](base) for name in dict.fromkeys(names)]
     stamped = [logger.name for logger in loggers if logger.stamps_times]
     if private and stamped:

@@ -88,10 +88,7 @@ class Measure:
         return accuracy
 
     def _rows(
-        self,
-        models: Mapping[str, Mapping[str, Tensor]],
-        context: RoundContext,
-        figures: Figures,
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext, figures: Figures
     ) -> dict[str, dict[str, Any]]:
         """Returns the metrics of each model on the test set and on the clients' own test splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}

@@ -12,7 +12,6 @@ according to its kind, and escapes every text.
 from __future__ import annotations
 
 import base64
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from markupsafe import Markup, escape
 
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_json, read_regular
+from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, report_sentences
@@ -39,11 +38,10 @@ from fedsynth.results.finished import (
     is_share,
     labels,
     overview,
-    percent,
     value_at,
     words_of,
 )
-from fedsynth.results.run_folder import COUNTS, ROUNDS
+from fedsynth.results.run_folder import PARTITION, ROUNDS
 
 
 class Axis(NamedTuple):
@@ -69,7 +67,7 @@ AXES: Mapping[str, Axis] = {
     "eps": Axis("ε spent", "epsilon"),
 }
 NEEDS_MATPLOTLIB = (
-    "PNG plots need matplotlib: run pip install 'fedsynth[plots]', or write SVG or HTML"
+    "PNG plots need matplotlib. Run pip install 'fedsynth[plots]', or write SVG or HTML"
 )
 
 
@@ -169,7 +167,8 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     """Writes a plot of the lines as a PNG file, with matplotlib.
 
     Raises:
-        OutputError: matplotlib is not installed, or the file cannot be written.
+        OutputError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -191,17 +190,10 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     if axis == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+    figure.savefig(path, format="png", dpi=150)
 
 
-MAX_ROUNDS = 5
-"""The number of rounds of a run whose images are shown."""
-MAX_CELLS = 2000
-"""The maximum number of table cells for the class distribution. A larger one is shown as an image.
-"""
+MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
 MAX_IMAGE_BYTES = 2**24
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
@@ -303,34 +295,9 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
         if run.private and not simulation_only:
             text = "not shown, because the partition is an exact function of private data"
             yield {"kind": "text", "text": f"{name}: {text}"}
-        elif picture := _partition(run.folder):
+        elif picture := _image(run.folder / PARTITION, f"{name}: examples of each class", ""):
             yield {"kind": "heading", "text": name}
             yield picture
-
-
-def _partition(folder: Path) -> Part | None:
-    """Returns the class distribution per client of one run, as a table if possible.
-
-    A distribution that is too large for a table, or that cannot be read, is shown by the image that
-    the run stored. Returns None if there is no image either.
-    """
-    try:
-        stored = load_json(folder / "simulation_only" / COUNTS)
-        counts = np.array(stored["counts"], dtype=np.int64)
-        classes = [str(name) for name in stored["class_names"]]
-        clients, _ = counts.shape
-    except (OSError, *HOSTILE):
-        clients = 0
-    if not clients or counts.size > MAX_CELLS:
-        return _image(folder / "simulation_only" / "partition.png", "partition: heat map", "")
-    # the square root keeps small counts visible next to large ones
-    shades = 0.7 * np.sqrt(np.maximum(0, counts) / max(1, counts.max()))
-    rows = [
-        [(count, f"{shade:.2f}") for count, shade in zip(*row, strict=True)]
-        for row in zip(counts.tolist(), shades.tolist(), strict=True)
-    ]
-    caption = "partition: examples of each class at each client"
-    return {"kind": "heat", "caption": caption, "columns": classes, "rows": rows}
 
 
 def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
@@ -351,21 +318,9 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields plots of AMP, WLP and FM, and a table with the final accuracy of each client. All are
-    measured on the clients' own test splits.
-    """
+    """Yields plots of AMP, WLP and FM, which are measured on the clients' own test splits."""
     for key in ("amp", "wlp", "fm"):
         yield from _curve(runs, names, f"local.{key}", "rounds")
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        with suppress(*HOSTILE):  # the values are untrusted
-            values = run.rows[-1]["local"]["client_accuracy"]
-            rows.append([name, *(percent(value and float(value)) for value in values)])
-    if rows:
-        columns = list(itertools.zip_longest(*rows, fillvalue=NONE))
-        head = ["accuracy at", *(f"client {number}" for number in range(len(columns) - 1))]
-        padded = list(zip(*columns, strict=True))
-        yield _table("accuracy of each client on its own test split", head, padded)
 
 
 def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:

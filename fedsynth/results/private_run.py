@@ -42,14 +42,7 @@ from fedsynth.privacy.report.verify import differences
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results import disclosed, run_folder
 from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED, Declared
-from fedsynth.results.run_folder import (
-    CONFIG,
-    INCOMPLETE,
-    METRICS,
-    PRIVATE_START,
-    RESUMED,
-    SUMMARY,
-)
+from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS, PRIVATE_START, RESUMED, SUMMARY
 from fedsynth.validation import read_sections
 
 SIGMA_TOLERANCE = 2e-3
@@ -120,7 +113,9 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
-        raise PrivacyError(f"{RESUMED} names round {resumed[-1]}, but it must be at most {limit}")
+        raise PrivacyError(
+            f"{RESUMED} names round {resumed[-1]}, but must not exceed round {limit}"
+        )
     summary = None
     if (folder / SUMMARY).exists():
         summary = read_json(folder / SUMMARY, "run's summary")
@@ -159,7 +154,9 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
-        raise PrivacyError(f"{PRIVATE_START} has no valid specification: {error}") from None
+        raise PrivacyError(
+            f"the data set specification in {PRIVATE_START} is invalid: {error}"
+        ) from None
     try:
         published = dataset_spec(spec.name)
     except UnknownNameError:
@@ -261,14 +258,14 @@ def plan_when_it_began(
         raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
-        raise PrivacyError(f"the run's clients differ from those in {PRIVATE_START}")
+        raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"{client}: the ledger is not the one with which the run began")
+            raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"{client}: the ledger lacks {_text(row)}, which the run has charged")
+        raise PrivacyError(f"the ledger of {client} lacks {_text(row)}, which the run has charged")
     return charges.plan
 
 
@@ -310,7 +307,9 @@ class Charges:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            raise PrivacyError(f"the clients in the report differ from those in {PRIVATE_START}")
+            raise PrivacyError(
+                f"the clients in the report differ from the clients in {PRIVATE_START}"
+            )
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
         for number, history in enumerate(self.plan.histories):
@@ -396,25 +395,26 @@ class Charges:
         """
         problems = []
         for client, row in self.missing:
-            charged = f"according to config.toml, the run charges {_text(row)}"
-            problems.append(f"{client}: {charged}, but the ledger has no such row")
+            problems.append(
+                f"the ledger of {client} lacks {_text(row)}, which config.toml requires"
+            )
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
-                rows = f"the ledger's first {start.rows} rows"
-                problems.append(f"{client}: {rows} differ from those in {PRIVATE_START}")
+                rows = f"the first {start.rows} rows in the ledger of {client}"
+                problems.append(f"{rows} differ from {PRIVATE_START}")
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
             noted = Counter(number for rows, number in ledger.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
-                problems.append(f"{client}: {RESUMED} has a resumption that is not in the ledger")
+                problems.append(f"the ledger of {client} lacks a resumption that {RESUMED} states")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
-                problems.append(f"{client}: the ledger belongs to another data set or partition")
+                problems.append(f"the ledger of {client} belongs to another data set or partition")
         if only_this_run:
             for client, row in self.foreign:
-                reason = "which the run does not charge according to config.toml"
-                problems.append(f"{client}: the ledger has {_text(row)}, {reason}")
+                reason = "which does not follow from config.toml"
+                problems.append(f"the ledger of {client} has {_text(row)}, {reason}")
         return problems
 
     def refusal(self) -> Event | None:

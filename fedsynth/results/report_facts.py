@@ -1,7 +1,7 @@
 """The facts that a private run's report states in addition to the ledgers.
 
-They include the public items, the accesses to private data, and the versions of the software. They
-follow from the public plan. This module never reads data.
+They are the public items, the accesses to private data and the versions of the software. They follow
+from the public plan. This module never reads data.
 """
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import figures
-from fedsynth.privacy.report.figures import (
-    Access,
-    Event,
-    LedgerStart,
-    Promise,
-    ReportFacts,
-    RunStart,
-    Start,
-)
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.version import __version__
@@ -49,8 +40,7 @@ NEIGHBOURS = {
     "zero-out": "blanked out",
     "replace-one": "replaced by any other",
 }
-WEAK = 10.0
-"""The value of ε above which the headline contains a warning."""
+WEAK = 10.0  # the value of ε above which the headline contains a warning
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
@@ -58,8 +48,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
 
     Args:
         plan: the run's plan.
-        simulated: True if all clients are in one process, False if each client runs where its data
-            are.
+        simulated: True if all clients are in one process, False for a run over a network.
     """
     facts = plan.facts
     delta = plan.privacy.delta
@@ -86,24 +75,24 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         unit = f"one {plan.run.report.person or 'person'} with all examples"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
     if not plan.run.method.same_releases_every_round:
-        noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each one"
+        noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
     lines = [
         f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
         f"{unit} {NEIGHBOURS[plan.privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
     ]
     if chief.shares > 1:
-        aggregation = "masked values are sent"
+        aggregation = "the server sees only sums of masked values"
         if simulated:
-            aggregation = "aggregation assumed, not executed"
+            aggregation = "secure aggregation is assumed, but not executed"
         lines.append(
-            f"  {aggregation}: each client adds only 1/{chief.shares} of the noise variance, so ε "
+            f"  {aggregation}. Each client adds only 1/{chief.shares} of the noise variance, so ε "
             "holds only against parties that see nothing but the sums over clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         lines.append(
-            f"  earlier runs in the ledgers have spent ε = {format_epsilon(spent)} of this"
+            f"  earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
         )
     return lines + _noise_warnings(plan) + _cap_warnings(plan, planned)
 
@@ -119,8 +108,8 @@ def _noise_warnings(plan: PrivacyPlan) -> list[str]:
         return []
     ratio, quantity = min(drowned)
     return [
-        f"  warning: the noise exceeds the signal of the releases (S/N {ratio:.2g}: {quantity}); "
-        "run `fedsynth privacy plan` to see the effect of more records, clients or a larger ε"
+        f"  warning: the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}). To see the "
+        "effect of more records, more clients or a larger ε, run `fedsynth privacy plan`"
     ]
 
 
@@ -136,7 +125,7 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
     cap = plan.privacy.epsilon
     if cap is None and planned > WEAK:
         return [
-            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may "
+            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee. One example may "
             f"change the odds of any outcome by a factor of e^{planned:.0f}. To limit ε, set "
             "privacy.epsilon instead of privacy.noise_multiplier"
         ]
@@ -149,14 +138,14 @@ def start_facts(
     plan: PrivacyPlan,
     histories: Sequence[History],
     test: str,
-    began: RunStart,
+    began: figures.RunStart,
     warnings: Sequence[str] = (),
     *,
     simulated: bool,
-) -> Start:
+) -> figures.Start:
     """Returns the public facts that are fixed when the run begins.
 
-    They are written to a file at the start, so that a report can be made even if the run is killed.
+    They are written at the start, so that a report can be made even if the run is killed.
 
     Args:
         plan: the run's plan.
@@ -164,16 +153,15 @@ def start_facts(
         test: the kind of test images: "public", "private" or "none".
         began: the run's identifier and start date.
         warnings: the warnings to include in the report.
-        simulated: True if all clients are in one process, False if each client runs where its data
-            are.
+        simulated: True if all clients are in one process, False for a run over a network.
     """
-    return Start(
+    return figures.Start(
         schema_version=4,
         noise_multiplier=plan.privacy.noise_multiplier,
         data_set=as_json(plan.spec),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
         ledgers={
-            history.client: LedgerStart(rows=len(history.releases), chain=history.chain)
+            history.client: figures.LedgerStart(rows=len(history.releases), chain=history.chain)
             for history in histories
         },
         run=began,
@@ -184,16 +172,15 @@ def start_facts(
 
 def privacy_section(
     plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True
-) -> Promise:
+) -> figures.Promise:
     """Returns the privacy section of summary.json.
 
     Args:
         plan: the run's plan.
         histories: the current contents of the clients' ledgers.
-        simulated: True if all clients were in one process, False if each client ran where its data
-            are.
+        simulated: True if all clients are in one process, False for a run over a network.
     """
-    promise = Promise(
+    promise = figures.Promise(
         guarantee=plan.guaranteed(histories),
         noise_multiplier=plan.privacy.noise_multiplier,
         mechanism=plan.chief.mechanism,
@@ -219,20 +206,20 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
-FOUR_SUMS = "; each value is half the sum of four Gaussians, against one floating-point attack"
+FOUR_SUMS = ". Each value is half the sum of four Gaussians, against one floating-point attack"
 
 
 def report_facts(
     plan: PrivacyPlan,
     rounds_done: int,
-    events: Sequence[Event],
-    start: Start,
+    events: Sequence[figures.Event],
+    start: figures.Start,
     *,
     secret: bool = True,
     abandoned: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
-) -> ReportFacts:
+) -> figures.ReportFacts:
     """Returns the facts that the report states in addition to the ledgers.
 
     Args:
@@ -257,7 +244,7 @@ def report_facts(
         published.append(dict(comparison))
     clients = [history.client for history in plan.histories]
     sites = report.site_names(run.partition.clients)[first:]
-    return ReportFacts(
+    return figures.ReportFacts(
         method=run.method.name,
         mechanism=plan.chief.mechanism,
         delta=privacy.delta,
@@ -310,10 +297,10 @@ def owner_facts(
     number: int,
     history: History,
     rounds: int,
-    start: Start,
+    start: figures.Start,
     *,
     secret: bool,
-) -> ReportFacts:
+) -> figures.ReportFacts:
     """Returns the facts that a data owner's report states in addition to the owner's ledger.
 
     Args:
@@ -363,13 +350,13 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
         share = f"{count} of {run.partition.clients} clients a round"
-        items["participation"] = f"{share}, drawn from the run's seed; no amplification is claimed"
+        items["participation"] = f"{share}, drawn from the run's seed. No amplification is claimed"
     if run.client_failures:
         items["simulated failures"] = (
             f"each client fails with probability {run.client_failures:g} in a round, drawn from "
-            "the run's seed; its computation is charged even if its upload did not arrive"
+            "the run's seed. The computation is charged even if the upload did not arrive"
         )
-    server = "it computes only with the uploads and public values; this costs no privacy"
+    server = "it computes only with the uploads and public values, which costs no privacy"
     items["what the server does"] = server
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
@@ -383,7 +370,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         source = "from the declared size of the data set and the settings of the partition"
     items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
     items[f"nominal {unit}s of a client"] = (
-        f"{plan.nominal_size:g} ({source}); the true number is never used as a divisor"
+        f"{plan.nominal_size:g} ({source}). The true number is never used as a divisor"
     )
     for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
         if kind == "public":
@@ -393,7 +380,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 
 def _architecture(run: RunSettings) -> str:
     if not run.method.takes_model:
-        return "the method's own model; the settings of models have no effect"
+        return "the method's own model. The settings of models have no effect"
     weights = "drawn from the run's seed"
     if has_given_weights(run.model):
         weights = "with the weights of a module that the operator supplies and declares public"
@@ -414,25 +401,25 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
     if not simulated:
-        return f"{spec.name}: the data owners'; its specification is public, its records are not"
+        return f"{spec.name} of the data owners. Its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
         return f"{spec.name}: the operator's own, declared public by the operator"
-    return f"{spec.name}: the operator's own; its specification is public, its records are not"
+    return f"{spec.name} of the operator. Its specification is public, its records are not"
 
 
 COMPARED_RECORDS = (
     "records, compared with those of the ledgers",
-    "with a keyed hash that is stored with the ledgers; it decides whether the run starts",
+    "with a keyed hash that is stored with the ledgers. It decides whether the run starts",
 )
 TIMING = (
     "the response time of a client, and whether it responds",
-    "visible to anyone who transports the messages; outside the guarantee",
+    "visible to anyone who transports the messages, and outside the guarantee",
 )
-IN_SIMULATION = "folder simulation_only, and some error messages; outside the guarantee"
+IN_SIMULATION = "in the folder simulation_only and some error messages, and outside the guarantee"
 """The note in the report about data that only a simulation accesses."""
 
 
-def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[figures.Access]:
     """Returns all accesses to private data that the report states.
 
     Args:
@@ -445,7 +432,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
     averaged = ""
     if plan.privacy.unit == USER:
         person = plan.run.report.person or "person"
-        averaged = f"; averaged over each {person}'s examples, and the average is clipped"
+        averaged = f", averaged over each {person}'s examples, and the average is clipped"
     listed = []
     for release in plan.plans:
         access = f"{release.quantity}: {release.clipped}{averaged}"
@@ -471,10 +458,10 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
         origin = f"of the published data set {plan.spec.name}"
         if not is_published(plan.spec):
             origin = "declared public by the operator"
-        note = f"{origin}; test accuracy is computed from released models"
+        note = f"{origin}. The test accuracy is computed from released models"
         listed.append(("test set", disclosure.PUBLIC, note))
     return [
-        Access.model_validate({"access": access, "status": status, "note": note})
+        figures.Access.model_validate({"access": access, "status": status, "note": note})
         for access, status, note in listed
     ]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,10 +42,6 @@ SHARED_TIME_RATIO = 0.1
 """A finished training is stored in the common folder if it took at least this fraction of the time
 between two writes.
 """
-WRITE_COST_RATIO = 20
-"""The time between two writes is at least this many times the duration of the last write."""
-MAX_PAUSE_RATIO = 10
-"""A slow write extends the time between two writes to at most this many times the usual time."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +143,12 @@ class LoopCheckpoints:
         return time.monotonic() >= self._next_write
 
     def _write(self, states: Mapping[Path, LoopState]) -> None:
-        began = time.monotonic()
         with self._folder.writing():
             self._folder.path.mkdir(parents=True, exist_ok=True)
             for path, state in states.items():
                 write_whole(path, _with_hash(state, self._folder.identity))
         self._finished = {}
-        written = time.monotonic()
-        pause = min(WRITE_COST_RATIO * (written - began), MAX_PAUSE_RATIO * self._seconds)
-        self._next_write = written + max(self._seconds, pause)
+        self._next_write = time.monotonic() + self._seconds
 
 
 class TrainingCache:
@@ -203,14 +197,11 @@ class TrainingCache:
             content = _with_hash(LoopState(tensors(), steps, seconds), "")
             # another process may write the same file
             temporary = self._folder / f"{name}.{os.getpid()}"
-            try:
+            with suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_whole(temporary, content)
                 os.replace(temporary, self._folder / name)
                 return
-            except OSError:
-                with suppress(OSError):
-                    temporary.unlink()
         self._checkpoints.finish(name, steps, tensors)
 
 
@@ -273,12 +264,12 @@ class RunCheckpoints:
         """
         config = read_sections(run.path / "config.toml")
         if without_place(config) != without_place(self._settings.to_mapping()):
-            raise CheckpointError(f"the config.toml in {run.path} has other settings than this run")
+            raise CheckpointError(f"{run.path / 'config.toml'} has other settings than this run")
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
         checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "if the run started again, its ledgers would be charged twice"
-            raise CheckpointError(f"the checkpoint in {run.path} is missing: {reason}")
+            reason = "A new start would charge the ledgers twice"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
         return checkpoint
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
@@ -330,7 +321,7 @@ class RunCheckpoints:
     @staticmethod
     def discard(run: RunFolder) -> None:
         """Removes the checkpoint of a finished run, after the run folder has been renamed."""
-        CheckpointFolder(run.checkpoints, "").discard()
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
 
     @staticmethod
     def _store(folder: CheckpointFolder, client: ClientRuntime, device: torch.device) -> None:

@@ -77,11 +77,10 @@ SUMMARY = "summary.json"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
-SERVER = -1
-"""The client index that is stored with images that the server made."""
+SERVER = -1  # the client index that is stored with images that the server made
 GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
 GRID_COLUMNS = 20
-COUNTS = "partition.json"
+PARTITION = "simulation_only/partition.png"
 ROUNDS = "synthetic_by_round"
 METRICS = "metrics.jsonl"
 HIDDEN = "simulation_only/rounds.jsonl"
@@ -122,7 +121,7 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} is not a run folder: it has no {CONFIG}")
+            raise OutputError(f"{path} has no {CONFIG}, so it is not a run folder")
         if path.suffix != INCOMPLETE:
             raise OutputError(f"the run in {path} cannot be resumed, because it has finished")
         try:
@@ -184,7 +183,7 @@ class RunFolder:
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
-                raise OutputError(f"{file} is missing: it records the privacy cost of the run")
+                raise OutputError(f"the ledger {file} is missing, so the run cannot be resumed")
 
     @property
     def has_rounds(self) -> bool:
@@ -237,16 +236,14 @@ class RunFolder:
         The distribution consists of true counts, so it is written into `simulation_only`.
         """
         folder = self.path / "simulation_only"
-        if (folder / "partition.png").exists():
+        if (self.path / PARTITION).exists():
             return
-        counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
         with _writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            (folder / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
             partition_png(counts_KC, folder / "partial.png", class_names)
-            (folder / "partial.png").rename(folder / "partition.png")
+            (folder / "partial.png").rename(self.path / PARTITION)
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
         with _writing(self.path):

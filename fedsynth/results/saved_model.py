@@ -153,7 +153,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
-            raise OutputError("the images or the number of classes are too large")
+            raise OutputError("the images have too many pixels or classes")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
@@ -368,7 +368,7 @@ def model_of_run(
 ) -> tuple[nn.Module, Architecture]:
     """Returns the model in a run folder, and the model's architecture. See `load_model`."""
     if not (folder / MODEL).is_file():
-        raise OutputError(f"{folder} is not the folder of a finished run: it has no {MODEL}")
+        raise OutputError(f"{folder} has no {MODEL}, so it is not the folder of a finished run")
     architecture = _architecture(folder, spec, method)
     network = architecture.network()
     try:
@@ -389,7 +389,7 @@ def _architecture(
     settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.folder is not None:
         raise OutputError(
-            f"the run in {folder} used custom images, but does not contain their specification: "
-            "pass spec= for the same images (`load_folder(…).train.spec`)"
+            f"the run in {folder} used custom images, but does not contain their specification. "
+            "Pass spec=load_folder(…).train.spec for the same images"
         )
     return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

@@ -43,7 +43,7 @@ from typing import Any, ClassVar
 
 from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import MOST_GB, SECTIONS, RunSettings
-from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.errors import FedsynthError
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
@@ -159,7 +159,7 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
             raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
         if name not in names:
             raise SweepError(
-                f"no run of the sweep has the method {name!r}: the methods are {', '.join(names)}"
+                f"no run of the sweep has the method {name!r}. The methods are {', '.join(names)}"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
@@ -195,7 +195,9 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(f"{first!r} and {name!r} in the grid are the same setting: remove one")
+            raise SweepError(
+                f"{first!r} and {name!r} in the grid are the same setting. Remove one of them"
+            )
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 
@@ -235,17 +237,17 @@ def setting_of(name: str) -> tuple[str, str]:
     if not dot:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
-        raise SweepError(f"grid: {name!r} must begin with a section, one of {', '.join(SECTIONS)}")
+        raise SweepError(
+            f"{name!r} in the grid must begin with one of the sections {', '.join(SECTIONS)}"
+        )
     return section, key
 
 
 def _choices(name: str, values: Any) -> list[Any]:
-    if not isinstance(values, list) or not values:
+    if not isinstance(values, list) or not values or {list, dict} & set(map(type, values)):
         raise SweepError(
-            f"{name} must be a list of values, such as [0, 1], got {short_repr(values)}"
+            f"{name} must be a list of numbers, strings or booleans, got {short_repr(values)}"
         )
-    if any(isinstance(value, list | dict) for value in values):
-        raise SweepError(f"{name} must be a list of numbers, strings or booleans")
     return values
 
 
@@ -271,14 +273,10 @@ def _key(values: Values, settings: RunSettings) -> str:
 OVERHEAD_GB = 1.0
 """Memory that a process needs for the interpreter, torch and the data set, in addition to training.
 """
-DEFAULT_GB = 4.0
-"""Memory that is assumed for training if run.memory_gb is not set."""
-POLL_SECONDS = 0.1
-"""Time between two checks whether a run has ended, in seconds."""
-STOP_SECONDS = 60.0
-"""Time that a run has to stop after SIGTERM, in seconds."""
-REPORT_SECONDS = 30.0
-"""Time between two reports about the progress of the active runs, in seconds."""
+DEFAULT_GB = 4.0  # memory that is assumed for training if run.memory_gb is not set
+POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
+STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
+REPORT_SECONDS = 30.0  # time between two reports about the progress of the active runs, in seconds
 LOG = "log.txt"
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
 """A function that returns the command line of a run.
@@ -361,9 +359,8 @@ def _check_memory(sweep: Sweep) -> None:
     for cell in sweep.cells:
         if limit and memory_of(cell) > limit:
             raise SweepError(
-                f"the run {cell.label} needs {memory_of(cell):g} GB ({OVERHEAD_GB:g} GB plus "
-                f"run.memory_gb, by default {DEFAULT_GB:g} GB), but the sweep may use only "
-                f"{limit:g} GB: increase sweep.memory_gb or reduce run.memory_gb"
+                f"the run {cell.label} needs {memory_of(cell):g} GB, but sweep.memory_gb is "
+                f"{limit:g}. Increase sweep.memory_gb, or reduce run.memory_gb"
             )
 
 
@@ -394,14 +391,10 @@ def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
     """Starts a run, or resumes it if it was interrupted."""
     folder = sweep.output / cell.key
     config = folder / "config.toml"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        interrupted = max(folder.glob(f"*{INCOMPLETE}"), default=None)
-        config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
-        log = open_regular(folder / LOG, writing=True, create=True)
-    except OSError as error:
-        raise OutputError(f"cannot write into {folder}: {error.strerror}") from None
-    with log:
+    folder.mkdir(parents=True, exist_ok=True)
+    interrupted = max(folder.glob(f"*{INCOMPLETE}"), default=None)
+    config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
+    with open_regular(folder / LOG, writing=True, create=True) as log:
         return subprocess.Popen(
             command(config, folder, interrupted),
             stdin=subprocess.DEVNULL,

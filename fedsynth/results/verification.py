@@ -1,9 +1,8 @@
 """Verifies the privacy report in the folder of a private run.
 
 The figures in the report are computed again from config.toml, privacy_start.json and the ledgers.
-All other files are compared with the run's plan, with the ledgers, and with the
-metrics that the method declares. The module `private_run` reads the folder, makes the plan and
-finds the run's rows in the ledgers. This module also builds the report of a run that was killed.
+All other files are compared with the run's plan, the ledgers and the declared metrics. This module
+also builds the report of a run that was killed. `private_run` reads the folder and the ledgers.
 """
 
 from __future__ import annotations
@@ -41,38 +40,23 @@ from fedsynth.privacy.report.file import (
     read_part,
     read_report,
 )
-from fedsynth.privacy.report.verify import (
-    Verification,
-    differences,
-    page_problems,
-    report_problems,
-)
-from fedsynth.results import disclosed, private_run
+from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
+from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
-from fedsynth.results.run_folder import (
-    ARTEFACTS,
-    CONFIG,
-    INCOMPLETE,
-    METRICS,
-    MODEL,
-    PRIVATE_START,
-    SERVER,
-    SUMMARY,
-)
 from fedsynth.results.run_record import own_sources, summarise
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
-OWNER = "owner.json"
-"""The name of a file that only the folder of a data owner's report contains."""
-REQUIRED = (CONFIG, PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
+OWNER = "owner.json"  # the name of a file that only the folder of a data owner's report contains
+REQUIRED = (run_folder.CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
     "these parts of the report cannot be verified: the run's name and date, the versions of the "
     "software, the run's warnings, and the counts of an audit"
 )
+NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
 _REASON = re.compile(r".{1,1000}")
 
 
@@ -95,8 +79,8 @@ def verify_run(
     if not path.is_dir():
         folder = path.parent
     elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
-        advice = f"build it with fedsynth privacy report {path}"
-        raise PrivacyError(f"the run did not finish, so it has no report yet: {advice}")
+        advice = f"To build a report, run fedsynth privacy report {path}"
+        raise PrivacyError(f"the run did not finish, so it has no report yet. {advice}")
     report = read_report(path)
     problems = schema_problems(report)
     if problems:
@@ -109,12 +93,12 @@ def _verified(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> Verification:
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
-    if PRIVATE_START in missing and (folder / SUMS).is_file():
-        advice = f"check its files with `sha256sum -c {SUMS}`, and the report in the run folder"
-        raise PrivacyError(f"{folder} is an export without settings and ledgers: {advice}")
+    if run_folder.PRIVATE_START in missing and (folder / SUMS).is_file():
+        advice = f"Check its files with `sha256sum -c {SUMS}`, and the report in the run folder"
+        raise PrivacyError(f"{folder} is an export without settings and ledgers. {advice}")
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
-    if CONFIG not in missing and PRIVATE_START not in missing:
+    if run_folder.CONFIG not in missing and run_folder.PRIVATE_START not in missing:
         check = _run_problems
         if (folder / OWNER).exists():
             check = _owner_problems
@@ -126,7 +110,7 @@ def _verified(
             problems.append(str(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        problems.append(f"(the run used fedsynth {version}, and {__version__} may differ)")
+        problems.append(f"the run used fedsynth {version}, which may differ from {__version__}")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 
 
@@ -136,13 +120,11 @@ def _verified(
 def _run_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns all differences between a run's files and its report, and a note about the ledgers
-    that were compared.
-    """
+    """Returns the differences between a run's files and its report, and a note about the ledgers."""
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
     ledger_rows = read_ledger_rows(report, files, exact=exact)
-    note = ledger_rows.note or _ledger_note(run)
+    note = ledger_rows.note or NO_LEDGER
     try:
         charges = Charges(run, ledger_rows)
     except PrivacyError as error:
@@ -159,19 +141,14 @@ def _run_problems(
     problems = [*ledger_rows.problems, *charges.problems()]
     if _ended_early(charges) and not run.networked and charges.refusal() is None:
         rounds = f"{charges.rounds_done} of {run.settings.rounds} rounds"
-        problems.append(f"{METRICS} has only {rounds}, which the limit on ε does not explain")
+        problems.append(
+            f"{run_folder.METRICS} has only {rounds}, which the limit on ε does not explain"
+        )
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
         problems += _file_problems(charges, folder)
     return problems, note
-
-
-def _ledger_note(run: PrivateRun) -> str:
-    """Returns a note that says why no ledger file was compared."""
-    if run.networked:
-        return "no ledger was compared, because each data owner keeps one and can verify a report with it"
-    return "no ledger was compared, because the ledgers are elsewhere: name their folder with --ledger DIR"
 
 
 def _ended_early(charges: Charges) -> bool:
@@ -181,10 +158,9 @@ def _ended_early(charges: Charges) -> bool:
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
     """Returns the deviations from the plan that the report must state.
 
-    In a run over a network, the reasons are texts from other machines, and are taken from the
-    report. In a simulation, the limit on ε explains an early end. The figures at that moment are
-    unknown if another run has charged the ledgers since, or if an unfinished round has been
-    charged. These figures are then taken from the report, too.
+    In a run over a network, the reasons are taken from the report. In a simulation, the limit on ε
+    explains an early end. If the ledgers have been charged since, its figures are taken from the
+    report.
     """
     run = charges.run
     stated = [Event.model_validate(event) for event in report["events"]]
@@ -210,11 +186,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if a client may have failed to send its ledger entries in the rounds of an
-    event.
-
-    This can happen only in rounds in which the client did not answer, or which were cut off.
-    """
+    """Returns True if the client of an event did not answer in its rounds, or they were cut off."""
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
     if event.client is None or not event.rounds or event.client in map(str, charges.absent):
@@ -239,13 +211,11 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _row_problems(charges: Charges) -> list[str]:
-    """Returns the differences between metrics.jsonl and what follows from the data set, the plan
-    and the charges.
-    """
+    """Returns the differences between metrics.jsonl and the data set, the plan and the charges."""
     problems = []
     for row in charges.run.rows:
         for problem in (*_measurement_problems(row, charges), *_planned_problems(row, charges)):
-            problems.append(f"{METRICS}: round {row['round']} {problem}")
+            problems.append(f"{run_folder.METRICS}: round {row['round']} {problem}")
     return [*problems, *_epsilon_problems(charges)]
 
 
@@ -271,9 +241,7 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns the differences between a round's metrics and what follows from the plan and the
-    run's seed.
-    """
+    """Returns the differences between a round's metrics, the plan and the run's seed."""
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
@@ -292,13 +260,11 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
 
 
 def _epsilon_problems(charges: Charges) -> list[str]:
-    """Returns the rounds whose ε does not follow from the ledger rows charged by the end of the
-    round.
-    """
+    """Returns the rounds whose ε does not follow from the ledger rows of the rounds so far."""
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         if any("epsilon" in row for row in rows):
-            return [f"{METRICS} states an epsilon, but the run has no guarantee"]
+            return [f"{run_folder.METRICS} states an epsilon, but the run has no guarantee"]
         return []
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.networked and any(LOST in row or REJECTED in row for row in rows)
@@ -309,7 +275,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     for row in rows:
         spent = by_round.get(row["round"], spent)
         epsilon = row.get("epsilon")
-        location = f"{METRICS}: epsilon of round {row['round']}"
+        location = f"{run_folder.METRICS}: epsilon of round {row['round']}"
         if epsilon is None and math.isinf(upper):  # another run's release had no guarantee
             continue
         if not charges.foreign and not lost:
@@ -324,10 +290,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 
 
 def _summary_problems(charges: Charges) -> list[str]:
-    """Returns the differences between summary.json and the metrics of the rounds.
-
-    Returns no differences if there is no summary.json.
-    """
+    """Returns the differences between summary.json, if it exists, and the metrics of the rounds."""
     run = charges.run
     if run.summary is None:
         return []
@@ -350,34 +313,30 @@ def _summary_problems(charges: Charges) -> list[str]:
     declared = disclosed.declared_summary(type(settings.method))
     public = dict(disclosed.disclosed(expected, declared).public)
     public["folder"] = str(run.summary.get("folder"))
-    return differences(SUMMARY, json.loads(json.dumps(public)), run.summary)
+    return differences(run_folder.SUMMARY, json.loads(json.dumps(public)), run.summary)
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
 def _file_problems(charges: Charges, folder: Path) -> list[str]:
-    """Returns the problems with the files that the run wrote.
-
-    A problem is a missing file, a file that the run cannot have written, or a tensor whose shape
-    does not fit the run.
-    """
+    """Returns a problem for each missing file, impossible file, and tensor of a wrong shape."""
     run = charges.run
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
-    required = [MODEL, SUMMARY]
+    required = [run_folder.MODEL, run_folder.SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
-        required.append(METRICS)
+        required.append(run_folder.METRICS)
     if counted and (sends_sets or method.produces_synthetic_data(counted)):
         required.append(TENSORS)
-    checks = {MODEL: _model_problems}
+    checks = {run_folder.MODEL: _model_problems}
     if counted and (sends_sets or method.plans_images):
         checks[TENSORS] = _images_problems
     problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
     if TENSORS not in checks and (folder / TENSORS).exists():
         problems.append(f"{TENSORS} exists, but this run does not write such a file")
-    if (folder / ARTEFACTS).exists():
+    if (folder / run_folder.ARTEFACTS).exists():
         makes_matrices = bool(counted) and type(method).artefacts is not Method.artefacts
         problems += _matrices_problems(charges, folder, makes_matrices)
     for name, check in checks.items():
@@ -396,21 +355,21 @@ def _model_problems(
 ) -> list[str]:
     """Returns the differences between the tensors of a model and the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
-    return differences(MODEL, expected, _shapes(tensors))
+    return differences(run_folder.MODEL, expected, _shapes(tensors))
 
 
 def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> list[str]:
     """Returns the problems with the matrices [classes, clients] that the server computed."""
     if not makes_matrices:
-        return [f"{ARTEFACTS} exists, but this run does not write such a file"]
+        return [f"{run_folder.ARTEFACTS} exists, but this run does not write such a file"]
     try:
-        matrices = read_json(folder / ARTEFACTS, "file of matrices")
+        matrices = read_json(folder / run_folder.ARTEFACTS, "file of matrices")
         shapes = {name: np.array(values, dtype=float).shape for name, values in matrices.items()}
     except (PrivacyError, AttributeError, TypeError, ValueError) as error:
-        return [f"{ARTEFACTS} cannot be read: {one_line(error)}"]
+        return [f"{run_folder.ARTEFACTS} cannot be read: {one_line(error)}"]
     classes, clients = charges.run.context.spec.classes, charges.run.settings.partition.clients
     return [
-        f"{ARTEFACTS}: {short_repr(name)} has shape {shape}, but must be [{classes}, clients]"
+        f"{run_folder.ARTEFACTS}: {short_repr(name)} has shape {shape}, but must be [{classes}, clients]"
         for name, shape in shapes.items()
         if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients
     ]
@@ -423,11 +382,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def _images_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns the problems with the synthetic images.
-
-    The images must have the format of the data set's images, and must come from the run's clients
-    or its server.
-    """
+    """Returns a problem for each wrong format or origin of the synthetic images."""
     spec = charges.run.spec
     clients, labels = set(tensors["client"].tolist()), set(tensors["labels"].tolist())
     count = tensors["labels"].numel()
@@ -441,7 +396,7 @@ def _images_problems(
     problems += differences(f"{TENSORS}: metadata", set_facts(spec, pixels), metadata)
     last = [row["round"] for row in charges.run.rows if NOT_COUNTED not in row][-1]
     active = charges.plan.participation.in_round(last)
-    if not (clients <= {*active, SERVER} and labels <= set(range(spec.classes))):
+    if not (clients <= {*active, run_folder.SERVER} and labels <= set(range(spec.classes))):
         problems.append(f"{TENSORS} contains clients or classes that do not exist")
     return problems
 
@@ -452,11 +407,9 @@ def _images_problems(
 def _owner_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns all differences between a data owner's folder and the report in it, and a note about
-    the ledger that was compared.
+    """Returns the differences between a data owner's folder and its report, and a note.
 
-    An owner can read only one ledger. The value of σ and the number of rounds are therefore taken
-    from the server's statements.
+    An owner can read only one ledger, so σ and the number of rounds are taken from the server.
 
     Raises:
         PrivacyError: two files contradict each other.
@@ -467,7 +420,7 @@ def _owner_problems(
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
         raise PrivacyError(f"{OWNER}: the run has no client {number} or no round {rounds}")
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report must belong to a run over a network, and have one client")
+        raise PrivacyError("the report must belong to one client of a run over a network")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
         raise PrivacyError("the client in the report differs from the client in the run's files")
     [(client, start)] = run.start.ledgers.items()
@@ -476,7 +429,7 @@ def _owner_problems(
     ledger_rows = read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
-        problems.append(f"{client}: the ledger is not the one with which the run began")
+        problems.append(f"the ledger of {client} is not the ledger with which the run began")
     rows = ledger_rows.rows[client]
     initial_rows, new_rows = rows[: start.rows], rows[start.rows :]
     plan = _owner_plan(run)
@@ -493,9 +446,7 @@ def _owner_problems(
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the plan by which the client was charged. σ is the value that the server stated, if
-    the run's settings do not contain it.
-    """
+    """Returns the plan by which the client was charged, with the σ that the server stated."""
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
@@ -507,12 +458,10 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Returns True if the run in a folder was killed or is still running, so that its report must
-    be built from its files.
-    """
-    if not (path / CONFIG).is_file() or (path / SUMMARY).exists():
+    """Returns True if the run in a folder was killed or is still running."""
+    if not (path / run_folder.CONFIG).is_file() or (path / run_folder.SUMMARY).exists():
         return False
-    return path.resolve().suffix == INCOMPLETE or not (path / f"{NAME}.json").exists()
+    return path.resolve().suffix == run_folder.INCOMPLETE or not (path / f"{NAME}.json").exists()
 
 
 def unfinished_report(
@@ -531,14 +480,18 @@ def unfinished_report(
         PrivacyError: the run had no differential privacy or has not released anything yet, or a
             file is missing or damaged.
     """
-    if not (folder / PRIVATE_START).exists():
-        reason = "the run had no differential privacy, or ended before its first release"
-        raise PrivacyError(f"cannot build a report, as {folder} has no {PRIVATE_START}: {reason}")
+    if not (folder / run_folder.PRIVATE_START).exists():
+        reason = "The run had no differential privacy, or ended before its first release"
+        raise PrivacyError(
+            f"a report needs {run_folder.PRIVATE_START}, which {folder} lacks. {reason}"
+        )
     with damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
-            raise PrivacyError("the ledgers have moved: name their folder with --ledger DIR")
+            raise PrivacyError(
+                "the ledgers are in another folder. Name this folder with --ledger DIR"
+            )
         histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
         plan = private_run.rebuild_plan(
             run, {history.client: history.releases for history in histories}

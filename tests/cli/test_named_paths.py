@@ -40,9 +40,7 @@ PATHS = (
     *READ,
     "train --output={}",
     "train --data-root={} --dataset=mnist",
-    "partition --picture={}",
     "distill --models=x --output={}",
-    "privacy report x --output={}",
 )
 
 

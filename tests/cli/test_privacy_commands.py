@@ -122,12 +122,8 @@ def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
     folder = trained(fedsynth, tmp_path, "--dp-epsilon 4 --dp-mechanism features")
     shown = fedsynth(f"privacy report {folder}").stdout
     assert shown == (folder / "privacy_report.md").read_text()
-    page = tmp_path / "page.html"
-    assert fedsynth(f"privacy report {folder} --format html --output {page}").code == 0
-    assert page.read_text() == (folder / "privacy_report.html").read_text()
     file = folder / "privacy_report.json"
-    report = json.loads(fedsynth(f"privacy report {folder} --format json").stdout)
-    assert report == json.loads(file.read_text())
+    report = json.loads(file.read_text())
     good = fedsynth(f"privacy verify {folder}")
     assert good.code == 0, good.stderr
     for text in ("does not show that", "were compared with the ledger files", "is not signed"):
@@ -139,9 +135,8 @@ def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
     bad = fedsynth(f"privacy verify {folder}")
     assert bad.code == 1
     assert "mismatch: guarantee.epsilon is" in bad.stdout
-    for form in ("markdown", "json", "html"):
-        text = fedsynth(f"privacy report {folder} --format {form}").stdout
-        assert text.replace("\n", "").isprintable()
+    text = fedsynth(f"privacy report {folder}").stdout
+    assert text.replace("\n", "").isprintable()
     assert "<b>" not in text
 
     report["public_items"] = {str(number): "" for number in range(200)}
@@ -183,14 +178,16 @@ def test_a_signature_is_checked(keys: tuple[Path, Path], fedsynth: Call, tmp_pat
     fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
         "unencrypted private Ed25519 key"
     )
-    fedsynth(f"{train} --sign-key {private}").assert_refused("no differential privacy")
+    fedsynth(f"{train} --sign-key {private}").assert_refused(
+        "needs a run with differential privacy"
+    )
     assert not (tmp_path / "out").exists()
     folder = trained(fedsynth, tmp_path, f"--dp-sigma 3 --sign-key {private}")
     verify = f"privacy verify {folder} --public-key {public}"
     good = fedsynth(verify)
     assert good.code == 0, good.stderr
     assert "the signature is valid for this key" in good.stdout
-    assert "the signature of the run was not checked" in fedsynth(f"privacy verify {folder}").stdout
+    assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
     (folder / "simulation_only" / "partition.txt").unlink()
     assert fedsynth(verify).code == 0
     (folder / "synthetic.png").write_bytes(b"another")  # no file that the report has a hash of
@@ -233,7 +230,7 @@ def test_a_refuted_claim_is_exit_code_1(fedsynth: Call, monkeypatch: pytest.Monk
     assert told.code == 1
     assert facts["fault"]
     assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
-    assert "refuted" in told.stderr
+    assert "the claim is false" in told.stderr
 
 
 def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path: Path) -> None:
@@ -242,8 +239,8 @@ def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path
     file, config = folder / "privacy_report.json", folder / "config.toml"
     before = file.read_bytes()
     for option in ("--dp-clip 2", "--rounds 2"):
-        fedsynth(f"{audit} {option}").assert_refused("has other settings")
-    fedsynth(f"{audit} --config other.toml").assert_refused("use only one of them")
+        fedsynth(f"{audit} {option}").assert_refused("the options differ from the settings")
+    fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
     settings = config.read_text()
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
     assert "has other settings than the privacy" in fedsynth(f"{audit} --canaries 20").stderr
@@ -300,7 +297,7 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     train(line).assert_refused(f"run {command}")
     for name in names:
         said = fedsynth(f"privacy carry-over '{folder}' {name}")
-        assert (said.code, "(1) count for all" in said.stdout) == (0, True)
+        assert (said.code, "count for all records of" in said.stdout) == (0, True)
     assert train(line).code == 0
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
     wrong = fedsynth(f"privacy carry-over '{folder}' north")

@@ -22,7 +22,6 @@ from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.options import (
     KEYS,
-    method_settings,
     set_options,
     setting_option,
     with_set_options,
@@ -48,9 +47,7 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
         "model": {"projection": "256"},
         "partition": {"missing_classes": "2"},
     }
-    assert method_settings(["a=b=c"]) == {"a": "b=c"}
-    with pytest.raises(OptionError, match="one of section model"):
-        method_settings(["model.width=3"])
+    assert set_options(["a=b=c"]) == {"method": {"a": "b=c"}}
 
 
 def test_anything_else_is_refused() -> None:

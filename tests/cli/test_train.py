@@ -26,8 +26,7 @@ CASES = {  # line: mechanism
 }
 PAPER = "feddm --dp-sigma 3 --dp-mechanism paper"
 FILES = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"} | {
-    f"simulation_only/{name}"
-    for name in ("README.txt", "partition.txt", "partition.png", "partition.json")
+    f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")
 }
 IMAGES = {"synthetic.safetensors", "synthetic.png", "synthetic_by_round/round-00001.png"}
 PRIVACY = {
@@ -142,7 +141,7 @@ def test_personal_and_one_shot_methods_leave_a_model(method: str, train: Call) -
 def test_what_the_preset_decides_is_said(train: Call) -> None:
     # tiny runs give all else
     run = train("scaffold")
-    assert "preset of digits, for settings that you did not set: model.depth=2\n" in run.stderr
+    assert "settings from the preset of digits: model.depth=2\n" in run.stderr
     said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
     assert said.endswith(": run.rounds=3, model.width=32, model.depth=2, method.batch=32")
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""
@@ -156,7 +155,7 @@ def test_another_methods_config_is_not_dropped_in_silence() -> None:
     merged(fedprox, other, notes.append)
     assert notes == []
     assert "method" not in merged(given, other, notes.append)
-    assert "are for fedprox and are ignored" in notes[0]
+    assert "settings of fedprox in the config file are ignored" in notes[0]
 
 
 def test_fedfms_weight_with_noisy_anchors_is_warned_of(train: Call) -> None:

@@ -265,10 +265,10 @@ def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> N
     known = new_proposal(given)
     method = InTheOpen(aggregation="secure")
     proposal = replace(known, settings=replace(known.settings, method=method))
-    with pytest.raises(PrivacySettingError, match="are not summed by secure aggregation"):
+    with pytest.raises(PrivacySettingError, match="of the noise without secure aggregation"):
         NetworkedRun(proposal, Connection(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
     session = Session(place.node(0), proposal, DatasetPart().read(proposal, 0), Ledger("c"), None)
-    with pytest.raises(PrivacySettingError, match="are not summed by secure aggregation"):
+    with pytest.raises(PrivacySettingError, match="of the noise without secure aggregation"):
         session.accept(RunTerms(None, 5.0))
     assert joined(place.node(0), known).kind == "answer"
 
@@ -356,7 +356,7 @@ def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> 
     place.serve(given)
     shown = [one for one in place.said if "asks client 0" in one]
     assert "privacy: ε = 1.95" in shown[0]
-    assert "earlier runs in the ledgers have spent ε = 1.95 of this" in shown[1]
+    assert "earlier runs have already spent ε = 1.95 of this budget" in shown[1]
 
 
 # ------------------------------------------------------------------------------ what is not sound

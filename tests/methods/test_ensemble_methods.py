@@ -147,7 +147,7 @@ def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
 
 def test_the_clients_own_images_are_no_public_proxy() -> None:
     run = {"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": "digits"}}
-    with pytest.raises(UnaccountedReleaseError, match="private images come from it"):
+    with pytest.raises(UnaccountedReleaseError, match="images come from this data set"):
         simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
 
 

@@ -271,7 +271,7 @@ def test_shared_noise_needs_more_participants_than_shares() -> None:
     }
     for honest in (0, 2, 3):
         sections["method"] = {**TINY, "aggregation": "secure", "honest": honest}
-        with pytest.raises(SettingError, match="2 of 4 clients"):
+        with pytest.raises(SettingError, match="selects only 2 clients"):
             simulate(resolve(sections))
     sections["method"]["honest"] = 2
     sections["run"]["participation"] = 0.75

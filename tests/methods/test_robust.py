@@ -223,7 +223,7 @@ def test_every_method_runs_with_a_rule_or_refuses_it(name: str) -> None:
 def test_the_settings() -> None:
     method = FedAvg()
     clients = PartitionSettings(clients=10)
-    with pytest.raises(SettingError, match=r"run\.robust must be none.*got 2"):
+    with pytest.raises(SettingError, match=r"run\.robust needs at least 3 clients.*got 2"):
         RunSettings(method, robust="median", participation=0.2, partition=clients)
     with pytest.raises(SettingError, match=r"run\.robust_share"):
         RunSettings(method, robust="trimmed", robust_share=0.5)

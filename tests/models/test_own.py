@@ -224,7 +224,7 @@ def test_names_that_are_not_registered_or_taken_are_said() -> None:
     with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(SettingError, match="other content"):
+    with pytest.raises(SettingError, match="the file that you named is"):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="nett"):
         ModelSettings("nett")

@@ -360,7 +360,9 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
     assert models is not None
     assert folder is not None
     out = tmp_path / "share"
-    with pytest.raises(OutputError, match="has no synthetic images, because fedavg makes none"):
+    with pytest.raises(
+        OutputError, match="has no synthetic images, because fedavg makes no images"
+    ):
         export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
     with pytest.raises(OutputError, match="is not the folder of a finished run"):

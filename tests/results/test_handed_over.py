@@ -58,9 +58,7 @@ def test_the_report_names_the_run_and_its_files(folder: Path) -> None:
 
 
 def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
-    with pytest.raises(
-        SettingError, match=r"report\.sites must name one site for each of the 3 clients"
-    ):
+    with pytest.raises(SettingError, match=r"report\.sites must name the sites of all 3 clients"):
         simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
     for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
         with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):
@@ -89,6 +87,6 @@ def test_user_data_are_called_public_only_if_their_owner_declares_it(tmp_path: P
         )
         assert result.folder is not None
         pages.append((result.folder / "privacy_report.md").read_text().split("# Datasheet")[0])
-    assert "scans: the operator's own; its specification is public, its records are not" in pages[0]
+    assert "scans of the operator. Its specification is public, its records are not" in pages[0]
     assert "declared public by the operator" not in pages[0]
     assert "declared public by the operator" in pages[1]

@@ -182,7 +182,7 @@ def _all_there(written: bytes, keys: list[bytes], numbers: list[float]) -> bool:
 def test_what_cannot_be_logged_is_said_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UnknownNameError, match="log cannot be 'excel'; known: csv, mlflow"):
+    with pytest.raises(UnknownNameError, match="--log must be one of csv, mlflow"):
         make_loggers(["excel"], tmp_path, private=False, note=print)
     for name, module in (
         ("tensorboard", "torch.utils.tensorboard"),

@@ -63,32 +63,6 @@ def test_every_minute_all_that_has_ended_by_then_is_written(
     assert again.resumed_seconds == 4 * 19.0
 
 
-def test_what_takes_long_to_write_is_written_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    kept = keeper(tmp_path)
-    kept.load("distillation")
-
-    def slow() -> dict[str, Tensor]:
-        return ONE
-
-    write = run_checkpoints.write_whole
-
-    def writing(*given: Any) -> None:
-        clock.now += 10.0
-        write(*given)
-
-    monkeypatch.setattr(run_checkpoints, "write_whole", writing)
-    written = []
-    for step in range(1, 12):
-        clock.now += 30.0
-        before = clock.now
-        kept.offer("distillation", step, slow)
-        written += [step] if clock.now > before else []
-    assert written == [2, 9]  # of ten seconds each, two hundred apart
-
-
 def test_a_second_loop_of_a_name_is_another(tmp_path: Path) -> None:
     """Catches: a method that trains a client twice in a round, whose second training is skipped."""
     kept = keeper(tmp_path, 0.0)

@@ -280,7 +280,8 @@ def test_a_run_that_was_stopped_can_be_reported(
     folder = stopped(tmp_path, resolve(settings(**privacy)), monkeypatch)
     assert is_unfinished(folder)
     with pytest.raises(
-        PrivacyError, match="so it has no report yet: build it with fedsynth privacy report"
+        PrivacyError,
+        match="To build a report, run fedsynth privacy report",
     ):
         verify_run(folder)
     report: Any = unfinished_report(folder)

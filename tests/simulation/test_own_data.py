@@ -275,7 +275,7 @@ def test_ledger_settings_go_through_a_config_file(tmp_path: Path) -> None:
     for settings in (public, ledger_only):
         assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
     assert tiny("real", privacy={"ledger": NO_LEDGER}).ledger is None
-    with pytest.raises(SettingError, match=r"set PrivacySettings\.ledger instead"):
+    with pytest.raises(SettingError, match=r"Set PrivacySettings\.ledger instead"):
         replace(tiny(privacy=private()), ledger=tmp_path)
     with pytest.raises(PrivacySettingError, match="noise_multiplier"):
         tiny(privacy={"ledger": str(tmp_path), "delta": 1e-6})

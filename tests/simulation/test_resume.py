@@ -341,7 +341,7 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     assert any("does not charge" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
     assert any(
-        "has a resumption that is not in the ledger" in one for one in verify_run(folder).problems
+        "lacks a resumption that resumed.json states" in one for one in verify_run(folder).problems
     )
 
 
@@ -456,7 +456,7 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
-    with pytest.raises(CheckpointError, match="settings or data differ"):
+    with pytest.raises(CheckpointError, match="belongs to other settings or data"):
         simulate(settings, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="not a run folder"):
         simulate(settings, resume=tmp_path)

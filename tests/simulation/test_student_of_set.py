@@ -191,7 +191,7 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     register_features(name, build)
     assert load_model(share) is not None
     del _CUSTOM[name]
-    with pytest.raises(OutputError, match="name that file again"):
+    with pytest.raises(OutputError, match="from a custom file that is not loaded"):
         load_model(share)
 
 
