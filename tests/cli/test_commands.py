@@ -68,9 +68,9 @@ def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth:
 
 
 def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
-    output = train("fedprox --set mu=0.1").output
-    train("fedprox --set mu=0.5 --local-test 0.2")
-    train("fedavg --dp-epsilon 8 --set weight_decay=0.1")
+    output = train("fedprox --model linear --set mu=0.1").output
+    train("fedprox --model linear --set mu=0.5 --local-test 0.2")
+    train("fedavg --model linear --dp-epsilon 8 --set weight_decay=0.1")
     (output / "20990101-000000-fedavg-digits.incomplete").mkdir()
     rows = json.loads(fedsynth(f"runs {output} --json").stdout)
     assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
