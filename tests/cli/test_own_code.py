@@ -141,12 +141,7 @@ def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Call) -> No
     ],
 )
 def test_a_killed_run_is_resumed_with_its_own_file_only(
-    line: str,
-    kind: str,
-    name: str,
-    code: Path,
-    fedsynth: Call,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, kind: str, name: str, code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: --resume that cannot be, or uses another file."""
     option = OPTIONS[kind].format(code)

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.config.participation import (
-    Participation,
-    PlannedEpsilon,
-    most_rounds,
-    shown_rounds,
-)
+from fedsynth.config.participation import Participation, PlannedEpsilon, most_rounds, shown_rounds
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import SettingError

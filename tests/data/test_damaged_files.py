@@ -98,10 +98,10 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (IMAGES[:4] + b"\xff" * 12, "at most 54,880,000: the header declares"),
     ],
     ("mnist", "MNIST/raw/train-labels-idx1-ubyte"): [
-        (counted(1), r"labels must be in \[0, 10\), but 2 are not, such as 10"),
+        (counted(1), r"labels must be in \[0, 10\), but 2 are not, such as 10")
     ],
     ("emnist-letters", "EMNIST/raw/emnist-letters-train-labels-idx1-ubyte"): [
-        (counted(0), "such as -1"),
+        (counted(0), "such as -1")
     ],
     ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
         (lambda whole: whole[:-20], "cannot be read"),
@@ -158,7 +158,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (None, "cannot be read as an image: the file does not exist"),
     ],
     ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
-        (None, rf"no image in .*{LACKING}/images; unpack http://cs231n"),
+        (None, rf"no image in .*{LACKING}/images; unpack http://cs231n")
     ],
     ("domainnet-10", "domainnet/clipart_train.txt"): [
         (line.encode(), "line 1: expected 'clipart/CLASS/FILE NUMBER'")

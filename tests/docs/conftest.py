@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.docs.written import DOCS
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+WRITTEN = [
+    *sorted(ROOT.glob("*.md")),
+    *(
+        p
+        for p in sorted(DOCS.rglob("*.md"))
+        if p.parts[len(DOCS.parts)] not in ("generated", "_build")
+    ),
+]
+"""README, CHANGELOG and so on, and all of docs/ that is not generated."""
+NAMES = [path.relative_to(ROOT).as_posix() for path in WRITTEN]
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 
 
 @pytest.fixture(scope="session")

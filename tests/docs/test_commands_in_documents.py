@@ -13,7 +13,7 @@ import typer
 import typer.main
 
 from fedsynth.cli.app import app
-from tests.docs.written import NAMES, TEXTS
+from tests.docs.conftest import NAMES, TEXTS
 
 ROOT_COMMAND: Any = typer.main.get_command(app)
 FENCE = re.compile(r"^```(?:sh|bash|\{code-cell\}[^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

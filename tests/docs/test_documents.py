@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.docs.written import DOCS, NAMES, ROOT, TEXTS
+from tests.docs.conftest import DOCS, NAMES, ROOT, TEXTS
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

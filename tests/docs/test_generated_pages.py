@@ -11,7 +11,7 @@ import pytest
 import fedsynth
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
-from tests.docs.written import ROOT
+from tests.docs.conftest import ROOT
 
 
 def test_each_method_has_a_page_with_all_that_it_declares(generated: dict[str, str]) -> None:

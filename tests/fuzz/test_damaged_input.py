@@ -594,10 +594,7 @@ SURFACES = {
 @pytest.mark.parametrize("step", [STEP, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SURFACES)
 def test_damaged_input_is_refused_in_one_line_or_read_as_promised(
-    name: str,
-    step: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # names that are taken for paths must not hit this folder
     surface = SURFACES[name]
