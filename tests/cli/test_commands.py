@@ -171,7 +171,7 @@ def test_models_of_different_architectures_become_one(tmp_path: Path, fedsynth: 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("a,a --arch convnet,convnet,convnet", "architectures must be one name for all"),
+        ("a,a --arch convnet,convnet,convnet", "architectures must be one name"),
         ("a --arch resnet8", "is not a model of the given architecture"),
         ("a --arch convent", "did you mean convnet"),
         ("broken", "is not a model of the given architecture"),
