@@ -51,6 +51,7 @@ from fedsynth.synthesizer.condensation.matching import (
     frozen_means,
     matching_gradient,
 )
+from fedsynth.synthesizer.condensation.private_matchers import ones
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 
 
@@ -260,10 +261,8 @@ def class_counts(clients: ClientGroup) -> Tensor:
     """
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
-        ones = clients.class_sums(
-            clients.series(COUNTS), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
-        )
-        return ones.view(len(clients.ids), classes)
+        noisy = clients.class_sums(clients.series(COUNTS), ones)
+        return noisy.view(len(clients.ids), classes)
     counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
     for k in range(len(clients.ids)):
         labels = clients.labels(clients.examples(k))

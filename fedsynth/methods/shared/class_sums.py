@@ -33,6 +33,7 @@ from fedsynth.synthesizer.condensation.private_matchers import (
     FeatureSumMatcher,
     GradientMatcher,
     ResidualMatcher,
+    ones,
 )
 
 COUNTS = "class counts"
@@ -178,9 +179,7 @@ def class_sums(
     """
     if isinstance(client, PrivateClientView):
         series = client.series(COUNTS)
-        counts = client.class_sums(
-            series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
-        )
+        counts = client.class_sums(series, ones)
         noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
         return ClassSums(noisy, counts[:, 0], series[0].noise_std)
     classes = context.spec.classes

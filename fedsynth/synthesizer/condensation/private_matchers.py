@@ -206,6 +206,11 @@ def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: flo
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
+def ones(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    """Returns a row [1] for each image, whose class sums are the class counts."""
+    return x_NCHW.new_ones(len(x_NCHW), 1)
+
+
 class FeatureSumMatcher(MatchingObjective):
     """The mechanism `features`, which releases the feature sums of M networks once.
 
@@ -235,10 +240,7 @@ class FeatureSumMatcher(MatchingObjective):
         self._clients = clients
         self._series = series
         self.period = self._networks = networks
-        ones = clients.class_sums(
-            count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
-        )
-        self.counts: Tensor = ones[:, 0]
+        self.counts: Tensor = clients.class_sums(count_series, ones)[:, 0]
         self.uploaded = self.counts >= floor
         self._divisors = self.counts.clamp_min(floor)[:, None]
         self._targets: list[Tensor] = []

@@ -43,8 +43,6 @@ class DataFreeDistiller:
             Values from 0.001 to 0.2 perform similarly (docs/results.md).
         one_hot_weight: λ1, which is 0.2 on EMNIST and 0.01 on CIFAR.
         activation_weight: λ2, which is 0.02 on EMNIST and 0.002 on CIFAR.
-        kl_weight: the weight of −KL(teacher ‖ student) in the generator's loss. It is the official
-            code's `g_use_kl`, which is γ = 1 on CIFAR and left out on EMNIST.
         latent: the length of the generator's noise vector.
         width: the width of the generator, see `Generator`.
         replay: the number of additional student steps in each step, on random earlier batches. The
@@ -73,7 +71,6 @@ class DataFreeDistiller:
     generator_lr: float = in_range(0.2, 0)
     one_hot_weight: float = in_range(0.2, 0)
     activation_weight: float = in_range(0.02, 0)
-    kl_weight: float = in_range(0.0, 0)
     latent: int = in_range(100, 1)
     width: int = in_range(64, 1)
     replay: int = in_range(0, 0)
@@ -105,7 +102,9 @@ class DataFreeDistiller:
         student.train()
         for step in range(self.steps):
             z = torch.randn(self.batch, self.latent, generator=draws, device=device)
-            descend(self._generator_loss(generator.normalised(z), teacher, student), adam)  # Eq. 5
+            features, logits = features_and_logits(teacher, generator.normalised(z))
+            weights = self.one_hot_weight, self.activation_weight
+            descend(generator_loss(features, logits, *weights), adam)  # Eq. 5
             with torch.no_grad():
                 x = generator.normalised(z)
                 past.append((x, teacher(x)))
@@ -119,17 +118,6 @@ class DataFreeDistiller:
             report(step + 1, self.steps)
         student.train(mode)
         return generator
-
-    def _generator_loss(self, x: Tensor, teacher: Any, student: nn.Module) -> Tensor:
-        """Returns the generator's loss L_G on generated images.
-
-        If `kl_weight` is not zero, the loss also contains the term −KL(teacher ‖ student).
-        """
-        features, logits = features_and_logits(teacher, x)
-        loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
-        if self.kl_weight:
-            loss = loss - self.kl_weight * distillation_loss(logits.detach(), student(x))
-        return loss
 
     def facts(self, generator: Generator) -> dict[str, float]:
         """Returns metrics of the teacher's predictions on generated images.
