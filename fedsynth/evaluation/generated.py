@@ -6,7 +6,7 @@ class. A tally is a small tensor, so a method can store it in its state, and can
 several batches. `describe` computes these measures from a tally:
 
 - agreement: the share of images for which the teacher predicts the requested class. Only
-  conditional generators have this measure.
+  methods that request classes have this measure.
 - student: the share of images for which the student predicts the teacher's class after training on
   them. Only methods that pass the student's logits to `tally` have this measure. If the value is
   near 1/C, the student has learned nothing, however good the images are; its hidden units may be
@@ -52,8 +52,8 @@ def tally(
 
     Args:
         scores_NC: the teacher's logits or probabilities for N generated images.
-        requested_N: the class that was requested for each image, or None if the generator is
-            unconditional.
+        requested_N: the class that was requested for each image, or None if no classes were
+            requested.
         student_NC: the student's logits. They are used only if `requested_N` is given.
 
     Returns:

@@ -337,6 +337,9 @@ def private_matching(
         columns: number of leading coordinates of the features that the mechanism `residual`
             matches. With None, it matches all.
         min_examples: smallest released count with which the mechanism `features` sends a class.
+
+    Raises:
+        SettingError: the clients were charged for a different mechanism.
     """
     plan = clients.plan(IMAGES)
     series = clients.series(IMAGES)
