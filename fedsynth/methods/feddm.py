@@ -101,7 +101,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     name = "feddm"
     summary = "clients send synthetic images that match their data around the global model"
     reference = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
-    dp_mechanisms = ("residual", "gradient", "features", "paper")
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 10, "image_lr": 5.0},
         "cifar100": {"ipc": 5},  # the paper's

@@ -142,7 +142,7 @@ class CondensingMethod(TrainsOnUnion):
     tensor(0.)
     """
 
-    upload = SyntheticSet
+    upload: ClassVar[type[Message]] = SyntheticSet
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""

@@ -93,7 +93,7 @@ class TrainsLocally(Method):
     """
 
     upload: ClassVar[type[Message]] = ModelParameters
-    state = AveragingState
+    state: ClassVar[type[ServerState]] = AveragingState
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     robust_refusal = ""
     features_refusal = ""
