@@ -378,7 +378,7 @@ def test_every_value_is_compared(
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
-    (edit(without_client), "client-002, which the report does not mention"),
+    (edit(without_client), "client-002, but the report has none"),
     (
         both(edit(without_client), delete("ledger/client-002.jsonl")),
         "clients in the report differ from the clients in privacy_start.json",
@@ -590,7 +590,7 @@ def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
         f"the ledger folder {tmp_path / 'nowhere'} does not exist"
     ]
     edit(hide_last_rows)(folder)
-    assert any("has 1 rows, but its ledger_heads state 2" in problem for problem in found(folder))
+    assert any("has 1 rows, but ledger_heads states 2" in problem for problem in found(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
     assert any("lacks synthetic" in problem for problem in found(folder))
     assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
