@@ -53,6 +53,9 @@ def keys(
     ] = None,
 ) -> None:
     """Make a certificate authority (CA), the server's certificate, and a key for each client."""
+    from fedsynth.deployment.flower.processes import require_flower
+
+    require_flower()
     from fedsynth.deployment.flower.keys import make_keys
 
     make_keys(folder, clients, host or ())

@@ -69,15 +69,15 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
         raise DataFilesCorruptError(
-            f"{path} is not an idx file of bytes: it starts with {content[:4].hex()}, but must "
-            f"start with {magic.hex()}"
+            f"{path} is not an idx file of bytes. It must start with {magic.hex()}, but starts "
+            f"with '{content[:4].hex()}'"
         )
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
-            f"{path} must have as many bytes of data as its header declares, and at most "
-            f"{max_bytes:,}: the header declares {shape} ({size:,} bytes), and the file has "
+            f"{path} must have at most {max_bytes:,} bytes of data, and as many as its header "
+            f"declares. The header declares {size:,} bytes, and the file has "
             f"{len(content) - header:,}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
@@ -103,7 +103,7 @@ def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
     expected = SVHN_MD5[path.name]
     if digest != expected:
         raise DataFilesCorruptError(
-            f"{path} is not the published file: its MD5 is {digest}, but must be {expected}"
+            f"{path} is not the published file. The MD5 of that file is {expected}, not {digest}"
         )
     variables = loadmat(BytesIO(content), variable_names=("X", "y"))
     images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
@@ -129,21 +129,21 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
         ) from None
     if not isinstance(batch, dict):
         raise DataFilesCorruptError(
-            f"{path} is not a CIFAR batch: it contains a {type(batch).__name__} instead of a dict"
+            f"{path} is not a CIFAR batch. It must contain a dict, not a {type(batch).__name__}"
         )
     data = batch.get(b"data", batch.get("data"))
     x = getattr(data, "value", None)
     if x is None or x.shape[1:] != (3072,):
-        raise DataFilesCorruptError(f"{path}: 'data' must be an array of bytes [N, 3072]")
+        raise DataFilesCorruptError(f"'data' in {path} must be an array of bytes [N, 3072]")
     labels = batch.get(label_key.encode(), batch.get(label_key))
     # Types are checked first: NumPy would make an array of text as wide as its longest string.
     if not isinstance(labels, list) or not set(map(type, labels)) <= {int}:
-        raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")
+        raise DataFilesCorruptError(f"{label_key!r} in {path} must be a list of integers")
     y = np.array(labels)
     if y.dtype != np.int64 or len(y) != len(x):
         raise DataFilesCorruptError(
-            f"{path}: {label_key!r} must have one integer of at most 64 bits for each image, but "
-            f"there are {len(x)} images and {len(labels)} labels"
+            f"{label_key!r} in {path} must have one integer of 64 bits for each image, got "
+            f"{len(x)} images and {len(labels)} labels"
         )
     return x.reshape(-1, 3, 32, 32), y
 
@@ -179,12 +179,12 @@ def read_pickle(content: bytes) -> object:
     machine = _Machine()
     for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
         if number >= MAX_INSTRUCTIONS:
-            raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
+            raise ValueError(f"the pickle has more than {MAX_INSTRUCTIONS:,} instructions")
         machine.step(instruction.name, argument)
     if file.tell() != len(content):
-        raise ValueError(f"it has {len(content) - file.tell()} bytes after its end")
+        raise ValueError(f"the pickle has {len(content) - file.tell()} bytes after its end")
     if len(machine.stack) != 1 or machine.marks:
-        raise ValueError("it does not end with one value")
+        raise ValueError("the pickle does not end with one value")
     return machine.stack[0]
 
 
@@ -202,23 +202,19 @@ class _Machine:
         elif name in _STEPS:
             self.stack.append(_STEPS[name](self))
         elif name == "GLOBAL":
-            module, _, attribute = str(argument).partition(" ")
-            self.stack.append(_named(module, attribute))
+            self.stack.append(_named(*str(argument).split(" ", 1)))
         elif name == "MARK":
             self.marks.append(len(self.stack))
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             (value,) = self.take(1)
-            position = argument
-            if name == "MEMOIZE":
-                position = len(self.memo)
-            self.memo[position] = value
+            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = value
             self.stack.append(value)
         elif name in ("BINGET", "LONG_BINGET"):
             if argument not in self.memo:
-                raise ValueError("it reads an entry that it did not store")
+                raise ValueError("the pickle reads an entry before storing this entry")
             self.stack.append(self.memo[argument])
         elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"it has the instruction {name}, which image files do not use")
+            raise ValueError(f"the pickle instruction {name} is not allowed in an image file")
 
     def take(self, count: int) -> list[Any]:
         """Pops the last `count` values from the stack."""
@@ -232,7 +228,7 @@ class _Machine:
     def since_mark(self) -> list[Any]:
         """Pops the last mark and the values after it from the stack."""
         if not self.marks:
-            raise ValueError("it needs a mark that does not exist")
+            raise ValueError("a pickle instruction needs a mark that does not exist")
         values = self.stack[self.marks.pop() :]
         del self.stack[len(self.stack) - len(values) :]
         return values
@@ -240,7 +236,7 @@ class _Machine:
     def extended(self, items: list[Any]) -> list[Any]:
         (target,) = self.take(1)
         if type(target) is not list:
-            raise ValueError("it appends to a value that is not a list")
+            raise ValueError("the pickle appends to a value that is not a list")
         target += items
         return target
 
@@ -249,7 +245,7 @@ class _Machine:
         keys = items[::2]
         # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
         if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
-            raise ValueError("it sets items of a value that is not a dict with names as keys")
+            raise ValueError("the pickle sets items of a value that is not a dict of names")
         target.update(zip(keys, items[1::2], strict=True))
         return target
 
@@ -258,13 +254,13 @@ def _named(module: object, attribute: object) -> Callable[..., object]:
     function = _FUNCTIONS.get(f"{module} {attribute}")
     if function is None:
         name = one_line(f"{module}.{attribute}", 80)
-        raise ValueError(f"it imports {name}, which files of images never import")
+        raise ValueError(f"the pickle imports {name}, which is not allowed in an image file")
     return function
 
 
 def _call(function: object, arguments: object) -> object:
     if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
-        raise ValueError("it calls a value that is not a function")
+        raise ValueError("the pickle calls a value that is not a function")
     return function(*arguments)  # type: ignore[operator]
 
 
@@ -273,9 +269,9 @@ def _build(target: object, state: object) -> object:
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
-        raise ValueError("it fills a value that is not an empty array")
+        raise ValueError("the pickle fills a value that is not an empty array")
     if type(state) is not tuple or len(state) != 5:
-        raise ValueError("it has an array without its five parts")
+        raise ValueError("the pickle has an array without its five parts")
     _, shape, kind, by_columns, content = state
     target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
     return target
@@ -285,13 +281,13 @@ def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArr
     if isinstance(content, str):  # Python 2's strings are bytes
         content = content.encode("latin1")
     if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
-        raise ValueError("it has an array that does not consist of bytes")
+        raise ValueError("the pickle has an array that does not consist of bytes")
     return np.frombuffer(content, np.uint8).reshape(shape, order=order)
 
 
 def _dtype(code: object, *_: object) -> _Uint8:
     if code not in ("u1", b"u1"):
-        raise ValueError(f"it has an array of type {one_line(code, 20)}, not of bytes")
+        raise ValueError(f"an array in the pickle must have bytes, not type {one_line(code, 20)}")
     return _Uint8()
 
 
@@ -304,7 +300,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 def _encode(text: str, encoding: str) -> bytes:
     """Converts text to the bytes that it represents. Protocols before 3 store bytes as text."""
     if encoding != "latin1":
-        raise ValueError("it encodes text in a way that is not used for bytes")
+        raise ValueError("the pickle encodes text otherwise than as bytes")
     return text.encode("latin1")
 
 

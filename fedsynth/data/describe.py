@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,18 +54,10 @@ def describe_folder(
     users = 0
     if data.train.groups is not None:
         users = len(data.train.groups.unique())
-    table = "\n".join(
-        (
-            f"sites {_numbered(sites or ('all',))}",
-            f"classes {_numbered(spec.class_names)}",
-            partition_table(counts),
-        )
-    )
-    return Described(
-        proposal(spec, sites, len(data.train), users),
-        table,
-        default_declaration(Path(settings.folder)),
-    )
+    lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
+    table = "\n".join((*lines, partition_table(counts)))
+    path = default_declaration(Path(settings.folder))
+    return Described(proposal(spec, sites, len(data.train), users), table, path)
 
 
 def _numbered(names: Sequence[str]) -> str:
@@ -95,10 +87,7 @@ def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -
         images: the number of images. The text contains the rounded number.
         users: the number of people in the images, or 0 if it is unknown. It is rounded as well.
     """
-
-    def toml(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
+    toml = partial(json.dumps, ensure_ascii=False)
     return f"""\
 # What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
 #

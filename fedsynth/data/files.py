@@ -91,14 +91,13 @@ def expanded(folder: str | Path) -> Path:
     name = str(folder)
     if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
-            f"the name of the data folder, {one_line(ascii(name))}, must be UTF-8 text without "
-            "zero bytes, because a run's config.toml stores it"
+            f"the name of a data folder must be UTF-8 text without zero bytes, got {name!a:.200}"
         )
     try:
         return expand_home(folder)
     except FileNotFoundError as error:
         raise DataFilesMissingError(
-            f"cannot find the data folder {one_line(folder)}: {error.strerror}; use its full path"
+            f"cannot find the data folder {one_line(folder)}: {error.strerror}"
         ) from None
 
 
@@ -142,13 +141,10 @@ def read_lines(path: Path, name: str, instructions: str) -> list[str]:
     try:
         return read_text(path, MAX_LIST_BYTES).splitlines()
     except FileNotFoundError:
-        raise DataFilesMissingError(
-            f"{name}: no {path.name} in {path.parent}; {instructions}"
-        ) from None
+        raise DataFilesMissingError(f"{name} needs the file {path}. {instructions}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataFilesCorruptError(
-            f"{path} cannot be read as a text file: {one_line(error)}"
-        ) from None
+        reason = f"{path} cannot be read as a text file: {one_line(error)}"
+        raise DataFilesCorruptError(reason) from None
 
 
 USERS_FILE = "users.csv"
@@ -195,9 +191,7 @@ def read_table(
     try:
         text = read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataFilesCorruptError(
-            f"cannot read {file}, because it is not UTF-8 text: save it as CSV UTF-8"
-        ) from None
+        raise DataFilesCorruptError(f"{file} is not UTF-8 text. Save it as CSV UTF-8") from None
     except OSError as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     header = text.lstrip().partition("\n")[0]
@@ -206,7 +200,7 @@ def read_table(
     positions: dict[str, int] = {}
     try:
         for cells in reader:
-            location = f"{file}, line {reader.line_num}"
+            location = f"line {reader.line_num} of {file}"
             if not "".join(cells).strip():
                 continue
             if positions:
@@ -216,9 +210,8 @@ def read_table(
     except csv.Error as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     if not positions:
-        raise DataFilesCorruptError(
-            f"{file} is empty: it must have the columns {' and '.join(required)}"
-        )
+        columns = " and ".join(required)
+        raise DataFilesCorruptError(f"{file} is empty. It must have the columns {columns}")
 
 
 def _positions(
@@ -229,12 +222,12 @@ def _positions(
     for position, cell in enumerate(cells):
         column = HEADINGS.get(cell.strip().casefold(), "")
         if column in positions:
-            raise DataFilesCorruptError(f"{location}: two columns contain the {column}: remove one")
+            raise DataFilesCorruptError(f"{location} has two columns for the {column}. Remove one")
         if column in required or column in optional:
             positions[column] = position
     if not positions.keys() >= set(required):
         raise DataFilesCorruptError(
-            f"{location}: the columns {' and '.join(required)} are required, got "
+            f"{location} must have the columns {' and '.join(required)}, got "
             f"{one_line(', '.join(cells))}"
         )
     return positions
@@ -245,11 +238,11 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
     for column, position in positions.items():
         row[column] = same_name("".join(cells[position : position + 1]))
         if not row[column]:
-            raise DataFilesCorruptError(f"{location}: the cell of the column {column} is empty")
+            raise DataFilesCorruptError(f"{location} has an empty cell in the column {column}")
     path = PurePosixPath(cells[positions["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(
-            f"{location}: the path {one_line(path)} must be a path inside the folder of the table"
+            f"{location} has the path {one_line(path)}, which leads out of the folder of the file"
         )
     row["path"] = path.as_posix()
     return row
@@ -276,7 +269,7 @@ def read_users(file: Path) -> dict[str, str]:
         path = same_name(row["path"])
         if users.setdefault(path, row["user"]) != row["user"]:
             raise DataFilesCorruptError(
-                f"{location}: {one_line(path)} is listed for two users: remove one"
+                f"{location} states a second user for {one_line(path)}. Remove one of the lines"
             )
     return users
 
@@ -292,12 +285,8 @@ def users_of_images(file: Path, paths: Sequence[str]) -> list[str]:
         DataFilesCorruptError: `read_users` refuses the file, or the file names no user of an image.
     """
     users = read_users(file)
-    names = []
-    for path in paths:
-        name = users.get(same_name(path))
-        if name is None:
-            raise DataFilesCorruptError(
-                f"{file} names no user of {one_line(path)}: add a line for this image"
-            )
-        names.append(name)
-    return names
+    try:
+        return [users[same_name(path)] for path in paths]
+    except KeyError as error:
+        path = one_line(error.args[0])
+        raise DataFilesCorruptError(f"{file} must have a line for the image {path}") from None

@@ -13,7 +13,6 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,11 +41,11 @@ EMPTY = "empty folders"
 NO_EXTENSION = "no extension"
 NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
-_LAYOUT = "expected SITE/CLASS/files, CLASS/files, or a manifest.csv (path,label,site,user)"
+_LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini"}
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_DECIMAL = re.compile(r"[+-]?[0-9]+([.,][0-9]+)?")
+
 
 Names = npt.NDArray[Any]
 """An array of N strings, stored as Python objects."""
@@ -134,7 +133,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     if manifest.exists():
         files = _files_in_manifest(manifest)
         if not len(files.paths):
-            raise DataFilesMissingError(f"{manifest} lists no image: add a line for each image")
+            raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
     _refuse_similar_names("classes", files.class_names)
@@ -166,21 +165,15 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     if by_user and not files.users.any() and users_file.exists():
         users = read_users(users_file)
         files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
-    skipped = list(files.excluded)
-    included = np.ones(len(files.paths), bool)
-    for row, (path, label, user) in enumerate(
-        zip(files.paths, files.labels, files.users, strict=True)
-    ):
-        if label not in classes:
-            skipped.append(Entry(NOT_DECLARED, PurePosixPath(path)))
-        elif by_user and not user:
-            skipped.append(Entry(NO_USER, PurePosixPath(path)))
-        else:
-            continue
-        included[row] = False
+    declared = np.isin(files.labels, list(classes))
+    known = files.users != ""
     if not by_user:
+        known[:] = True
         files = replace(files, users=_names(("",) * len(files.paths)))
-    return replace(files.select(included), excluded=tuple(skipped))
+    skipped = list(files.excluded)
+    for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~known)):
+        skipped += [Entry(kind, PurePosixPath(path)) for path in files.paths[rows]]
+    return replace(files.select(declared & known), excluded=tuple(skipped))
 
 
 def manifest_of(folder: Path) -> Path:
@@ -214,19 +207,15 @@ def _names(values: Iterable[str]) -> Names:
 
 
 def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
-    """Raises an error for two spellings of a name, such as "T-shirt" and "t_shirt", or "0" and
-    "0.0"."""
+    """Raises an error for two spellings of a name, such as "T-shirt" and "t_shirt"."""
     spellings: dict[str, str] = {}
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold()
-        spelling = re.sub(r"[\s_-]+", " ", folded)
-        if _DECIMAL.fullmatch(folded):
-            spelling = str(Fraction(folded.replace(",", ".")))
-        other = spellings.setdefault(spelling, name)
+        other = spellings.setdefault(re.sub(r"[\s_-]+", " ", folded), name)
         if other != name:
             raise DataError(
-                f"two {kind} have the names {other!r} and {name!r}, which are too similar: rename "
-                "one of the folders (or labels), to the other name if both are the same"
+                f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
+                "label of one of them"
             )
 
 
@@ -251,8 +240,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         other = visited.setdefault((status.st_dev, status.st_ino), folder)
         if other != folder:
             raise DataFilesCorruptError(
-                f"a link makes {one_line(folder)} and {one_line(other)} the same folder, so the "
-                "images in it would count twice: remove the link"
+                f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
+                "the link, because its images would count twice"
             )
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -291,17 +280,17 @@ def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
 
     All entries that are not images in a subfolder become `excluded`.
     """
-    paths = []
-    labels = []
+    images = []
     excluded = []
     for entry in entries:
         if entry.kind == IMAGE and len(entry.path.parts) > 1:
-            paths.append(entry.path.as_posix())
-            labels.append(same_name(entry.path.parent.name))
+            images.append(entry.path)
         else:
             excluded.append(entry)
-    unknown = _names(("",) * len(paths))
-    return FolderFiles(root, _names(paths), _names(labels), unknown, unknown, tuple(excluded))
+    labels = _names(same_name(path.parent.name) for path in images)
+    unknown = _names(("",) * len(images))
+    paths = _names(map(PurePosixPath.as_posix, images))
+    return FolderFiles(root, paths, labels, unknown, unknown, tuple(excluded))
 
 
 def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
@@ -311,7 +300,11 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
     sites = files.sites
     if depth == 3:
         sites = _names(same_name(path.partition("/")[0]) for path in files.paths)
-        _refuse_splits(root, set(sites))
+        if _SPLITS.issuperset(map(str.casefold, sites)):  # a run would train on the test images
+            raise DataError(
+                f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would become "
+                "sites. Use one of them as data.folder and another as data.test_folder"
+            )
     users = files.users
     if (root / USERS_FILE).exists():
         users = _names(users_of_images(root / USERS_FILE, list(files.paths)))
@@ -329,34 +322,18 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
     )
 
 
-def _refuse_splits(root: Path, sites: Collection[str]) -> None:
-    """Raises an error if the sites are named like splits, such as "train" and "test".
-
-    A run would treat them as sites, and so train on the test images.
-    """
-    if _SPLITS.issuperset(map(str.casefold, sites)):
-        raise DataError(
-            f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be "
-            "sites: if they are splits, name one as data.folder and the other as data.test_folder, "
-            "and otherwise rename them"
-        )
-
-
 def _depth(root: Path, entries: Sequence[Entry]) -> int:
     """Returns the number of parts in the images' paths: 2 for CLASS/file, 3 for SITE/CLASS/file."""
-    images: dict[int, PurePosixPath] = {}  # an image of each depth
-    for entry in entries:
-        if entry.kind == IMAGE:
-            images.setdefault(len(entry.path.parts), entry.path)
+    paths = [entry.path for entry in entries if entry.kind == IMAGE]
+    images = {len(path.parts): path for path in reversed(paths)}  # the first one of each depth
     if not images:
         raise DataFilesMissingError(
-            f"there is no image ({', '.join(EXTENSIONS)}) in {one_line(root)} ("
-            f"{counted(entries) or 'it is empty'}); {_LAYOUT}"
+            f"{one_line(root)} has no image ({', '.join(EXTENSIONS)}). Other files: "
+            f"{counted(entries) or 'none'}. {_LAYOUT}"
         )
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
-            f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}; {_LAYOUT}, "
-            "and the same layout in all folders"
+            f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
         )
     return min(images)
 
@@ -368,22 +345,9 @@ def _files_in_manifest(file: Path) -> FolderFiles:
     root = file.parent
     rows: dict[str, tuple[str, str, str]] = {}  # label, site, user
     for location, row in read_table(file, ("path", "label"), ("site", "user")):
-        path = _path_on_disk(root, row["path"])
-        if path in rows:
-            raise DataFilesCorruptError(f"{location}: lists {one_line(path)} twice: remove a line")
-        rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
+        if row["path"] in rows:
+            raise DataFilesCorruptError(f"{location} repeats the path {one_line(row['path'])}")
+        rows[row["path"]] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(rows)
     facts = np.array(list(map(rows.__getitem__, paths)), dtype=object).reshape(-1, 3)
     return FolderFiles(root, _names(paths), *facts.T)
-
-
-def _path_on_disk(root: Path, path: str) -> str:
-    """Returns a path in the Unicode form (NFC or NFD) in which the file exists.
-
-    Returns the path unchanged if the file does not exist.
-    """
-    for form in ("NFC", "NFD"):
-        candidate = unicodedata.normalize(form, path)
-        if (root / candidate).exists():
-            return candidate
-    return path

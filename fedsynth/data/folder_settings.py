@@ -41,7 +41,7 @@ def _distinct(names: list[str]) -> list[str]:
 
 def _iso_date(text: str) -> str:
     try:
-        return text.strip() and datetime.date.fromisoformat(text.strip()).isoformat()
+        return text and datetime.date.fromisoformat(text).isoformat()
     except ValueError:
         raise ValueError("must be a date such as 2026-11-23") from None
 
@@ -53,7 +53,9 @@ Side = Annotated[int, Field(ge=1, le=4096)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, str_strip_whitespace=True
+    )
 
 
 class _Images(_Section):
@@ -137,33 +139,23 @@ def read_declaration(path: Path) -> Declaration:
             groups=declared.sizes.users,
         )
     except ValidationError as error:
-        raise DataFilesCorruptError(
-            f"{path} is not a valid declaration of images: {first_fault(error)}"
-        ) from None
+        reason = f"{path} is not a valid declaration: {first_fault(error)}"
+        raise DataFilesCorruptError(reason) from None
     except FedsynthError as error:
+        raise DataFilesCorruptError(f"{path} is not a valid declaration: {error}") from None
+    most = declared.sizes.most_images
+    if most < declared.sizes.images:
         raise DataFilesCorruptError(
-            f"{path} is not a valid declaration of images: {error}"
-        ) from None
-    if declared.sizes.most_images < declared.sizes.images:
-        raise DataFilesCorruptError(
-            f"sizes.most_images in {path} must not be smaller than sizes.images, because it is an "
-            "upper bound on the number of images"
+            f"sizes.most_images in {path} must be at least sizes.images "
+            f"({declared.sizes.images}), got {most}"
         )
     ledger = None
-    if declared.privacy.ledger.strip():
-        ledger = (path.parent / expand_home(declared.privacy.ledger.strip())).absolute()
+    if declared.privacy.ledger:
+        ledger = (path.parent / expand_home(declared.privacy.ledger)).absolute()
     signed_by = ""
-    if declared.signed_off.by.strip() and declared.signed_off.date:
-        signed_by = f"{declared.signed_off.by.strip()}, {declared.signed_off.date}"
-    return Declaration(
-        spec,
-        tuple(images.sites),
-        declared.sizes.most_images,
-        ledger,
-        images.person,
-        signed_by,
-        path,
-    )
+    if declared.signed_off.by and declared.signed_off.date:
+        signed_by = f"{declared.signed_off.by}, {declared.signed_off.date}"
+    return Declaration(spec, tuple(images.sites), most, ledger, images.person, signed_by, path)
 
 
 def require_signed(declaration: Declaration) -> None:
@@ -174,8 +166,8 @@ def require_signed(declaration: Declaration) -> None:
     """
     if not declaration.signed_by:
         raise DataError(
-            f"{declaration.path} is not signed: a person must check that every line may be public, "
-            "and then enter their name and the date under [signed_off]"
+            f"{declaration.path} is not signed. A person must check that every line may be public, "
+            "and then enter a name and a date under [signed_off]"
         )
 
 
@@ -192,14 +184,14 @@ def require_declared(files: FolderFiles, declaration: Declaration) -> None:
         undeclared = sorted(set(names).difference(declared))
         if undeclared:
             raise DataError(
-                f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does "
-                f"not declare; it declares {one_line(', '.join(declared))}"
+                f"the folder has the {kind} {one_line(undeclared[0])!r}, but {declaration.path} "
+                f"declares only {one_line(', '.join(declared))}"
             )
         missing = sorted(set(declared).difference(names))
         if missing:
             raise DataError(
-                f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder "
-                "has no image of it"
+                f"the folder has no image of the {kind} {one_line(missing[0])!r}, which "
+                f"{declaration.path} declares"
             )
 
 
@@ -214,8 +206,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"there are more images than sizes.most_images in {declaration.path} allows: correct "
-            "this bound, and sign the file again"
+            f"there are more images than sizes.most_images in {declaration.path}. Correct this "
+            "bound, and sign the file again"
         )
     users = declaration.spec.groups
     if train.groups is not None:
@@ -226,8 +218,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     ):
         if count * MAX_RATIO < declared:
             raise DataError(
-                f"there are {count} {key}, but {declaration.path} declares {declared} in "
-                f"sizes.{key}: add the missing {key}, or correct the number and sign the file again"
+                f"there are {count} {key}, but sizes.{key} in {declaration.path} is {declared}. "
+                "Correct this number, and sign the file again"
             )
 
 
@@ -290,13 +282,12 @@ class FolderSettings:
                 object.__setattr__(self, name, str(expanded(path).absolute()))
         object.__setattr__(self, "image_size", str(self.image_size))
         if not self.folder:
-            raise SettingError("data", "folder", "must name a folder of images")
+            raise SettingError("data", "folder", "must be a folder of images")
         if self.test:
             check_choice("data", "test", self.test, TEST_KINDS)
         if self.test in ("public", "private") and not self.test_folder:
-            raise SettingError(
-                "data", "test", "requires test images: set data.test_folder", value=self.test
-            )
+            reason = "requires test images. Set data.test_folder"
+            raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
         self.size()
@@ -311,12 +302,8 @@ class FolderSettings:
             return None
         match = _SIZE.fullmatch(self.image_size.strip())
         if match is None:
-            raise SettingError(
-                "data",
-                "image_size",
-                "must be a number of pixels such as 64, or 64x48 (height x width), got "
-                f"{self.image_size!r}",
-            )
+            reason = f"must be a number of pixels, such as 64 or 64x48, got {self.image_size!r}"
+            raise SettingError("data", "image_size", reason)
         height = int(match[1])
         width = int(match[2] or height)
         for side in (height, width):
@@ -330,10 +317,10 @@ class FolderSettings:
             DataFilesCorruptError: the declaration is damaged, or the settings name a declaration
                 that does not exist.
         """
-        if self.declaration:
-            return read_declaration(Path(self.declaration))
         path = default_declaration(Path(self.folder))
-        if not path.exists():
+        if self.declaration:
+            path = Path(self.declaration)
+        elif not path.exists():
             return None
         return read_declaration(path)
 

@@ -116,8 +116,8 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
         with opened_image(paths[position]) as image:
             if not resize and image.size != (spec.width, spec.height):
                 raise ValueError(
-                    f"it is {image.width}×{image.height}, but images of {spec.name} must be "
-                    f"{spec.width}×{spec.height}: extract the archive of the data set again"
+                    f"the image is {image.width}×{image.height}, but images of {spec.name} are "
+                    f"{spec.width}×{spec.height}. Extract the data set again"
                 )
             images[position] = _decoded(image, *spec.image_shape)
 
@@ -140,16 +140,14 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
     """
     content = read_regular(path, MAX_IMAGE_BYTES)
     if not content:
-        raise ValueError("it is empty: 0 bytes")
+        raise ValueError("the file is empty")
     if content.count(b"\xff\xda") > MAX_SCANS and content.startswith(b"\xff\xd8"):
-        raise ValueError(f"it is a JPEG file with more than {MAX_SCANS} scans: save it again")
+        raise ValueError(f"the JPEG file has more than {MAX_SCANS} scans")
     with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads only the header
         pixels = image.width * image.height
         if pixels > MAX_PIXELS:
-            raise ValueError(
-                f"it is {image.width}×{image.height}, more than {MAX_PIXELS:,} pixels: "
-                "reduce its size"
-            )
+            size = f"{image.width}×{image.height}"
+            raise ValueError(f"the image is {size}, but may have at most {MAX_PIXELS:,} pixels")
         with _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext():
             yield image
 
@@ -170,7 +168,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
         except FileNotFoundError:
             faults[position] = "the file does not exist"
         except UnidentifiedImageError:  # its text contains a memory address
-            faults[position] = f"it is not a {', '.join(FORMATS)} file"
+            faults[position] = f"the file is not a {', '.join(FORMATS)} file"
         except Exception as error:  # a damaged image may raise anything
             faults[position] = one_line(error)
         return None
@@ -183,9 +181,10 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 def _read_header(path: Path) -> ImageHeader:
     with opened_image(path) as image:
         grey = image.mode in ("L", "1", "LA", "La") or _has_16_bits(image)
+        height, width = image.height, image.width
         if image.getexif().get(_EXIF_ORIENTATION) in (5, 6, 7, 8):  # rotated by 90°
-            return ImageHeader(image.width, image.height, grey)
-        return ImageHeader(image.height, image.width, grey)
+            height, width = width, height
+        return ImageHeader(height, width, grey)
 
 
 def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:

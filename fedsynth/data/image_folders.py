@@ -2,8 +2,7 @@
 
 Tiny-ImageNet and CINIC-10 have a folder for each class, and keep their published image size.
 Office-Caltech-10 and DomainNet-10 have folders for domains and classes, and their images are
-resized to 64×64. For these two, a file users.csv in the data set's folder may name the user of each
-training image (`fedsynth.data.files`). Each reader returns a training and a test split.
+resized to 64×64. Each reader returns a training and a test split.
 
 FEMNIST, handwritten characters grouped by writer, consists of the JSON files that LEAF writes
 (Caldas et al., 2018, arXiv 1812.01097). The files `femnist/train/*.json` and `femnist/test/*.json`
@@ -25,31 +24,28 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.files import (
-    USERS_FILE,
-    Reader,
-    Split,
-    first_fault,
-    one_line,
-    read_lines,
-    users_of_images,
-)
+from fedsynth.data.files import Reader, Split, first_fault, one_line, read_lines
 from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from fedsynth.privacy.files import read_regular
 
-_TINY = "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there"
+_TINY = "Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in the data folder"
 _CINIC = (
-    "unpack CINIC-10.tar.gz of https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ there"
+    "Unpack CINIC-10.tar.gz from https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ in "
+    "the data folder"
 )
 _OFFICE = (
-    "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam; "
-    "set its folder with data.data_root or FEDSYNTH_DATA"
+    "The data folder must contain office_caltech_10/DOMAIN/CLASS/* for the domains amazon, "
+    "caltech, dslr and webcam"
 )
 _DOMAINNET = (
-    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
+    "Unpack the domains and lists from http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
+)
+_LEAF = (
+    "Create it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "
+    "niid --sf 1.0 -k 0 -t sample). Copy data/train and data/test to femnist/ in the data folder"
 )
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
 _ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")
@@ -84,8 +80,8 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     names = sorted(set("\n".join(read_lines(wnids, spec.name, _TINY)).split()))
     if len(names) != spec.classes or not all(map(_WORDNET_NUMBER.fullmatch, names)):
         raise DataFilesCorruptError(
-            f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537: unpack "
-            "the data set again"
+            f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537. "
+            "Unpack the data set again"
         )
     train = []
     for label, name in enumerate(names):
@@ -100,11 +96,11 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             test.append(LabelledFile(path, number_of[match["name"]]))
         elif line.strip():
             raise DataFilesCorruptError(
-                f"{annotations}, line {number}: expected a file name, a tab and a WordNet number "
-                f"of wnids.txt, got {line[:80]!r}"
+                f"line {number} of {annotations} must be a file name, a tab and a WordNet number "
+                f"that is in wnids.txt, got {line[:80]!r}"
             )
     if not test:
-        raise DataFilesCorruptError(f"{annotations} lists no image: unpack the data set again")
+        raise DataFilesCorruptError(f"{annotations} lists no image. Unpack the data set again")
     return _load(train, spec), _load(test, spec)
 
 
@@ -150,7 +146,7 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             test += files[4::5]
             del files[4::5]
             train += files
-    return _load(train, spec, root / "office_caltech_10"), _load(test, spec)
+    return _load(train, spec), _load(test, spec)
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -165,7 +161,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     for domain in range(len(spec.domains)):
         train += read_domainnet_list(folder, "train", domain, spec)
         test += read_domainnet_list(folder, "test", domain, spec)
-    return _load(train, spec, folder), _load(test, spec)
+    return _load(train, spec), _load(test, spec)
 
 
 def read_domainnet_list(
@@ -186,7 +182,7 @@ def read_domainnet_list(
                 files.append(LabelledFile(image, spec.class_names.index(match["name"]), domain))
         elif line.strip():
             raise DataFilesCorruptError(
-                f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
+                f"line {number} of {path} must be '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
                 f"{line[:80]!r}"
             )
     return files
@@ -198,55 +194,24 @@ def _files_of_class(
     """Returns the image files in the folder of one class, sorted by name."""
     files = [LabelledFile(path, label, domain) for path in images_in(folder)]
     if not files:
-        raise DataFilesMissingError(f"{spec.name}: there is no image in {folder}; {instructions}")
+        raise DataFilesMissingError(f"{spec.name} has no image in {folder}. {instructions}")
     return files
 
 
-def _load(
-    files: Sequence[LabelledFile], spec: DatasetSpec, users_folder: Path | None = None
-) -> Split:
+def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
     """Reads the images of one split.
 
-    If `users_folder` contains a users.csv, the split also has the user of each image. Images are
-    resized only if the data set has domains, because the other data sets have one image size.
+    Images are resized only if the data set has domains, because the other data sets have one image
+    size.
     """
     paths, labels, domains = zip(*files, strict=True)
     images = read_images(paths, spec, resize=bool(spec.domains))
-    users = None
-    if users_folder and (users_folder / USERS_FILE).exists():
-        relative = [path.relative_to(users_folder).as_posix() for path in paths]
-        names = users_of_images(users_folder / USERS_FILE, relative)
-        users = np.unique(names, return_inverse=True)[1]
-    return Split(
-        images,
-        np.array(labels, np.int64),
-        domains=np.array(domains, np.int64) if spec.domains else None,
-        groups=users,
-    )
+    y = np.array(labels, np.int64)
+    if not spec.domains:
+        return Split(images, y)
+    return Split(images, y, domains=np.array(domains, np.int64))
 
 
-IMAGE_FOLDER_READERS: dict[str, Reader] = {
-    "tiny-imagenet": Reader(
-        (
-            "tiny-imagenet-200/wnids.txt",
-            "tiny-imagenet-200/train",
-            "tiny-imagenet-200/val/val_annotations.txt",
-            "tiny-imagenet-200/val/images",
-        ),
-        _TINY,
-        read_tiny_imagenet,
-    ),
-    "cinic10": Reader(("CINIC-10/train", "CINIC-10/test"), _CINIC, read_cinic10),
-    "office-caltech-10": Reader(("office_caltech_10",), _OFFICE, read_office_caltech),
-    "domainnet-10": Reader(("domainnet",), _DOMAINNET, read_domainnet),
-}
-
-
-_LEAF = (
-    "create it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: "
-    "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy data/train and data/test to "
-    "femnist/ there"
-)
 MAX_JSON_BYTES = 2**30
 """Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers."""
 
@@ -305,15 +270,15 @@ def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
     except OSError as error:
         raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
     if not paths:
-        raise DataFilesMissingError(f"{spec.name}: there is no *.json in {folder}; {_LEAF}")
+        raise DataFilesMissingError(f"{spec.name} has no *.json in {folder}. {_LEAF}")
     writers: Writers = {}
     for path in paths:
         file_writers = _read_file(path, spec)
         duplicates = sorted(writers.keys() & file_writers.keys())
         if duplicates:
+            writer = one_line(repr(duplicates[0]), 80)
             raise DataFilesCorruptError(
-                f"{path}: writer {one_line(repr(duplicates[0]), 80)} is also in another file of "
-                f"{folder}: create the files again"
+                f"{path} contains writer {writer}, as does another file. Create the files again"
             )
         writers.update(file_writers)
     return writers
@@ -333,26 +298,37 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
     sizes = dict(zip(content.users, content.num_samples, strict=False))
     if len(content.num_samples) != len(sizes) or sizes.keys() != content.user_data.keys():
         raise DataFilesCorruptError(
-            f"{path}: users, num_samples and user_data must describe the same writers"
+            f"users, num_samples and user_data of {path} must describe the same writers"
         )
     pixels = spec.height * spec.width
     writers: Writers = {}
     for name, data in content.user_data.items():
+        writer = f"writer {one_line(repr(name), 80)} in {path}"
         lengths = set(map(len, data.x))
         if lengths != {pixels} or not len(data.x) == len(data.y) == sizes[name]:
             raise DataFilesCorruptError(
-                f"{path}, writer {one_line(repr(name), 80)}: x must have num_samples images of "
-                f"{pixels} numbers each, and y must have num_samples labels"
+                f"{writer} must have num_samples images with {pixels} numbers, and as many labels"
             )
         if max(data.y) >= spec.classes:
-            raise DataFilesCorruptError(
-                f"{path}, writer {one_line(repr(name), 80)}: labels must be below {spec.classes}"
-            )
+            raise DataFilesCorruptError(f"{writer} must have labels below {spec.classes}")
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))
     return writers
 
 
-LEAF_READERS: dict[str, Reader] = {
-    "femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist)
+FOLDER_READERS: dict[str, Reader] = {
+    "tiny-imagenet": Reader(
+        (
+            "tiny-imagenet-200/wnids.txt",
+            "tiny-imagenet-200/train",
+            "tiny-imagenet-200/val/val_annotations.txt",
+            "tiny-imagenet-200/val/images",
+        ),
+        _TINY,
+        read_tiny_imagenet,
+    ),
+    "cinic10": Reader(("CINIC-10/train", "CINIC-10/test"), _CINIC, read_cinic10),
+    "office-caltech-10": Reader(("office_caltech_10",), _OFFICE, read_office_caltech),
+    "domainnet-10": Reader(("domainnet",), _DOMAINNET, read_domainnet),
+    "femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist),
 }

@@ -76,17 +76,17 @@ class ImageData:
         spec = self.spec
         if self.images.dtype != torch.uint8:
             raise DataError(
-                f"{spec.name}: images must be uint8 (from_arrays also accepts floating point in "
-                f"[0, 1]), got {_dtype(self.images)}"
+                f"the images of {spec.name} must be uint8, got {_dtype(self.images)}. Use "
+                "from_arrays for floating-point pixels in [0, 1]"
             )
         if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
-                f"{spec.name}: images must have shape [N, {', '.join(map(str, spec.image_shape))}], "
-                f"channels first, got {list(self.images.shape)}"
+                f"the images of {spec.name} must have the shape [N, C, H, W] with [C, H, W] = "
+                f"{list(spec.image_shape)}, got {list(self.images.shape)}"
             )
         count = len(self.images)
         if not count and not self.may_be_empty:
-            raise DataError(f"{spec.name}: there must be at least one example")
+            raise DataError(f"{spec.name} must have at least one example")
         limits = {"labels": spec.classes, "domains": len(spec.domains), "groups": math.inf}
         for what, limit in limits.items():
             numbers = getattr(self, what)
@@ -173,14 +173,14 @@ def from_arrays(
     >>> list(data.images.shape), int(data.images.max())
     ([2, 1, 8, 8], 128)
     """
-    x = _as_tensor(images, f"{spec.name}: images")
+    x = _as_tensor(images, "images")
     if x.dim() == 3 and spec.channels == 1:
         x = x.unsqueeze(1)
-    data = ImageData(_to_uint8(x, spec), _as_tensor(labels, f"{spec.name}: labels"), spec)
+    data = ImageData(_to_uint8(x, spec), _as_tensor(labels, "labels"), spec)
     if domains is not None:
-        data = replace(data, domains=_as_tensor(domains, f"{spec.name}: domains"))
+        data = replace(data, domains=_as_tensor(domains, "domains"))
     if groups is not None:
-        data = replace(data, groups=_as_tensor(groups, f"{spec.name}: groups"))
+        data = replace(data, groups=_as_tensor(groups, "groups"))
     return data
 
 
@@ -191,15 +191,13 @@ def require_all_classes(data: ImageData) -> None:
     it.
 
     Raises:
-        DataError: a class has no example. The message names up to five such classes.
+        DataError: a class has no example. The message names one such class.
     """
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
-        names = map(data.spec.class_names.__getitem__, absent[:5])
-        more = " and other classes" * (len(absent) > 5)
         raise DataError(
-            f"{data.spec.name}: the training set must have an example of each class, but has "
-            f"none of {', '.join(names)}{more}"
+            f"the training set of {data.spec.name} has no example of {len(absent)} classes, such "
+            f"as {data.spec.class_names[absent[0]]}. It must have an example of each class"
         )
 
 
@@ -239,25 +237,19 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 
     Both are float32 [1, C, 1, 1] on `device`. They are cached, so they must not be changed.
     """
-    return _constants(spec.mean, spec.std, device)
+    return _constants(spec.mean, device), _constants(spec.std, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation as tensors [1, C, 1, 1].
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns a tensor [1, C, 1, 1].
 
-    The tensors are cached, because a new copy to a GPU in each step would make the training loop
-    wait for the GPU.
+    It is cached, because a new copy to a GPU in each step would make the training loop wait for the
+    GPU.
     """
     # a tensor created in inference mode could not be used by autograd later
     with torch.inference_mode(False):
-        shape = (1, len(mean), 1, 1)
-        return (
-            torch.tensor(mean, device=device).view(shape),
-            torch.tensor(std, device=device).view(shape),
-        )
+        return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
 def _dtype(x: Tensor) -> str:
@@ -272,7 +264,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} must be a NumPy array or a tensor of numbers: {' '.join(str(error).split())}"
+            f"{what} must be a NumPy array or a tensor of numbers. {' '.join(str(error).split())}"
         ) from None
 
 
@@ -281,15 +273,17 @@ def _checked_numbers(
 ) -> Tensor:
     """Converts numbers to int64, after a check of their shape [count] and range [0, limit)."""
     if numbers.shape != (count,):
-        raise DataError(f"{spec.name}: {what} must have shape [{count}], got {list(numbers.shape)}")
+        raise DataError(
+            f"the {what} of {spec.name} must have the shape [{count}], got {list(numbers.shape)}"
+        )
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise DataError(f"{spec.name}: {what} must be integers, got {_dtype(numbers)}")
+        raise DataError(f"the {what} of {spec.name} must be integers, got {_dtype(numbers)}")
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
-            f"{spec.name}: {what} must be in [0, {limit}), but {len(wrong)} are not, such as "
-            f"{int(wrong[0])}"
+            f"the {what} of {spec.name} must be in [0, {limit}), got {len(wrong)} other values, "
+            f"such as {int(wrong[0])}"
         )
     return wide
 
@@ -297,7 +291,7 @@ def _checked_numbers(
 def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> None:
     if not is_kind or x.dim() != 4 or x.shape[1] != spec.channels:
         raise DataError(
-            f"{spec.name}: expected {kind} [N, {spec.channels}, H, W], got {_dtype(x)} "
+            f"the images of {spec.name} must be {kind} [N, {spec.channels}, H, W], got {_dtype(x)} "
             f"{list(x.shape)}"
         )
 
@@ -305,7 +299,9 @@ def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> N
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
     bad = int((~torch.isfinite(x)).sum())
     if bad:
-        raise DataError(f"{spec.name}: {bad} of {x.numel()} pixel values are NaN or infinite")
+        raise DataError(
+            f"the pixels of {spec.name} must be finite, but {bad} of {x.numel()} are NaN or infinite"
+        )
 
 
 def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
@@ -315,8 +311,8 @@ def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
-            f"{spec.name}: floating-point images must be in [0, 1], but {outside} of {x.numel()} "
-            "values are not"
+            f"the pixels of {spec.name} must be in [0, 1] if they are floating point, but "
+            f"{outside} of {x.numel()} are outside"
         )
     return (x.float() * 255).round().to(torch.uint8)
 
@@ -355,10 +351,8 @@ def record_digests(
         chunk = data.subset(chosen[first : first + _AT_ONCE])
         pixels = chunk.images.cpu().flatten(1).numpy()
         if labels:
-            labels_bytes = (
-                chunk.labels.cpu().numpy().astype("<i8").view(np.uint8).reshape(len(pixels), -1)
-            )
-            pixels = np.concatenate([pixels, labels_bytes], axis=1)
+            y = chunk.labels.cpu().numpy().astype("<i8")
+            pixels = np.concatenate([pixels, y[:, None].view(np.uint8)], axis=1)
         for row, record in enumerate(np.ascontiguousarray(pixels), start=first):
             hashed = empty.copy()
             hashed.update(record)

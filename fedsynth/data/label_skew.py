@@ -47,8 +47,8 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
     total = int(sizes.sum())
     if K * min_size > total:
         raise PartitionError(
-            f"{K} clients with at least {min_size} examples each need {K * min_size} in total, but "
-            f"there are {total}: lower min_size or clients"
+            f"{K} clients with {min_size} examples (partition.min_size) need {K * min_size} "
+            f"examples, but there are {total}. Lower partition.min_size or partition.clients"
         )
     masked = settings.kind == "dirichlet"
     for _ in range(MAX_TRIES):
@@ -56,8 +56,8 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
         if counts.sum(axis=1).min() >= min_size:
             return counts
     raise PartitionError(
-        f"no Dirichlet partition with at least {min_size} examples for each of {K} clients in "
-        f"{MAX_TRIES} tries at alpha={settings.alpha:g}: raise alpha, or lower min_size or clients"
+        f"found no Dirichlet partition in which {K} clients have {min_size} examples, in "
+        f"{MAX_TRIES} tries. Raise partition.alpha, or lower partition.min_size or clients"
     )
 
 
@@ -132,13 +132,13 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     size = sizes.sum() / clients
     if per_client >= C:
         raise PartitionError(
-            f"dominant_classes must be below {C}, the number of classes with examples, got "
-            f"{per_client}"
+            f"partition.dominant_classes must be below the number of classes with examples ({C}), "
+            f"got {per_client}"
         )
     if share <= per_client / C:
         raise PartitionError(
-            f"dominant_share must be above {per_client / C:g}, the share of {per_client} of {C} "
-            f"classes in an even partition, got {share:g}"
+            f"partition.dominant_share must be above {per_client / C:g}, the share in an even "
+            f"partition, got {share:g}"
         )
     holds = _take(_places(clients, per_client, C, rng), clients, per_client, rng)
     dominant = holds * (share * size / per_client)
@@ -147,8 +147,8 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
         j = int(remaining.argmin())
         raise PartitionError(
             f"class {int(present[j])} has {int(totals[j])} examples, but needs "
-            f"{totals[j] - remaining[j]:.0f} to dominate at {int(holds[:, j].sum())} of {clients} "
-            "clients: lower dominant_share, or raise dominant_classes or clients"
+            f"{totals[j] - remaining[j]:.0f} to dominate. Lower partition.dominant_share, or raise "
+            "partition.dominant_classes or clients"
         )
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -223,21 +223,20 @@ def _held_classes(
     C = len(present)
     if not 1 <= per_client <= C:
         raise PartitionError(
-            f"{setting} is too large, because only {C} classes have examples: lower {setting}"
+            f"partition.{setting} is too large, because only {C} classes have examples"
         )
     if clients * per_client < C:
         raise PartitionError(
-            f"{clients} clients with {per_client} classes each cannot cover {C} classes: raise "
-            f"clients to at least {math.ceil(C / per_client)}, or change {setting}"
+            f"{clients} clients with {per_client} classes cannot cover {C} classes. Raise "
+            f"partition.clients to {math.ceil(C / per_client)}, or change partition.{setting}"
         )
     places = _places(clients, per_client, C, rng)
     short = np.flatnonzero(sizes[present] < places)
     if len(short):
         label = int(present[short[0]])
         raise PartitionError(
-            f"class {label} has {int(sizes[label])} examples, too few for the "
-            f"{int(places[short[0]])} clients that must have this class: lower clients or change "
-            f"{setting}"
+            f"class {label} has {int(sizes[label])} examples, but {int(places[short[0]])} clients "
+            f"need examples of this class. Lower partition.clients or change partition.{setting}"
         )
     holds = _take(places, clients, per_client, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -291,8 +290,8 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
         ):
             return x
     raise PartitionError(
-        "no partition with clients of equal size has this dominant_share, because some classes are "
-        "too small: lower dominant_share, or raise dominant_classes or clients"
+        "some classes are too small for this partition. Lower partition.dominant_share, or raise "
+        "partition.dominant_classes or clients"
     )
 
 
@@ -328,10 +327,7 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     capacity[classes, sink] = columns - down.sum(axis=0)
     # Integers stay unchanged at first. Many almost integral cells together can hide a unit; then
     # they may be rounded up, too.
-    for cells in (
-        x - down > _INTEGER_TOLERANCE,
-        x > 0,
-    ):
+    for cells in (x - down > _INTEGER_TOLERANCE, x > 0):
         capacity[clients, classes] = cells
         result = maximum_flow(csr_array(capacity), source, sink)
         if result.flow_value == total - down.sum():

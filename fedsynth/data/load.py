@@ -32,17 +32,17 @@ deviation within a device is 60^−0.6 = 0.086.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
 from fedsynth.data.files import Reader, Split, expanded, one_line
-from fedsynth.data.image_folders import IMAGE_FOLDER_READERS, LEAF_READERS
-from fedsynth.data.images import Bytes, Floats, ImageData, IntArray
+from fedsynth.data.image_folders import FOLDER_READERS
+from fedsynth.data.images import Floats, ImageData, IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 from fedsynth.seeding import numpy_generator
@@ -51,7 +51,7 @@ ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
 """The only data set that is part of the package. digits.LICENSE.txt names the authors and the
 licence."""
-_DOWNLOAD = "download it with --download (download=True)"
+_DOWNLOAD = "Use --download (download=True)"
 
 
 def load_dataset(
@@ -79,10 +79,11 @@ def load_dataset(
     (1438, 359, [1438, 1, 8, 8], 10)
     """
     spec = dataset_spec(name)
+    parameters = synthetic_parameters(name)
     if name == "digits":
         train, test = _read_digits()
-    elif synthetic_parameters(name) is not None:
-        train, test = make_synthetic(spec)
+    elif parameters is not None:
+        train, test = make_synthetic(spec, parameters)
     else:
         train, test = _read_files(spec, root or os.environ.get(ROOT_VARIABLE), download)
     return _as_data(train, spec), _as_data(test, spec)
@@ -90,10 +91,10 @@ def load_dataset(
 
 def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> tuple[Split, Split]:
     reader = READERS[spec.name]
-    advice = f"{reader.instructions} (set its folder with data.data_root or {ROOT_VARIABLE})"
     if not root:
         raise DataFilesMissingError(
-            f"{spec.name} needs a data folder with {reader.required[0]}, but none is set: {advice}"
+            f"{spec.name} needs a data folder with {reader.required[0]}. Set data.data_root or "
+            f"{ROOT_VARIABLE}. {reader.instructions}"
         )
     folder = expanded(root)
     missing = missing_files(spec.name, folder)
@@ -101,7 +102,9 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
         _download(spec.name, folder)
         missing = missing_files(spec.name, folder)
     if missing:
-        raise DataFilesMissingError(f"{spec.name}: there is no {missing[0]} in {folder}; {advice}")
+        raise DataFilesMissingError(
+            f"{spec.name} needs {missing[0]} in data.data_root ({folder}). {reader.instructions}"
+        )
     return reader.read(spec, folder)
 
 
@@ -118,10 +121,8 @@ def missing_files(name: str, folder: Path) -> list[str]:
     try:
         return [path for path in READERS[name].required if not _locate(folder / path).exists()]
     except OSError as error:  # no permission, or the name is too long
-        reason = one_line(error.strerror or error)
-        raise DataFilesMissingError(
-            f"{name}: cannot read the folder {one_line(folder)}: {reason}"
-        ) from None
+        reason = one_line(f"{folder}: {error.strerror or error}")
+        raise DataFilesMissingError(f"cannot read the data folder {reason}") from None
 
 
 def _locate(path: Path) -> Path:
@@ -142,7 +143,7 @@ def _download(name: str, root: Path) -> None:
 
     if name not in _DOWNLOADS:
         raise DataFilesMissingError(
-            f"{name}: torchvision cannot download it: {READERS[name].instructions}"
+            f"torchvision cannot download {name}. {READERS[name].instructions}"
         )
     dataset, variants = _DOWNLOADS[name]
     try:
@@ -150,20 +151,19 @@ def _download(name: str, root: Path) -> None:
             getattr(datasets, dataset)(str(root), *arguments, download=True)
     except Exception as error:  # from the network, the disk, or an archive
         reason = one_line(error)
-        raise DataFilesMissingError(f"{name}: the download into {root} failed: {reason}") from None
+        raise DataFilesMissingError(f"cannot download {name} into {root}: {reason}") from None
 
 
 def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
     """Converts a split to `ImageData` without a copy, because some data sets are large."""
     try:
-        data = ImageData(torch.from_numpy(split.images), torch.from_numpy(split.labels), spec)
-        if split.domains is not None:
-            data = replace(data, domains=torch.from_numpy(split.domains))
-        if split.groups is not None:
-            data = replace(data, groups=torch.from_numpy(split.groups))
-        return data
+        tensors: dict[str, Any] = {}
+        for name, array in vars(split).items():
+            if array is not None:
+                tensors[name] = torch.from_numpy(array)
+        return ImageData(spec=spec, **tensors)
     except DataError as error:
-        raise DataFilesCorruptError(f"the files cannot be used: {error}") from None
+        raise DataFilesCorruptError(f"the files of {spec.name} cannot be used: {error}") from None
 
 
 def _read_digits() -> tuple[Split, Split]:
@@ -219,13 +219,12 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _mnist_reader(folder: str, prefixes: tuple[str, str] = ("train", "t10k")) -> Reader:
-    required = []
+    required: list[str] = []
     for prefix in prefixes:
-        required.append(f"{folder}/raw/{prefix}-images-idx3-ubyte")
-        required.append(f"{folder}/raw/{prefix}-labels-idx1-ubyte")
-    return Reader(
-        tuple(required), _DOWNLOAD, partial(_read_mnist, folder=folder, prefixes=prefixes)
-    )
+        stem = f"{folder}/raw/{prefix}"
+        required += (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
+    read = partial(_read_mnist, folder=folder, prefixes=prefixes)
+    return Reader(tuple(required), _DOWNLOAD, read)
 
 
 def _cifar_reader(train: tuple[str, ...], test: str, label_key: str) -> Reader:
@@ -234,8 +233,7 @@ def _cifar_reader(train: tuple[str, ...], test: str, label_key: str) -> Reader:
 
 
 READERS: dict[str, Reader] = {
-    **IMAGE_FOLDER_READERS,
-    **LEAF_READERS,
+    **FOLDER_READERS,
     "mnist": _mnist_reader("MNIST"),
     "fashion-mnist": _mnist_reader("FashionMNIST"),
     "emnist-letters": _mnist_reader("EMNIST", ("emnist-letters-train", "emnist-letters-test")),
@@ -266,15 +264,13 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 """√Σ_jj."""
 
 
-def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
+def make_synthetic(
+    spec: DatasetSpec, parameters: tuple[float, float] | tuple[None, None]
+) -> tuple[Split, Split]:
     """Generates the training and test splits of a synthetic data set. Its groups are the devices.
 
-    Raises:
-        ValueError: `spec` is not the specification of a synthetic data set.
+    `parameters` are α and β, or None and None for `synthetic(iid)`.
     """
-    parameters = synthetic_parameters(spec.name)
-    if parameters is None:
-        raise ValueError(f"{spec.name} is not of the form synthetic(α,β)")
     alpha, beta = parameters
     images = []
     labels = []
@@ -282,9 +278,10 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
     is_train = []
     for device, n in enumerate(device_sizes().tolist()):
         x, W, b = draw_device(alpha, beta, device, n)
-        levels = to_levels(x, spec)
+        levels = np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
         images.append(levels)
-        labels.append((from_levels(levels, spec) @ W + b).argmax(axis=1))
+        rounded = (levels / 255 - spec.mean[0]) / spec.std[0]  # the inputs, in double precision
+        labels.append((rounded @ W + b).argmax(axis=1))
         groups.append(np.full(n, device))
         # a device's examples are independent, so a split by order is a random split
         is_train.append(np.arange(n) < n * 9 // 10)
@@ -322,13 +319,3 @@ def draw_device(
     W = u + rng.standard_normal((FEATURES, CLASSES))
     b = u + rng.standard_normal(CLASSES)
     return v + DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
-
-
-def to_levels(x: Floats, spec: DatasetSpec) -> Bytes:
-    """Rounds inputs to the nearest of 256 pixel values, uint8."""
-    return np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
-
-
-def from_levels(levels: Bytes, spec: DatasetSpec) -> Floats:
-    """Converts pixel values to inputs as `normalise` does, but in double precision."""
-    return (levels / 255 - spec.mean[0]) / spec.std[0]

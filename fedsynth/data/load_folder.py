@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -127,16 +126,11 @@ def load_folder(
         str(declaration or ""),
         skip_other,
     )
-
     return read_folder(settings, warnings.warn, declaration=settings.declared())
 
 
 def read_folder(
-    settings: FolderSettings,
-    note: Note,
-    name: str = "",
-    *,
-    declaration: Declaration | None,
+    settings: FolderSettings, note: Note, name: str = "", *, declaration: Declaration | None
 ) -> FolderData:
     """Reads the training and test images that the settings name.
 
@@ -198,15 +192,14 @@ def _find(
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if files.excluded:
         problem = (
-            f"{one_line(folder)} contains files that cannot be read as images: "
-            f"{counted(files.excluded)}"
+            f"{one_line(folder)} contains files that are not images: {counted(files.excluded)}"
         )
         if not skip_other:
             raise DataError(
-                f"{problem}; convert these files to PNG, remove them, list only the images in a "
-                "manifest.csv, or skip the files with --skip-other (data.skip_other=True)"
+                f"{problem}. Remove these files, convert them to PNG, or skip them with "
+                "--skip-other (data.skip_other=True)"
             )
-        note(f"{problem}; these files are skipped")
+        note(f"{problem}. These files are skipped")
     return files
 
 
@@ -221,15 +214,15 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
     shared = set(map(Path.resolve, train.full_paths)) & set(map(Path.resolve, test.full_paths))
     if shared:
         raise DataError(
-            f"{len(shared)} of {len(test.paths)} test images are among the training images, such "
-            f"as {one_line(min(shared))}: use a test folder without training images"
+            f"{len(shared)} of {len(test.paths)} test images are also training images, such as "
+            f"{one_line(min(shared))}. Use a test folder without training images"
         )
     people = set(test.users) - {""}
     in_both = people & set(train.users)
     if in_both:
         note(
-            f"warning: {len(in_both)} of {len(people)} people (users, patients) in the test images "
-            "also have training images, so the accuracy for new people may be lower"
+            f"warning: {len(in_both)} of {len(people)} users in the test images also have training "
+            "images, so the accuracy for new users may be lower"
         )
 
 
@@ -243,19 +236,14 @@ def _declared_spec(settings: FolderSettings, declaration: Declaration) -> Datase
         SettingError: `image_size` or `channels` differs from the declared value.
     """
     spec = declaration.spec
-    declared_size = (spec.height, spec.width)
-    if settings.size() not in (None, declared_size):
-        raise SettingError(
-            "data",
-            "image_size",
-            f"must be {spec.height}x{spec.width}, the value in {declaration.path}, or left unset",
-        )
-    if settings.channels not in (0, spec.channels):
-        raise SettingError(
-            "data",
-            "channels",
-            f"must be {spec.channels}, the value in {declaration.path}, or left unset",
-        )
+    size = f"{spec.height}x{spec.width}"
+    for key, agrees, declared in (
+        ("image_size", settings.size() in (None, (spec.height, spec.width)), size),
+        ("channels", settings.channels in (0, spec.channels), spec.channels),
+    ):
+        if not agrees:
+            reason = f"must be {declared}, as {declaration.path} declares, or left unset"
+            raise SettingError("data", key, reason)
     return spec
 
 
@@ -279,8 +267,8 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
         if size is None and len(sizes) > 1:
             (height, width), _ = sizes.most_common(1)[0]
             raise DataError(
-                f"the images in {settings.folder} have {len(sizes)} different sizes (most are "
-                f"{height}×{width}): set a common size, such as data.image_size=64"
+                f"the images in {settings.folder} have {len(sizes)} different sizes. Most are "
+                f"{height}×{width}. Set a common size, such as data.image_size=64"
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
@@ -311,12 +299,13 @@ def _read(
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
-            f"the folder {files.root} has a class {one_line(undefined[0])!r}, but the data set "
-            f"{spec.name} has no such class"
+            f"the folder {files.root} has the class {one_line(undefined[0])!r}, which the data set "
+            f"{spec.name} does not have"
         )
     if spec.channels not in (1, 3):
         raise DataError(
-            f"the data set {spec.name} has {spec.channels} channels, but image files have 1 or 3"
+            f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
+            f"{spec.channels}"
         )
     images, faults = read_pixels(files.full_paths, *spec.image_shape)
     if not may_be_empty:
@@ -329,8 +318,8 @@ def _read(
         readable = np.delete(np.arange(len(images)), list(faults))
         images = images[readable]
         files = files.select(readable)
-    number_of = dict(zip(spec.class_names, count(), strict=False))
-    labels = torch.tensor(list(map(number_of.__getitem__, files.labels)), dtype=torch.int64)
+    numbers = list(map(spec.class_names.index, files.labels))
+    labels = torch.tensor(numbers, dtype=torch.int64)
     groups = None
     if files.users.any():
         groups = torch.from_numpy(np.unique(files.users, return_inverse=True)[1])
@@ -348,7 +337,7 @@ def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: b
         return
     raise DataFilesCorruptError(
         f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read, such as "
-        f"{'; '.join(_descriptions(files, faults)[:5])}: repair these files, remove them, or skip "
+        f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove these files, or skip "
         "them with --skip-corrupt (data.skip_corrupt=True)"
     )
 
@@ -403,8 +392,8 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
     data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
     if not len(data):
         note(
-            f"{one_line(folder)} has no image of the run's classes, so this client contributes "
-            "only noise"
+            f"{one_line(folder)} has no image of the run's classes. The client contributes only "
+            "noise"
         )
     return data
 
@@ -421,10 +410,8 @@ def _by_site(
         names = declaration.sites  # none if all images are declared to be one owner's
     if not names:
         return None, None
-    positions = []
-    for name in names:
-        positions.append(np.flatnonzero(files.sites == name))
-    return tuple(positions), site_names(names)
+    positions = tuple(np.flatnonzero(files.sites == name) for name in names)
+    return positions, site_names(names)
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -439,10 +426,8 @@ def site_names(names: Sequence[str]) -> tuple[str, ...]:
     """
     allowed: dict[str, str] = {}
     for name in names:
-        plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64]
-        if not plain[0].isalnum():
-            plain = f"x{plain}"[:64]
-        allowed[name] = plain
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+        allowed[name] = re.sub(r"^(?![A-Za-z0-9])", "x", plain)[:64]
     uses = Counter(map(str.casefold, allowed.values()))
     for name, plain in allowed.items():
         if plain != name or uses[plain.casefold()] > 1:

@@ -65,7 +65,7 @@ def partition(
     y = y.astype(np.int64)
     if settings.kind == EXPLICIT:
         raise PartitionError(
-            "the partition 'given' needs the positions of each client's examples: pass them to "
+            "the partition 'given' needs the positions of each client's examples. Pass them to "
             "simulate(parts=...)"
         )
     if settings.subset < 1:
@@ -78,7 +78,8 @@ def partition(
         return list(map(subset.__getitem__, parts))
     if settings.clients > len(y):
         raise PartitionError(
-            f"there are {settings.clients} clients but only {len(y)} examples: lower clients"
+            f"partition.clients must be at most the number of examples ({len(y)}), got "
+            f"{settings.clients}"
         )
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == NATURAL:
@@ -119,22 +120,22 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         PartitionError: the positions are not valid. The message names the client.
     """
     if not len(parts):
-        raise PartitionError("parts must name at least one client")
+        raise PartitionError("parts must contain at least one client")
     assigned = np.zeros(examples, dtype=bool)
     for client, part in enumerate(parts):
         indices = np.asarray(part)
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
             raise PartitionError(
-                f"client {client}: indices must be a vector of whole numbers, got "
+                f"the positions of client {client} must be a vector of whole numbers, got "
                 f"{indices.dtype} {indices.shape}"
             )
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
-            raise PartitionError(f"client {client}: indices must be in [0, {examples})")
+            raise PartitionError(f"the positions of client {client} must be in [0, {examples})")
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(
-                f"client {client}: an index occurs twice, but each example may belong to only one "
-                "client, and only once"
+                f"client {client} has an example twice, or an example of another client. Each "
+                "example may occur once"
             )
         assigned[indices] = True
 
@@ -158,23 +159,18 @@ def _of_domains(
     """
     if domains is None:
         raise PartitionError(
-            "the partition 'domain' needs a data set with domains, which this data set does not "
-            "have: choose another partition or data set"
+            "the partition 'domain' needs a data set with domains. Choose another partition"
         )
     present = np.unique(domains)
     if settings.clients % len(present):
         raise PartitionError(
-            f"{settings.clients} clients cannot share {len(present)} domains evenly: use a "
-            f"multiple of {len(present)}"
+            f"partition.clients must be a multiple of the number of domains ({len(present)}), got "
+            f"{settings.clients}"
         )
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
     for number, domain in enumerate(present):
-        domain_clients = range(number, settings.clients, len(present))
-        pieces = np.array_split(
-            rng.permutation(np.flatnonzero(domains == domain)), len(domain_clients)
-        )
-        for client, piece in zip(domain_clients, pieces, strict=True):
-            parts[client] = piece
+        positions = rng.permutation(np.flatnonzero(domains == domain))
+        parts[number :: len(present)] = np.array_split(positions, settings.clients // len(present))
     return parts
 
 
@@ -184,14 +180,14 @@ def _of_groups(
     """Draws K random groups, and gives one to each client, in the order of the groups' numbers."""
     if groups is None:
         raise PartitionError(
-            "the partition 'natural' needs a data set with groups, which this data set does not "
-            "have: choose another partition, or a data set such as femnist or synthetic(1,1)"
+            "the partition 'natural' needs a data set with groups, such as femnist. Choose another "
+            "partition"
         )
     present = np.unique(groups)
     if settings.clients > len(present):
         raise PartitionError(
-            f"there are {settings.clients} clients but only {len(present)} groups in this "
-            f"data set: lower clients to at most {len(present)}"
+            f"partition.clients must be at most the number of groups ({len(present)}), got "
+            f"{settings.clients}"
         )
     chosen = np.sort(rng.permutation(present)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group
@@ -217,8 +213,8 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} must state each record's user, because this run protects users: "
-            f"pass groups= to from_arrays, or put a file {USERS_FILE} next to the image folders"
+            f"{data.spec.name} must state the user of each record, because the run protects users. "
+            f"Pass groups= to from_arrays, or put a file {USERS_FILE} next to the image folders"
         )
     users: IntArray = data.groups.cpu().numpy()
     return users
@@ -241,8 +237,7 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             if other != client:
                 raise PartitionError(
                     f"clients {other} and {client} have records of the same user, so the guarantee "
-                    "would not hold for all records of this user: divide the data by user "
-                    "(partition.kind=natural or domain, or custom `parts`)"
+                    "for users would not hold. Use partition.kind=natural or domain"
                 )
 
 

@@ -99,26 +99,18 @@ class PartitionSettings:
             raise unknown_value("partition", "kind", self.kind, (*BY_LABELS, DOMAIN, NATURAL))
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise SettingError("partition", "alpha", f"must be a positive number, got {self.alpha}")
-        for name in ("clients", "classes_per_client", "missing_classes", "dominant_classes"):
-            if getattr(self, name) < 1:
-                raise SettingError(
-                    "partition", name, f"must be at least 1, got {getattr(self, name)}"
-                )
-        if self.clients > MOST_CLIENTS:
-            raise SettingError(
-                "partition", "clients", f"must be at most {MOST_CLIENTS:,}, got {self.clients:,}"
-            )
-        for name, inside, interval in (
-            ("dominant_share", 0 < self.dominant_share < 1, "(0, 1)"),
-            ("subset", 0 < self.subset <= 1, "(0, 1]"),
-            ("local_test", 0 <= self.local_test < 1, "[0, 1)"),
+        counts = ("clients", "classes_per_client", "missing_classes", "dominant_classes")
+        for name, inside, allowed in (
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("clients", self.clients <= MOST_CLIENTS, f"at most {MOST_CLIENTS:,}"),
+            ("dominant_share", 0 < self.dominant_share < 1, "in (0, 1)"),
+            ("subset", 0 < self.subset <= 1, "in (0, 1]"),
+            ("local_test", 0 <= self.local_test < 1, "in [0, 1)"),
+            ("min_size", self.min_size >= 0, "at least 0"),
         ):
             if not inside:
-                raise SettingError(
-                    "partition", name, f"must be in {interval}, got {getattr(self, name)}"
-                )
-        if self.min_size < 0:
-            raise SettingError("partition", "min_size", f"must be at least 0, got {self.min_size}")
+                reason = f"must be {allowed}, got {getattr(self, name)}"
+                raise SettingError("partition", name, reason)
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:

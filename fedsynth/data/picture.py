@@ -92,14 +92,8 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     # the square root keeps small counts visible next to large ones
     shares = np.sqrt(matrix / max(largest, 1))
     texts = np.where(matrix > 0, matrix.astype(str), "")
-    _heat_map(
-        shares,
-        texts,
-        path,
-        title,
-        list(map("client {}".format, range(K))),
-        class_names or _numbers(C),
-    )
+    clients = list(map("client {}".format, range(K)))
+    _heat_map(shares, texts, path, title, clients, class_names or _numbers(C))
 
 
 def shares_png(matrix_CM: Numbers, path: Path, title: str, class_names: Sequence[str] = ()) -> None:
@@ -152,21 +146,16 @@ def _heat_map(
     colours = np.rint(WHITE + shares_RC[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(int)
     for r, c in np.ndindex(R, C):
         x, y = label_width + c * width, top + r * height
-        draw.rectangle(
-            (x, y, x + width - 1, y + height - 1),
-            tuple(colours[r, c]),
-            "lightgrey",
-            int(with_texts),
-        )
+        corners = (x, y, x + width - 1, y + height - 1)
+        draw.rectangle(corners, tuple(colours[r, c]), "lightgrey", int(with_texts))
         if with_texts:
             ink = ("black", "white")[int(shares_RC[r, c] > 0.55)]
             draw.text((x + width / 2, y + height / 2), str(texts_RC[r, c]), ink, _FONT, anchor="mm")
     for r in range(0, R, math.ceil(18 / height)):
         draw.text((label_width - 8, top + (r + 0.5) * height), rows[r], "black", _FONT, anchor="rm")
     for c in range(0, C, math.ceil(_widest(columns) / width)):
-        draw.text(
-            (label_width + (c + 0.5) * width, top - 8), columns[c], "black", _FONT, anchor="ms"
-        )
+        x = label_width + (c + 0.5) * width
+        draw.text((x, top - 8), columns[c], "black", _FONT, anchor="ms")
     _save(picture, path)
 
 

@@ -75,9 +75,8 @@ class DatasetSpec:
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
             if not (0 < len(name) <= MAX_NAME and name.isprintable()):
-                self._refuse(
-                    "name", f"and names in it must be 1 to {MAX_NAME} printable characters", name
-                )
+                reason = f"of a data set, class or domain must have 1 to {MAX_NAME} printable "
+                raise SettingError(None, "name", f"{reason}characters, got {short_repr(name)}")
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
             value = getattr(self, field)
             if value < 1:
@@ -85,13 +84,15 @@ class DatasetSpec:
         for field in ("mean", "std"):
             values = getattr(self, field)
             if len(values) != self.channels:
-                self._refuse(field, f"must have {self.channels} numbers, one a channel", values)
+                rule = f"must have one number for each of {self.channels} channels"
+                self._refuse(field, rule, values)
             if not all(map(math.isfinite, values)):
                 self._refuse(field, "must be finite", values)
         if min(self.std) <= 0:
             self._refuse("std", "must be positive", self.std)
         if len(self.class_names) != self.classes:
-            self._refuse("class_names", f"must be {self.classes} names", len(self.class_names))
+            rule = f"must have one name for each of {self.classes} classes"
+            self._refuse("class_names", rule, self.class_names)
 
     def _refuse(self, field: str, rule: str, value: object) -> NoReturn:
         raise SettingError(
@@ -102,9 +103,6 @@ class DatasetSpec:
     def image_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width)."""
         return self.channels, self.height, self.width
-
-
-_TUPLES = ("mean", "std", "class_names", "domains")
 
 
 def custom_spec(
@@ -142,14 +140,14 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     """
     for name in stated:
         if name not in DatasetSpec.__dataclass_fields__:
-            raise ValueError(f"a data set's specification has no field {short_repr(name)}")
+            raise ValueError(f"unknown field {short_repr(name)} of a data set")
     values = dict(stated)
     for name in ("mean", "std", "class_names", "domains"):
         if name in values:
             values[name] = tuple(values[name])
     for field in fields(DatasetSpec):
         if field.type == "int" and type(values.get(field.name, 0)) is not int:
-            raise TypeError(f"{field.name} must be a whole number")
+            raise TypeError(f"the field {field.name} of a data set must be a whole number")
     return DatasetSpec(**values)
 
 

@@ -22,13 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from torch import Tensor
 
-from fedsynth.data.files import (
-    MAX_LIST_BYTES,
-    first_fault,
-    one_line,
-    read_tensors,
-    save_tensors,
-)
+from fedsynth.data.files import MAX_LIST_BYTES, first_fault, one_line, read_tensors, save_tensors
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
@@ -108,8 +102,7 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     root = expand_home(folder)
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
-            f"{one_line(root)} is not a synthetic set: it has no {SUMS} (fedsynth export RUN "
-            "creates one)"
+            f"{one_line(root)} is not a synthetic set, because the file {SUMS} is missing"
         )
     check_hashes(root)
     try:
@@ -191,7 +184,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         images = tensors["images"]
         labels = tensors["labels"]
         if images.dim() != 4 or not images.numel():
-            raise ValueError("it has no images [N, C, H, W]")
+            raise ValueError("the file has no images [N, C, H, W]")
         count, channels, height, width = images.shape
         spec = custom_spec(
             facts.data_set,
@@ -203,13 +196,13 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
             train_size=count,
         )
     except ValidationError as error:
-        raise ValueError(f"its metadata are invalid: {first_fault(error)}") from None
+        raise ValueError(f"the metadata is invalid: {first_fault(error)}") from None
     except KeyError as error:
-        raise ValueError(f"it lacks {error}") from None
+        raise ValueError(f"the tensor {error} is missing") from None
     except FedsynthError as error:
-        raise ValueError(f"its metadata about the images is invalid: {one_line(error)}") from None
+        raise ValueError(f"the metadata is invalid: {one_line(error)}") from None
     if (facts.epsilon is None) != (facts.delta is None):
-        raise ValueError("it must state both ε and δ, or neither")
+        raise ValueError("the metadata must state both ε and δ, or neither")
     _check_labels(tensors, count, spec.classes)
     synthetic = SharedSet(
         _in_pixel_units(images, facts.pixels, spec),
@@ -222,18 +215,16 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     )
     for values in (synthetic.images, synthetic.normalised()):
         if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
-            raise ValueError(f"its images have values that are not finite, or above {MAX_VALUE:g}")
+            raise ValueError(f"the pixels must be finite, and at most {MAX_VALUE:g}")
     return synthetic
 
 
 def _in_pixel_units(images_NCHW: Tensor, pixels: str, spec: DatasetSpec) -> Tensor:
     """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
-    is_valid = images_NCHW.is_floating_point()
-    if pixels == BYTES:
-        is_valid = images_NCHW.dtype == torch.uint8
-    if not is_valid:
-        raise ValueError(f"its images are {images_NCHW.dtype}, but should be {pixels}")
-    if pixels == BYTES:
+    is_bytes = images_NCHW.dtype == torch.uint8
+    if is_bytes != (pixels == BYTES) or not (is_bytes or images_NCHW.is_floating_point()):
+        raise ValueError(f"the images must have pixels of {pixels}, got {images_NCHW.dtype}")
+    if is_bytes:
         return images_NCHW.float() / 255
     if pixels == NORMALISED:
         mean, std = pixel_constants(spec, images_NCHW.device)
@@ -249,23 +240,21 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
-        raise ValueError(
-            f"it has {one_line(undefined[0], 80)!r}, which is not part of a synthetic set"
-        )
+        raise ValueError(f"a synthetic set has no tensor {one_line(undefined[0], 80)!r}")
     labels = tensors["labels"]
     for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
         if numbers.shape != (count,) or numbers.dtype != torch.int64:
-            raise ValueError(f"its {name} are not one whole number for each image")
+            raise ValueError(f"the tensor {name} must have one int64 for each image")
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError("its labels contain classes that do not exist")
+        raise ValueError(f"the labels must be in [0, {classes})")
     soft = tensors.get("soft_labels")
     if soft is None:
         return
     if soft.shape != (count, classes) or not soft.is_floating_point():
-        raise ValueError("its soft labels must have one probability per class and image")
+        raise ValueError("the soft labels must have one probability for each class and image")
     shares = soft.float()
     if not (shares >= 0).all() or not ((shares.sum(1) - 1).abs() <= SUM_TOLERANCE).all():
-        raise ValueError("its soft labels are negative, not finite, or do not sum to 1")
+        raise ValueError("the soft labels of each image must be at least 0 and sum to 1")
 
 
 # ---------------------------------------------------------------------------------------- hashes
@@ -289,20 +278,20 @@ def check_hashes(root: Path) -> None:
         for line in read_text(root / SUMS, MAX_LIST_BYTES).splitlines():
             match = _SUM.fullmatch(line)
             if match is None:
-                raise DataFilesCorruptError(f"{root / SUMS} is damaged: {one_line(line)!r}")
+                raise DataFilesCorruptError(f"{root / SUMS} has a wrong line: {one_line(line)!r}")
             listed[match[2]] = match[1]
         present = plain_files(root, leave_out=(SUMS,))
         missing = sorted(listed.keys() - set(present))
         if missing:
-            raise DataFilesMissingError(f"{root} lacks {one_line(missing[0])}, which {SUMS} lists")
+            path = one_line(root / missing[0])
+            raise DataFilesMissingError(
+                f"the file {path} is missing, although {SUMS} lists this file"
+            )
         for name in present:
+            path = one_line(root / name)
             if name not in listed:
-                raise DataFilesCorruptError(
-                    f"{root} has {one_line(name)}, which {SUMS} does not list"
-                )
+                raise DataFilesCorruptError(f"the file {path} is not listed in {SUMS}")
             if file_hash(root / name) != listed[name]:
-                raise DataFilesCorruptError(
-                    f"{one_line(root / name)} was changed since it was written"
-                )
+                raise DataFilesCorruptError(f"the file {path} was changed after the export")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFilesCorruptError(f"cannot read {root}: {one_line(error)}") from None

@@ -79,18 +79,16 @@ class Frame:
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
-            raise MessageError("not a valid fedsynth frame: the header is truncated")
+            raise MessageError("the header of the frame is truncated")
         end = LENGTH_BYTES + length
         try:
             header = json.loads(sent[LENGTH_BYTES:end])
             kind = header["kind"]
             facts = header["facts"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise MessageError(f"not a valid fedsynth frame: {error!r:.80}") from None
+            raise MessageError(f"the header of the frame is not valid: {error!r:.80}") from None
         if not (isinstance(kind, str) and isinstance(facts, dict)):
-            raise MessageError(
-                "not a valid fedsynth frame: the field kind or facts has the wrong type"
-            )
+            raise MessageError("the fields kind and facts of a frame must be text and an object")
         return cls(kind, facts, sent[end:])
 
 
@@ -114,10 +112,8 @@ class Facts(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             name = ".".join(map(str, first["loc"]))
-            raise MessageError(
-                f"the field {name:.80} of a frame of kind {frame.kind!r:.40} is not valid: "
-                f"{first['msg']:.200}"
-            ) from None
+            field_name = f"the field {name:.80} of the frame {frame.kind!r:.40}"
+            raise MessageError(f"{field_name} is not valid: {first['msg']:.200}") from None
 
 
 class JoinFacts(Facts):
@@ -224,20 +220,19 @@ class JoinedClient:
             MessageError: if the new statement does not continue the previous one.
         """
         previous = self.history
-        if previous is not None and (history is None or not _continues(previous, history)):
+        if previous is not None:
             rows = len(previous.releases)
-            raise MessageError(
-                f"the client's ledger does not continue the {rows} entries that it stated before"
-            )
+            if (
+                history is None
+                or history.client != previous.client
+                or history.releases[:rows] != previous.releases
+                or (len(history.releases) == rows and previous.chain not in (None, history.chain))
+            ):
+                raise MessageError(
+                    f"the ledger must begin with the {rows} entries that the client stated before"
+                )
         self.history = history
         self.unstated = []
-
-
-def _continues(previous: History, history: History) -> bool:
-    rows = len(previous.releases)
-    if history.client != previous.client or history.releases[:rows] != previous.releases:
-        return False
-    return len(history.releases) > rows or previous.chain in (None, history.chain)
 
 
 def read_clients(file: Path) -> dict[int, JoinedClient]:

@@ -102,10 +102,7 @@ class NetworkedRun:
             planned = partial(_initial_plan, start, settings, context)
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
-            raise CheckpointError(
-                f"the run in {self.folder.path} cannot be resumed, because its checkpoint is "
-                "missing"
-            )
+            raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
         rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
             replace(proposal, run=run),
@@ -134,23 +131,18 @@ class NetworkedRun:
         )
         for number, reason in self.exchange.never_joined.items():
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
-        self._begin()
+        plan = self.agreed.plan
+        if plan is not None:  # announces a private run and writes its initial state
+            noted = [f"warning: {line}" for line in self.record.warnings]
+            for line in [*headline(plan, simulated=False), *noted]:
+                self.observer.note(line)
+            self.record.begin(plan.histories)
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
         if resume is not None:
             self.record.go_on(self.folder, rows)
-
-    def _begin(self) -> None:
-        """Announces a private run and writes its initial state."""
-        plan = self.agreed.plan
-        if plan is None:
-            return
-        warnings = [f"warning: {line}" for line in self.record.warnings]
-        for line in [*headline(plan, simulated=False), *warnings]:
-            self.observer.note(line)
-        self.record.begin(plan.histories)
 
     def run(self) -> Path:
         """Runs all remaining rounds, and returns the run's folder."""
@@ -261,17 +253,13 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
     if agreed != proposal.agreement:
         raise CheckpointError(
-            f"the run in {folder.path} cannot be resumed, because it was started with other "
-            "settings"
+            f"the run in {folder.path} cannot be resumed, because the settings have changed"
         )
     return name
 
 
 def _initial_plan(
-    start: Start,
-    settings: RunSettings,
-    context: RoundContext,
-    histories: Sequence[History],
+    start: Start, settings: RunSettings, context: RoundContext, histories: Sequence[History]
 ) -> PrivacyPlan:
     """Rebuilds the privacy plan with which a resumed run began, from the σ and the ledger lengths
     of that time.
@@ -284,8 +272,8 @@ def _initial_plan(
         rows = start.ledgers[history.client].rows
         if len(history.releases) < rows:
             raise LedgerError(
-                f"the ledger of {history.client} has {len(history.releases)} entries, fewer than "
-                f"the {rows} at the start of the run"
+                f"the ledger of {history.client} had {rows} entries when the run began, and now "
+                f"has {len(history.releases)}"
             )
         initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)

@@ -30,9 +30,9 @@ from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, Owner, describe_request, write_owner_report
-from fedsynth.deployment.proposal import RUN_NAME, Proposal, check_executable
+from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.secure_aggregation.client import Identities
-from fedsynth.deployment.session import Session, State, read_state
+from fedsynth.deployment.session import Session
 from fedsynth.errors import DataError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import check_private_steps
@@ -46,7 +46,7 @@ from fedsynth.privacy.releases import USER, Release
 
 RUNS = "runs"
 LOCK = ".answering"
-CANNOT = "this client cannot take part; the reason is shown only to its owner"
+CANNOT = "this client cannot take part. Only the data owner sees the reason"
 """The text that a server receives for every error that its own message did not cause.
 
 The text of such an error may depend on the owner's files, records or machine, so only the owner
@@ -80,20 +80,17 @@ class ClassFolders:
             identified: whether the owner's policy states the classes and the size of the images.
         """
         file = self.folder / DECLARATION
-        if file.is_file():
-            declared = read_declaration(file)
-            if declared.signed_by:
-                spec = declared.spec
-                stated = (spec.class_names, spec.image_shape)
-                if stated == (proposal.spec.class_names, proposal.spec.image_shape):
-                    return []
-                return ["the run's classes or image size differ from the owner's declaration"]
+        if file.is_file() and (declared := read_declaration(file)).signed_by:
+            spec = declared.spec
+            proposed = (proposal.spec.class_names, proposal.spec.image_shape)
+            if (spec.class_names, spec.image_shape) == proposed:
+                return []
+            return ["the run's classes or image size differ from the owner's declaration"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
-            "the owner has not declared the classes and the image size: put a signed "
-            f"{DECLARATION} next to the images, or set classes, height, width and channels in the "
-            "policy"
+            "the owner has not declared the classes and the image size. Put a signed "
+            f"{DECLARATION} next to the images, or state them in the policy"
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
@@ -127,9 +124,7 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(
-                f"the server's specification of {spec.name} differs from the one on this machine"
-            )
+            raise DataError(f"the server's specification of {spec.name} is not the published one")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         data = replace(train, may_be_empty=True)
@@ -249,25 +244,21 @@ class Node:
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
             raise MessageError(
-                f"the message is for run {run:.16}, but its proposal is for run {proposal.run}"
+                f"the message is for run {run:.16}, but the proposal is for run {proposal.run}"
             )
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(
-                f"the run has {clients} clients, numbered from 0, so client {self.number} cannot "
-                "join"
-            )
+            raise MessageError(f"the client's number must be below {clients}, got {self.number}")
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError(
-                "the proposal has other settings than the ones with which this client joined the "
-                "run"
-            )
+            raise MessageError("the settings of the run have changed since this client joined")
         objections = self._objections(proposal)
         warnings: list[str] = []
         if state is None and not objections:
-            try:
-                warnings = self._trial_warnings(proposal)
+            run_settings = proposal.settings
+            context = public_context(run_settings, proposal.spec, resolve_device(self.device))
+            try:  # a trial of the client's step on public images
+                warnings = check_private_steps(run_settings, context, self.number)
             except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
         declines = f"declines: {'; '.join(objections)}"
@@ -305,18 +296,6 @@ class Node:
         objections += self._approval_used(proposal)
         return objections
 
-    def _trial_warnings(self, proposal: Proposal) -> list[str]:
-        """Runs a trial of the client's step on public images, on the node's device, and returns its
-        warnings.
-
-        Raises:
-            SettingError: if user code computes a result for one example that depends on other
-                examples.
-        """
-        run = proposal.settings
-        context = public_context(run, proposal.spec, resolve_device(self.device))
-        return check_private_steps(run, context, self.number)
-
     def _approval_used(self, proposal: Proposal) -> list[str]:
         """Returns an objection if the owner's manual approval was already used for another run.
 
@@ -336,8 +315,8 @@ class Node:
             state = read_state(folder)
             if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
-                    f"the owner's approval was already used for run {folder.name}: without a bound "
-                    "on ε, each run needs a separate approval"
+                    f"the owner's approval was already used for run {folder.name}. Without a bound "
+                    "on ε, a new run needs a new approval"
                 ]
         return []
 
@@ -389,7 +368,7 @@ class Node:
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(f"cannot use the owner's records for this run: {error}") from None
+            raise RecordsError(f"cannot use the owner's records: {error}") from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run and writes the owner's report."""

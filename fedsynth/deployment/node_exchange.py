@@ -129,13 +129,14 @@ class NodeExchange:
         present = self._present
         for number in self._numbers:
             if number not in present:
-                self.absent.setdefault(number, "the client has not joined in time")
+                self.absent.setdefault(number, "the client did not join in time")
         for number, reason in sorted(self.absent.items()):
             self._note(f"client {number} does not take part: {reason}")
         needed = needed_uploads(self._settings.quorum, len(self._numbers))
         if len(present) < needed:
-            joined_of = f"{len(present)} of {len(self._numbers)} clients have joined"
-            raise TooFewClientsError(f"{joined_of}, but the run needs at least {needed}")
+            raise TooFewClientsError(
+                f"the run needs at least {needed} of {len(self._numbers)} clients, but {len(present)} joined"
+            )
         write_clients(self._file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
@@ -176,19 +177,13 @@ class NodeExchange:
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
-                f"the node claims to be client {number!s:.20}, but the run has the clients 0 to "
-                f"{len(self._numbers) - 1}"
+                f"the client's number must be below {len(self._numbers)}, got {number!s:.20}"
             )
         client_of_node = self._connection.clients
         if client_of_node and client_of_node.get(node) != number:
-            raise MessageError(
-                f"the node claims to be client {number}, but its key belongs to another client"
-            )
+            raise MessageError(f"the key of the node is not the key of client {number}")
         if number in self._present:
-            raise MessageError(
-                f"the node claims to be client {number}, but another node has already joined as "
-                "this client"
-            )
+            raise MessageError(f"another node has already joined as client {number}")
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -198,7 +193,7 @@ class NodeExchange:
         client = self.clients.setdefault(number, JoinedClient(stated.size, history))
         if client.size != stated.size:
             raise MessageError(
-                f"the client had {client.size} examples before, and now states {stated.size}"
+                f"client {number} stated {client.size} examples before, and now {stated.size}"
             )
         client.update(history)
         client.node = node
@@ -214,21 +209,20 @@ class NodeExchange:
         """
         if history is None:
             if self._settings.privacy is not None:
-                raise MessageError("the client states no ledger, which a private run requires")
+                raise MessageError(f"client {number} must state a ledger in a private run")
             return
-        if self._resumed and history.client != self._names[number]:
+        name = self._names[number]
+        if self._resumed and history.client != name:
             raise MessageError(
-                f"the client's name is {history.client!r:.80}, but it was {self._names[number]!r} "
-                "when the run began"
+                f"client {number} was named {name!r} when the run began, and now "
+                f"{history.client!r:.80}"
             )
-        other_names = set(self._names) - {self._names[number]}
+        other_names = set(self._names) - {name}
         for other, client in self.clients.items():
             if other != number and client.history is not None:
                 other_names.add(client.history.client)
         if history.client in other_names:
-            raise MessageError(
-                f"the client's name {history.client!r:.80} belongs to another client of the run"
-            )
+            raise MessageError(f"another client of the run is named {history.client!r:.80}")
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -369,14 +363,21 @@ class NodeExchange:
         limit = frames.LONGEST_HEADER + MAX_FACTS_BYTES + max_bytes
         for number, node in nodes.items():
             try:
-                answer = self._read(number, received.get(node, "does not answer in time"), limit)
+                answer = self._read(
+                    number, received.get(node, "the node does not answer in time"), limit
+                )
             except MessageError as error:
                 self._lost[number] = str(error)
                 continue
             if answer.kind == frames.ANSWER:
                 answers[number] = answer
-            else:
-                self._store_refusal(number, answer)
+                continue
+            reason = f"{answer.facts.get('reason')!s:.500}"
+            kind, verb = REQUEST, "refuses"
+            if answer.facts.get("kind") == BUDGET and self._settings.privacy is not None:
+                kind, verb = BUDGET, "declines"
+            self._refusals.append(Refusal(number, reason, kind))
+            self._lost[number] = f"{verb}: {reason}"
         return answers
 
     def _read(self, number: int, answer: bytes | str, max_bytes: int) -> Frame:
@@ -390,24 +391,14 @@ class NodeExchange:
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
             raise MessageError(
-                f"sent an answer for (client, request) = {stated!r:.80}, but was asked "
-                f"({number}, {self._request})"
+                f"the answer must be from client {number} to request {self._request}, got "
+                f"(client, request) = {stated!r:.80}"
             )
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
-            raise MessageError(f"answered with an error: {frame.facts.get('text')!s:.200}")
-        client = self.clients[number]
+            raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:
-            client.update(parse_history(frame.facts["history"]))
+            self.clients[number].update(parse_history(frame.facts["history"]))
         return frame
-
-    def _store_refusal(self, number: int, answer: Frame) -> None:
-        reason = f"{answer.facts.get('reason')!s:.500}"
-        if answer.facts.get("kind") == BUDGET and self._settings.privacy is not None:
-            self._refusals.append(Refusal(number, reason))
-            self._lost[number] = f"declines: {reason}"
-        else:
-            self._refusals.append(Refusal(number, reason, REQUEST))
-            self._lost[number] = f"refuses: {reason}"
 
 
 def _frame(answer: bytes | str, max_bytes: int) -> Frame:
@@ -419,5 +410,5 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"sent {len(answer)} bytes, but at most {max_bytes} are allowed")
+        raise MessageError(f"an answer may have at most {max_bytes} bytes, got {len(answer)}")
     return Frame.from_bytes(answer)

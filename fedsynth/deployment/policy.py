@@ -110,7 +110,7 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("epsilon is set without delta: set the δ at which the budget holds")
+            raise ValueError("epsilon needs delta, the δ at which the budget holds")
         return self
 
     @classmethod
@@ -165,12 +165,10 @@ class Policy:
         objections = self._image_objections(proposal)
         if self.methods is not None and run.method.name not in self.methods:
             allowed = ", ".join(self.methods)
-            objections.append(
-                f"the owner does not allow the method {run.method.name} (allowed: {allowed})"
-            )
+            objections.append(f"the owner allows only {allowed}, not {run.method.name}")
         if self.rounds is not None and run.rounds > self.rounds:
             objections.append(
-                f"the run has {run.rounds} rounds, and the owner allows at most {self.rounds}"
+                f"the owner allows at most {self.rounds} rounds, and the run has {run.rounds}"
             )
         objections += self._privacy_objections(proposal, identified)
         sections = run.to_mapping()
@@ -205,8 +203,7 @@ class Policy:
         objections = []
         if self.delta is not None and privacy.delta > self.delta:
             objections.append(
-                f"the owner allows at most δ = {self.delta:g}, and the run has δ = "
-                f"{privacy.delta:g}"
+                f"the owner allows δ up to {self.delta:g}, and the run has δ = {privacy.delta:g}"
             )
         mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
         if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
@@ -214,9 +211,9 @@ class Policy:
         shares = method.noise_shares(proposal.settings.partition.clients)
         if shares > 1 and not identified and "method.aggregation" not in self.settings:
             objections.append(
-                f"each client adds only 1/{shares} of the noise, and a server that invents "
-                "clients could see an upload with only this part: verify the other owners' "
-                'keys, or allow this in the policy ("method.aggregation" = ["secure"])'
+                f"each client adds only 1/{shares} of the noise, so a server with false clients "
+                "could see an upload with only this part. Use --identities with the other owners' "
+                'keys, or allow "method.aggregation" = ["secure"] in the policy'
             )
         return objections
 
@@ -274,40 +271,27 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
     lines = [
         f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
         f"{pluralize(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
-        f"  agreement {proposal.agreement}: the owner can approve exactly these settings with this "
-        "hash",
+        f"  to approve exactly these settings, use --approve {proposal.agreement}",
     ]
-    masking = ""
-    if method.requires_secure_sum:
-        masking = " (masked, so that the server sees only sums)"
+    masking = ", masked so that the server sees only sums" * method.requires_secure_sum
     for upload in (method.first_upload, method.upload):
-        if upload is None:
-            continue
-        labels = {name: f" ({kind})" for name, (kind, _) in privacy_of_fields(upload).items()}
-        fields = [f"{name}{label}" if run.privacy else name for name, label in labels.items()]
-        lines.append(f"  the client sends in each round{masking}: {', '.join(fields)}")
-    return lines + _cost(proposal, rows)
-
-
-def _cost(proposal: Proposal, rows: tuple[Release, ...]) -> list[str]:
-    """Describes the cost of the run for this client's own ledger.
-
-    The cost is planned here from the proposal, because the server sends σ only after all clients
-    have joined.
-    """
-    run = proposal.settings
+        if upload is not None:
+            kinds = {name: f" ({kind})" for name, (kind, _) in privacy_of_fields(upload).items()}
+            fields = ", ".join(f"{name}{kind * bool(run.privacy)}" for name, kind in kinds.items())
+            lines.append(f"  the client sends in each round{masking}: {fields}")
     if run.privacy is None:
         return [
-            "  no differential privacy: the client's uploads are not protected, and no later run "
-            "on these records can state an ε"
+            *lines,
+            "  the client's uploads are not protected, because the run has no differential privacy. "
+            "No later run on these records can state an ε",
         ]
     history = History("this client", rows)
-    try:
+    try:  # planned from the proposal, because σ is sent only after all clients have joined
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
-        return [f"  {line}" for line in headline(plan, simulated=False)]
+        return lines + [f"  {line}" for line in headline(plan, simulated=False)]
     except (FedsynthError, PrivacyError) as error:
-        return [f"  the client cannot take part: {error}"]
+        return [*lines, f"  the client cannot take part: {error}"]
 
 
 def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
@@ -329,7 +313,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     runtime = session.runtime
     budget = runtime.budget
     if budget is None:
-        return "the run had no differential privacy, and the ledger records this"
+        return "the ledger records that the run had no differential privacy"
     plan = budget.plan
     initial = session.history
     if budget.ledger.path is not None:  # with its chain hash at that time
@@ -346,8 +330,6 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     facts = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
     write_report(build_report(facts, [current], start.ledgers), folder)
     if not plan.guaranteed([current]):
-        return f"no ε can be stated for this client's ledger; the report is in {folder}"
-    return (
-        f"this client's ledger has spent ε = {format_epsilon(plan.epsilon([current]))} at δ "
-        f"= {plan.privacy.delta:g}; the report is in {folder}"
-    )
+        return f"this client's ledger has no ε. The report is in {folder}"
+    spent = f"ε = {format_epsilon(plan.epsilon([current]))} at δ = {plan.privacy.delta:g}"
+    return f"this client's ledger has spent {spent}. The report is in {folder}"

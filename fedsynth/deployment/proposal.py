@@ -1,5 +1,5 @@
 """A server's proposal to data owners, which contains the settings of a run and public facts about
-its data.
+its data, and the state that a client stores after it has accepted a proposal.
 
 A proposal is untrusted input. Nothing in it names a file, a device or a ledger on the owner's
 machine, and the owner's records are not read before the proposal was checked
@@ -12,10 +12,13 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from fedsynth.config.checks import check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
@@ -29,10 +32,10 @@ from fedsynth.data.registry import (
     dataset_spec,
     spec_from_json,
 )
-from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import agreement
-from fedsynth.privacy.files import load_toml
+from fedsynth.privacy.files import load_toml, read_text
 
 LOCAL_SETTINGS = {
     "run": ("device", "memory_gb", "threads", "compile"),
@@ -40,6 +43,7 @@ LOCAL_SETTINGS = {
     "privacy": ("ledger",),
 }
 """The settings that each party chooses for its own machine, such as the device and the folders."""
+STATE = "session.json"
 RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -90,7 +94,7 @@ class Proposal:
         except FedsynthError as error:
             raise MessageError(f"the received proposal has invalid settings: {error}") from None
         if not RUN_NAME.fullmatch(run):
-            raise MessageError(f"the run's name must be 16 hexadecimal digits, got {run!r:.80}")
+            raise MessageError(f"the name of a run must be 16 hexadecimal digits, got {run!r:.80}")
         return cls(run, settings, spec)
 
 
@@ -111,7 +115,7 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         try:
             dataset = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"is not a valid data set specification: {one_line(error)}"
+            reason = f"must be the specification of a data set. {one_line(error)}"
             raise SettingError(None, str(spec), reason) from None
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.method.requires_secure_sum:
@@ -158,8 +162,68 @@ def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}
     """
-    shared = {}
+    shared: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():
-        local = LOCAL_SETTINGS.get(section, ())
-        shared[section] = {key: value for key, value in values.items() if key not in local}
-    return {section: values for section, values in shared.items() if values}
+        for key, value in values.items():
+            if key not in LOCAL_SETTINGS.get(section, ()):
+                shared.setdefault(section, {})[key] = value
+    return shared
+
+
+def _stored_proposal(stated: Any) -> Proposal:
+    if isinstance(stated, Proposal):
+        return stated
+    return Proposal.from_json(stated)
+
+
+class State(BaseModel):
+    """The data that the client's next process needs, in addition to the client's memory.
+
+    Args:
+        proposal: the proposal that the owner has accepted.
+        initial_rows: the number of entries in the ledger when the client first joined the run.
+        warnings: the warnings from the trial of the client's step when it joined.
+        sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
+        attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
+        steps: the (round, exchange) pairs of all steps since the client joined.
+        memory: the round after which the client's current memory was stored. 0: the client has no
+            memory.
+        recorded: see `ClientRuntime.recorded`.
+        pending: the round in `ClientRuntime.pending`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    proposal: Annotated[
+        Proposal, PlainValidator(_stored_proposal), PlainSerializer(Proposal.to_json)
+    ]
+    initial_rows: int
+    warnings: list[str] = []
+    sigma: float | None = None
+    attempts: dict[str, int] = {}
+    steps: set[tuple[int, str]] = set()
+    memory: int = 0
+    recorded: int = 0
+    pending: int | None = None
+
+
+def read_state(folder: Path) -> State | None:
+    """Reads the state in a run's folder. Returns None if no state was written yet.
+
+    Raises:
+        CheckpointError: if the state is damaged. A damaged state is not treated as a missing one,
+            because the client may already have answered questions.
+    """
+    if not (folder / STATE).is_file():
+        return None
+    with damage_is_named(folder):
+        return State.model_validate_json(read_text(folder / STATE))
+
+
+@contextmanager
+def damage_is_named(folder: Path) -> Iterator[None]:
+    """Converts errors from reading a damaged folder to CheckpointError."""
+    try:
+        yield
+    except (OSError, ValueError, MessageError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None

@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from fedsynth.core.context import RoundContext, Silent
 from fedsynth.core.messages import Message
@@ -35,26 +34,26 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts, history_to_json
-from fedsynth.deployment.proposal import Proposal
-from fedsynth.deployment.secure_aggregation.client import Identities, SumClient, SumTerms
-from fedsynth.deployment.secure_aggregation.messages import (
+from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
+from fedsynth.deployment.secure_aggregation.client import SumClient, SumTerms
+from fedsynth.deployment.secure_aggregation.primitives import (
     Masked,
     Parcel,
     Present,
     Roster,
     Sealed,
+    SecureSumError,
     SumState,
 )
-from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
 from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
-from fedsynth.errors import CheckpointError, MessageError
+from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_alone
 from fedsynth.federation.protocol import Refusal, RunTerms, agreement, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, read_text, write_whole
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.results.checkpoint import ClientMemory
@@ -62,7 +61,6 @@ from fedsynth.results.checkpoint import ClientMemory
 if TYPE_CHECKING:
     from fedsynth.deployment.node import Node
 
-STATE = "session.json"
 SUM_FILE = "sum.json"
 MAX_ATTEMPTS = 3
 """How often the client answers one exchange of a private run, counted across restarts.
@@ -74,65 +72,6 @@ STORED_ROUNDS = 3
 """The number of rounds whose files are stored. A resumed server has lost at most the last round."""
 HASH_BYTES = 32
 _ROUND_FILE = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
-
-
-def _stored_proposal(stated: Any) -> Proposal:
-    if isinstance(stated, Proposal):
-        return stated
-    return Proposal.from_json(stated)
-
-
-class State(BaseModel):
-    """The data that the client's next process needs, in addition to the client's memory.
-
-    Args:
-        proposal: the proposal that the owner has accepted.
-        initial_rows: the number of entries in the ledger when the client first joined the run.
-        warnings: the warnings from the trial of the client's step when it joined.
-        sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
-        attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
-        steps: the (round, exchange) pairs of all steps since the client joined.
-        memory: the round after which the client's current memory was stored. 0: the client has no
-            memory.
-        recorded: see `ClientRuntime.recorded`.
-        pending: the round in `ClientRuntime.pending`.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    proposal: Annotated[
-        Proposal, PlainValidator(_stored_proposal), PlainSerializer(Proposal.to_json)
-    ]
-    initial_rows: int
-    warnings: list[str] = []
-    sigma: float | None = None
-    attempts: dict[str, int] = {}
-    steps: set[tuple[int, str]] = set()
-    memory: int = 0
-    recorded: int = 0
-    pending: int | None = None
-
-
-def read_state(folder: Path) -> State | None:
-    """Reads the state in a run's folder. Returns None if no state was written yet.
-
-    Raises:
-        CheckpointError: if the state is damaged. A damaged state is not treated as a missing one,
-            because the client may already have answered questions.
-    """
-    if not (folder / STATE).is_file():
-        return None
-    with damage_is_named(folder):
-        return State.model_validate_json(read_text(folder / STATE))
-
-
-@contextmanager
-def damage_is_named(folder: Path) -> Iterator[None]:
-    """Converts errors from reading a damaged folder to CheckpointError."""
-    try:
-        yield
-    except (OSError, ValueError, MessageError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 
 
 class Session:
@@ -206,9 +145,7 @@ class Session:
         memories = {n for name, n in files.items() if name == f"memory-{n}"}
         last = max((number for number in memories if number <= last_round), default=0)
         if last_round and not last and len(memories) >= STORED_ROUNDS:
-            raise MessageError(
-                f"this client no longer stores its state after round {last_round} or an earlier one"
-            )
+            raise MessageError(f"this client has no stored state of round {last_round} or before")
         for number in memories:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -259,15 +196,12 @@ class Session:
         """
         if terms == self._terms:
             return
-        if terms.sizes is not None and len(terms.sizes) != self.runtime.context.clients:
-            raise MessageError(
-                f"received the sizes of {len(terms.sizes)} clients, but the run has "
-                f"{self.runtime.context.clients} clients"
-            )
+        clients = self.runtime.context.clients
+        if terms.sizes is not None and len(terms.sizes) != clients:
+            raise MessageError(f"the run has {clients} clients, got {len(terms.sizes)} sizes")
         if self.state.sigma not in (None, terms.noise_multiplier):
             raise MessageError(
-                f"received another noise multiplier than {self.state.sigma:g}, with which the run "
-                "began"
+                f"the noise multiplier must be {self.state.sigma:g}, as in earlier rounds of the run"
             )
         self.runtime.start(terms)
         self._terms = terms
@@ -285,7 +219,7 @@ class Session:
             Exception: any other error. Its text may depend on the owner's records.
         """
         if frame.kind not in frames.EXCHANGE:
-            raise MessageError(f"received a question of the unknown kind {frame.kind!r:.40}")
+            raise MessageError(f"unknown kind of question: {frame.kind!r:.40}")
         question = RoundFacts.of(frame)
         context = self._context(question)
         phase = question.phase
@@ -320,15 +254,13 @@ class Session:
             )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
-                f"received a question for round {question.round!s:.20} of a run with {rounds} "
-                "rounds"
+                f"the round must be between 1 and {rounds}, got {question.round!s:.20}"
             )
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the clients of round {question.round} differ from those that the run's settings "
-                "select"
+                f"the settings of the run select other participants for round {question.round}"
             )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)
@@ -341,12 +273,12 @@ class Session:
         if frame.kind in (frames.KEYS, frames.STEP) and not begun:
             refusal = self.runtime.prepare(context)
             if refusal is not None:
-                return _refused(refusal)
+                return _answered(refusal)
         if frame.kind == frames.STEP:
             return self._step(frame, question, context)
         terms = self._sum_terms(question, context)
         if frame.kind == frames.KEYS:  # discards an unfinished sum and its secrets
-            client = SumClient(self._position(context), terms, self._identities(context))
+            client = self._sum_client(terms, context)
             keys = client.keys()
             self._write(SUM_FILE, client.state.to_bytes())
             return _answered(keys)
@@ -364,9 +296,7 @@ class Session:
         method = self.runtime.method
         phase = question.phase
         if self.runtime.sends_sums and question.sum is None:
-            raise RequestRefusedError(
-                "this client sends uploads only in secure sums, but was asked for a single upload"
-            )
+            raise RequestRefusedError("this client sends uploads only in secure sums")
         message = declared(method, phase, "downlink").from_bytes(frame.payload)
         self._position(context)
         step = (context.round, phase)
@@ -387,42 +317,37 @@ class Session:
             return upload
 
         if question.sum is None:
-            upload = reply()
-            return _refused(upload) if isinstance(upload, Refusal) else _answered(upload)
+            return _answered(reply())
         with self._open_sum(self._sum_terms(question, context), context) as client:
             # first: the step is not charged if the others' shares are too few
             client.receive(Sealed.from_bytes(question.sealed.encode()))
             upload = reply()
             if isinstance(upload, Refusal):
-                return _refused(upload)
+                return _answered(upload)
             return _answered(client.mask(upload_layout(method, phase, context).encode(upload)))
 
     def _position(self, context: RoundContext) -> int:
         """Returns the client's position among the clients of the round."""
         if self.runtime.number not in context.active:
-            raise RequestRefusedError(
-                f"this client does not take part in round {context.round}, but received a question "
-                "of this round"
-            )
+            raise RequestRefusedError(f"this client does not take part in round {context.round}")
         return context.active.index(self.runtime.number)
 
-    def _identities(self, context: RoundContext) -> Identities | None:
-        """Returns the identity keys of the round's clients, indexed by the clients' positions in
-        the round.
-        """
+    def _sum_client(
+        self, terms: SumTerms, context: RoundContext, state: SumState | None = None
+    ) -> SumClient:
+        """Creates the client of a secure sum, with the identity keys of the round's clients."""
         identities = self._node.identities
-        if identities is None:
-            return None
-        keys = identities.public_keys
-        active = enumerate(context.active)
-        return replace(identities, public_keys={p: keys[k] for p, k in active if k in keys})
+        if identities is not None:
+            keys = identities.public_keys
+            active = enumerate(context.active)
+            by_position = {p: keys[k] for p, k in active if k in keys}
+            identities = replace(identities, public_keys=by_position)
+        return SumClient(self._position(context), terms, identities, state)
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not method.requires_secure_sum:
-            raise MessageError(
-                f"received a question of a secure sum, but {method.name} does not use secure sums"
-            )
+            raise MessageError(f"the method {method.name} does not use secure sums")
         name = question.sum or ""
         return sum_terms(method, question.phase, context, name, self._agreement)
 
@@ -438,11 +363,8 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise SecureSumError(
-                "received a question of a secure sum that this client did not begin"
-            )
-        state = SumState.from_bytes(read_regular(file))
-        client = SumClient(self._position(context), terms, self._identities(context), state)
+            raise SecureSumError("this client has not begun this secure sum")
+        client = self._sum_client(terms, context, SumState.from_bytes(read_regular(file)))
         try:
             yield client
         finally:
@@ -487,7 +409,7 @@ class Session:
 
     def _files(self) -> dict[str, int]:
         """Returns the names of all files that belong to a round, with the number of the round."""
-        matches = (_ROUND_FILE.fullmatch(path.name) for path in self.folder.glob("*"))
+        matches = map(_ROUND_FILE.fullmatch, (path.name for path in self.folder.glob("*")))
         return {match[0]: int(match[1]) for match in matches if match}
 
     def _write(self, name: str, content: bytes) -> None:
@@ -501,11 +423,7 @@ class Session:
 
 
 class OwnerReporter(Silent):
-    """Passes the messages of a step to the owner.
-
-    Args:
-        say: receives the messages.
-    """
+    """Passes the messages of a step to the owner."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -545,12 +463,10 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
         return Frame.from_bytes(sent)
 
 
-def _answered(message: Message | Parcel | Masked) -> Frame:
-    return Frame(frames.ANSWER, {}, message.to_bytes())
-
-
-def _refused(refusal: Refusal) -> Frame:
-    return Frame(frames.REFUSAL, {"reason": refusal.reason, "kind": refusal.kind})
+def _answered(answer: Message | Parcel | Masked | Refusal) -> Frame:
+    if isinstance(answer, Refusal):
+        return Frame(frames.REFUSAL, {"reason": answer.reason, "kind": answer.kind})
+    return Frame(frames.ANSWER, {}, answer.to_bytes())
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:

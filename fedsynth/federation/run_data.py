@@ -17,7 +17,6 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.data.folder_settings import Declaration, require_signed
-from fedsynth.data.image_folders import LEAF_READERS
 from fedsynth.data.images import ImageData, IntArray, record_digests
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
@@ -204,7 +203,7 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
     """Notifies the user that a published data set has fewer images on this machine than were
     published."""
     spec = train.spec
-    if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
+    if len(train) < spec.train_size and spec.name != "femnist":  # LEAF draws some
         note(
             f"warning: data set {spec.name} has {len(train):,} training images, but the published "
             f"version has {spec.train_size:,}"

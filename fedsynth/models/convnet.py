@@ -71,9 +71,8 @@ def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
 
     The sum is a matrix product, which on a CPU is several times faster than `sum`.
     """
-    return torch.bmm(
-        x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC
-    )
+    factors = x_NPC.new_full((1, 1, x_NPC.shape[1]), factor)
+    return torch.bmm(factors.expand(len(x_NPC), -1, -1), x_NPC)
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
@@ -242,11 +241,8 @@ class InstanceNorm(nn.GroupNorm):
         variance = (torch.bmm(average, x * x).float() - mean.square()).clamp_min(0)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         shift = self.bias - mean * scale
-        return (
-            torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
-            .view(n, h, w, c)
-            .permute(0, 3, 1, 2)
-        )
+        y = torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
+        return y.view(n, h, w, c).permute(0, 3, 1, 2)
 
 
 _NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -292,13 +288,8 @@ class ConvNet(EmbeddingNetwork):
         height = height + 2 * (first_padding - 1)
         side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
-            raise SettingError(
-                "model",
-                "depth",
-                f"is too large for {height}×{side} images, because each block halves the image: "
-                "use fewer blocks",
-                value=depth,
-            )
+            reason = f"is too large for {height}×{side} images, because each block halves the image"
+            raise SettingError("model", "depth", reason, value=depth)
         blocks: list[nn.Module] = []
         padding = first_padding
         for _ in range(depth):

@@ -81,11 +81,9 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
-            raise ValueError(
-                f"{name} has values of type {value.dtype}, but must have type {current.dtype}"
-            )
+            raise ValueError(f"the tensor {name} must be {current.dtype}, got {value.dtype}")
         if not torch.isfinite(value.to(current.dtype)).all():
-            raise ValueError(f"{name} has values that are not finite")
+            raise ValueError(f"the tensor {name} must be finite")
     try:
         network.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -100,6 +98,4 @@ def require_finite(network: nn.Module) -> None:
     """
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
-            raise OutputError(
-                f"the network's training has diverged: {name} has values that are not finite"
-            )
+            raise OutputError(f"the training has diverged, because {name} is not finite")

@@ -110,13 +110,9 @@ class SharedStatistics(nn.Module):
     def of(network: nn.Module) -> SharedStatistics:
         """Returns the object that the batch norms of a network use.
 
-        Raises:
-            ValueError: the network was not made by `with_grouped_statistics`.
+        `with_grouped_statistics` must have made the network.
         """
-        for module in network.modules():
-            if isinstance(module, SharedStatistics):
-                return module
-        raise ValueError("the network has no grouped batch norm")
+        return next(layer for layer in network.modules() if isinstance(layer, SharedStatistics))
 
     def assign(self, group_N: Tensor, groups: int) -> None:
         """Sets the group of each image in the next pass: integers [N] in [0, groups)."""

@@ -101,10 +101,8 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
     """
-    names: list[str] = []
-    for number in range(len(blocks)):
-        names += f"channels_root_{number}", f"cells_root_{number}"
-    return tuple(names)
+    kinds = ("channels_root", "cells_root")
+    return tuple(f"{kind}_{number}" for number in range(len(blocks)) for kind in kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,12 +256,8 @@ def check_learned_embedding(method: str, model: nn.Module) -> None:
         SettingError: the model is a linear model on features.
     """
     if isinstance(model, OnFeatures) and model.linear:
-        raise SettingError(
-            "model",
-            "name",
-            f"must be mlp with model.features, because {method} needs a learned embedding, and the "
-            "embedding of a linear model is the fixed feature map",
-        )
+        reason = f"must be mlp if model.features is set, because {method} learns an embedding"
+        raise SettingError("model", "name", reason)
 
 
 def is_softmax_regression(network: nn.Module) -> bool:

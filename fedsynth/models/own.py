@@ -101,11 +101,8 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     last = getattr(network, "classifier", None)
     if isinstance(features, Tensor) and isinstance(last, nn.Linear):
         if features.shape != (2, last.in_features):
-            reason = (
-                f"has an `embed` that returns {list(features.shape)}, but `classifier` needs [N, "
-                f"{last.in_features}]"
-            )
-            raise _refused(name, reason)
+            reason = f"must return [N, {last.in_features}] from `embed`, as `classifier` requires"
+            raise _refused(name, f"{reason}, but returns {list(features.shape)}")
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
 
@@ -132,9 +129,10 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
         logits.sum().backward()
     if logits.shape != (2, classes):
-        raise _refused(name, f"returns {list(logits.shape)} instead of [N, {classes}] in training")
+        reason = f"must return logits [N, {classes}] in training, but returns {list(logits.shape)}"
+        raise _refused(name, reason)
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
-        raise _refused(name, "changes the names or shapes in its state_dict in training")
+        raise _refused(name, "changes the names or shapes in the state_dict in training")
 
 
 def check_state(name: str, state: Mapping[str, Any]) -> None:
@@ -150,10 +148,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                reason = (
-                    f"has tied weights: {key} shares memory with {owner}; use a separate tensor "
-                    "for each"
-                )
+                reason = f"has tied weights. {key} and {owner} must be separate tensors"
                 raise _refused(name, reason)
 
 
@@ -162,7 +157,7 @@ def _fault(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} instead of a tensor"
     if nn.parameter.is_lazy(value) or value.device.type == "meta":
-        return "has no values (device meta, or a lazy layer that the forward pass does not use)"
+        return "has no values yet"
     if value.layout != torch.strided or value.is_quantized:
         return "is sparse or quantised"
     if value.is_complex() or (value.is_floating_point() and value.dtype != torch.float32):
@@ -215,7 +210,7 @@ def _refusing(name: str, reason: str) -> Iterator[None]:
 
 
 def _refused(name: str, reason: str) -> SettingError:
-    return SettingError("model", "name", f"{name} {reason}")
+    return SettingError("model", "name", reason, value=name)
 
 
 def _size(shape: Shape) -> str:

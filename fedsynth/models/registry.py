@@ -161,15 +161,10 @@ class ModelSettings:
         if self.features not in feature_names():
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
-            raise SettingError(
-                "model",
-                "name",
-                f"must be {' or '.join(ON_FEATURES)} with model.features={self.features}: "
-                "other networks need images",
-                value=self.name,
-            )
+            reason = f"must be {' or '.join(ON_FEATURES)} if model.features is set"
+            raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
-            raise SettingError("model", "projection", "must be 0 with features: use the model mlp")
+            raise SettingError("model", "projection", "must be 0 if model.features is set")
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -221,13 +216,11 @@ def register_model(
     650
     """
     if not name or (name in _MODELS and not _MODELS[name].custom):
-        raise SettingError(
-            "model", "name", f"{name!r} is a built-in architecture: choose another name"
-        )
+        reason = f"must be a new name, but {name!r} is a built-in architecture"
+        raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        raise SettingError(
-            "model", "name", f"{name} must be a module, or a class or function that returns one"
-        )
+        reason = f"{name} must be a module, or a function that returns a module"
+        raise SettingError("model", "name", reason)
     _MODELS[name] = _Architecture(
         builder(name, model), norms, True, isinstance(model, nn.Module), source
     )
@@ -283,13 +276,8 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
         count = count_parameters(settings, image_shape, classes)
         if count > MAX_PARAMETERS:
             key = "width" if settings.width > _COUNTED else "projection"
-            raise SettingError(
-                "model",
-                key,
-                f"results in a network of {count:,} parameters, more than {MAX_PARAMETERS:,}: "
-                "use a smaller value",
-                value=getattr(settings, key),
-            )
+            reason = f"results in {count:,} parameters, but at most {MAX_PARAMETERS:,} are allowed"
+            raise SettingError("model", key, reason, value=getattr(settings, key))
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
 
@@ -336,8 +324,8 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
         return {}
     features = _map_below(settings, spec)
     return {
-        "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data are "
-        "read; each image's vector depends only on that image",
+        "feature map": f"{features.name} with {features.dimension} coordinates is fixed before data "
+        "are read. The vector of an image depends only on this image",
         "constants of the features": f"radius R {features.radius:.6g}: {features.source}",
     }
 

@@ -132,8 +132,7 @@ def train_together(
         comparable = replace(learner.settings, epochs=common.epochs, steps=common.steps)
         if comparable != common or common.radius is not None:
             raise ValueError(
-                "learners that are trained together must have the same batch size and optimiser, "
-                "and must not have a radius"
+                "all learners must have the same batch size and optimiser, and no radius"
             )
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
     steps_K = np.array([queue.steps for queue in queues])  # descending
@@ -249,9 +248,7 @@ def _stacked_pulls(
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear
         elif penalty is not None:
-            raise ValueError(
-                "learners that are trained together support only penalties of type Pull"
-            )
+            raise ValueError("the penalty of a learner must be a Pull")
     return weights_K1, centers_KP, linear_KP
 
 

@@ -55,8 +55,8 @@ def recorded(
         replay = _record(partial(step, index), device)
     except RuntimeError as error:
         warnings.warn(
-            "the training step runs without a CUDA graph, which is slower, because recording it "
-            f"failed: {str(error).splitlines()[0]}",
+            "training is slower without a CUDA graph, and recording the graph failed: "
+            f"{str(error).splitlines()[0]}",
             RuntimeWarning,
             stacklevel=2,
         )

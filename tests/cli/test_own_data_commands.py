@@ -35,7 +35,7 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     assert f"written: {toml}" in described.stdout
     assert "already exists" in fedsynth(f"data describe {folder}").stderr
 
-    assert "is not signed: " in fedsynth(synthesize).stderr
+    assert "is not signed. " in fedsynth(synthesize).stderr
     toml.write_text(
         toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "2026-11-23"')
     )
@@ -64,7 +64,7 @@ def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) 
     assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
     done = fedsynth(f"{line} --image-size 16 --skip-corrupt")
     assert done.code == 0, done.stderr
-    assert "  north/ill/00.png (it is not a JPEG, PNG, BMP, WEBP file)" in done.stderr
+    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP file)" in done.stderr
     for path in done.folder.rglob("*"):  # their names stay on the screen
         assert path.is_dir() or b"00.png" not in path.read_bytes()
 

@@ -88,20 +88,20 @@ LACKING = sorted(WNIDS)[50]
 Content = bytes | None | Callable[[bytes], bytes]
 CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("mnist", "MNIST/raw/train-images-idx3-ubyte"): [
-        (b"", "is not an idx file of bytes: it starts with ,"),
+        (b"", "is not an idx file of bytes"),
         (IMAGES[:-1], "header declares .*15,680 bytes.*has 15,679"),
         (IMAGES + b"x", "15,680 bytes.*has 15,681"),
         (b"\x00\x00\x0d\x03" + IMAGES[4:], "is not an idx file of bytes"),
         (zeros(20) + b"padding of some length", "is not an idx file of bytes"),
         (zeros(20, 32, 32), r"cannot be used: .*got \[20, 1, 32, 32\]"),
-        (zeros(19, 28, 28), "cannot be used: .*labels must have shape"),
-        (IMAGES[:4] + b"\xff" * 12, "at most 54,880,000: the header declares"),
+        (zeros(19, 28, 28), "cannot be used: .*labels .* shape"),
+        (IMAGES[:4] + b"\xff" * 12, "at most 54,880,000 bytes"),
     ],
     ("mnist", "MNIST/raw/train-labels-idx1-ubyte"): [
-        (counted(1), r"labels must be in \[0, 10\), but 2 are not, such as 10")
+        (counted(1), r"labels .* in \[0, 10\), got 2 .* such as 10"),
     ],
     ("emnist-letters", "EMNIST/raw/emnist-letters-train-labels-idx1-ubyte"): [
-        (counted(0), "such as -1")
+        (counted(0), "such as -1"),
     ],
     ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
         (lambda whole: whole[:-20], "cannot be read"),
@@ -113,27 +113,30 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
         (batch(ROWS, [0] * 3), "4 images and 3 labels"),
         (batch(ROWS, ["a"] * 4), "must be a list of integers"),
-        (batch(ROWS, [0, 1, 2, 10]), r"labels must be in \[0, 10\)"),
-        (batch(ROWS, [0, 1, 2, 2**70]), "at most 64 bits"),
-        (None, "no cifar-10-batches-py/data_batch_3 in"),
+        (batch(ROWS, [0, 1, 2, 10]), r"labels .* in \[0, 10\)"),
+        (batch(ROWS, [0, 1, 2, 2**70]), "one integer of 64 bits"),
+        (None, "needs cifar-10-batches-py/data_batch_3 in"),
     ],
     # SciPy's reader crashes on some damaged files: it sees none of them
     ("svhn", "train_32x32.mat"): [
-        (b"", "is not the published file: its MD5 is"),
+        (b"", "is not the published file"),
         (lambda whole: whole[:-1], "is not the published file"),
         (lambda whole: whole[:200] + b"x" + whole[201:], "is not the published file"),
     ],
     ("femnist", leaf_path("train", 2)): [
         (writers(users=["v"]), "must describe the same writers"),
-        (writers(num_samples=[3]), "writer 'w': x must have num_samples images of 784 numbers"),
-        (writers(y=[1]), "x must have num_samples images"),
-        (writers(x=[ROW, ROW[1:]]), "x must have num_samples images"),
+        (
+            writers(num_samples=[3]),
+            "writer 'w' in .* must have num_samples images with 784 numbers",
+        ),
+        (writers(y=[1]), "must have num_samples images"),
+        (writers(x=[ROW, ROW[1:]]), "must have num_samples images"),
         (writers(x=[], y=[], num_samples=[0]), "user_data.w.x: List should have at least 1 item"),
         *(
             (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783: Input should be")
             for value in (None, True, float("nan"), float("inf"), -1e-9, 255)
         ),
-        (writers(y=[0, 62]), "labels must be below 62"),
+        (writers(y=[0, 62]), "labels below 62"),
         *(
             (writers(y=[0, value]), "user_data.w.y.1: Input should be")
             for value in (-1, 1.5, 2**70, True)
@@ -147,21 +150,21 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/val_annotations.txt"): [
         *(
-            (b"val_1.JPEG\tn10000001\t0\n\n" + line, "line 3: expected a file name, a tab")
+            (b"val_1.JPEG\tn10000001\t0\n\n" + line, "line 3 of .* must be a file name, a tab")
             for line in (b"v.JPEG", b"v\tn99999999\t0", b"../x\tn10000001\t0", b"\tn10000001\t0")
         ),
         (b"\n", "lists no image"),
         (b"\xff\xfe\x00", "cannot be read as a text file"),
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
-        (image((32, 48)), "is 32×48, but images of tiny-imagenet"),
+        (image((32, 48)), "the image is 32×48, but images of tiny-imagenet"),
         (None, "cannot be read as an image: the file does not exist"),
     ],
     ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
-        (None, rf"no image in .*{LACKING}/images; unpack http://cs231n")
+        (None, rf"no image in .*{LACKING}/images. Unpack http://cs231n"),
     ],
     ("domainnet-10", "domainnet/clipart_train.txt"): [
-        (line.encode(), "line 1: expected 'clipart/CLASS/FILE NUMBER'")
+        (line.encode(), "line 1 of .* must be 'clipart/CLASS/FILE NUMBER'")
         for line in ("sketch/bird/x.jpg 3", "clipart/../x.jpg 3", "clipart/bird/x.jpg ٣")
     ],
 }
@@ -186,7 +189,7 @@ def test_a_damaged_or_missing_file_is_refused_in_one_line(
         load_dataset(name, good)
     assert "\n" not in str(error.value)
     place = file if content is not None else path.parent.name
-    assert place in str(error.value) or f"cannot be used: {name}" in str(error.value)
+    assert place in str(error.value) or "cannot be used: " in str(error.value)
 
 
 class Evil:
@@ -211,7 +214,7 @@ def test_a_malicious_pickle_does_not_run(good: Path, protocol: int, tmp_path: Pa
     )
     for evil in attacks:
         content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
-        message = "it imports .*, which files of images never import"
+        message = "the pickle imports .*, which is not allowed"
         with other_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
             load_dataset("cifar10", good)
         assert not trace.exists()
@@ -246,7 +249,7 @@ def test_large_pictures_are_refused_by_their_header(
     for path in paths:
         path.write_bytes(png(9000, 9000))
     assert paths[0].stat().st_size < MEGABYTE / 2
-    message = "is 9000×9000, more than 33,554,432 pixels"
+    message = "is 9000×9000, but may have at most 33,554,432 pixels"
     with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         read_images(paths, spec, resize=resize)
     assert decoded == []
@@ -278,7 +281,7 @@ def test_large_pictures_come_one_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 def test_postscript_and_a_jpeg_of_a_thousand_scans_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.new("RGB", (64, 64)).save(path, "EPS")
-    with pytest.raises(DataFilesCorruptError, match="it is not a JPEG, PNG, BMP, WEBP file"):
+    with pytest.raises(DataFilesCorruptError, match="the file is not a JPEG, PNG, BMP, WEBP file"):
         read_images([path], OFFICE, resize=True)
     Image.new("RGB", (64, 64)).save(path, progressive=True)
     assert read_images([path], OFFICE).shape == (1, 3, 64, 64)
@@ -293,7 +296,7 @@ def test_a_header_that_announces_too_much_is_refused(zipped: bool, tmp_path: Pat
     content = header + bytes(78_400_000 if zipped else 10)
     path = tmp_path / ("x.gz" if zipped else "x")
     path.write_bytes(gzip.compress(content, 1) if zipped else content)
-    message = "at most 784,000: the header declares"
+    message = "at most 784,000 bytes"
     with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         read_idx(path, 3, 1000 * 784)
 
@@ -404,7 +407,7 @@ def test_arrays_keep_shape_and_bytes(protocol: int, array: npt.NDArray[np.uint8]
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("kind", ["O", "M8[s]", "u1,f4", "c16", "S3", "V4", "i1", ">f4", "?"])
 def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
-    with pytest.raises(ValueError, match="it has an array of"):
+    with pytest.raises(ValueError, match="an array in the pickle must have bytes"):
         read_pickle(pickle.dumps(np.zeros(2, kind), protocol))
 
 
@@ -417,13 +420,13 @@ def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
         (b"N", "exhausted before seeing STOP"),
         (b"K\x01(\x85.", "takes more values than the stack contains"),
         (b"t.", "a mark that does not exist"),
-        (b"h\x00.", "reads an entry that it did not store"),
+        (b"h\x00.", "reads an entry before storing"),
         (b"NNa.", "appends to a value that is not a list"),
-        (b"})Ns.", "not a dict with names as keys"),
+        (b"})Ns.", "not a dict of names"),
         (b"N" * (MAX_INSTRUCTIONS + 1), "more than 1,048,576 instructions"),
         (b"cos\nsystem\n.", r"imports os\.system, which"),
         (b"c\x1b[31m\nx\n.", r"imports \?\[31m\.x, which"),
-        (b"N0.", "the instruction POP, which"),
+        (b"N0.", "the pickle instruction POP is not allowed"),
         (b"N)R.", "calls a value that is not a function"),
         (b"NNb.", "fills a value that is not an empty array"),
         (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text in a way that"),

@@ -66,20 +66,20 @@ THREE = np.array([0, 1, 2])
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (floats(np.nan), THREE, r"2 of 192 pixel values are NaN or infinite"),
-        (floats(-np.inf), THREE, r"2 of 192 pixel values are NaN or infinite"),
-        (floats(1.5), THREE, r"must be in \[0, 1\], but 2 of 192 values are not"),
-        (OK.astype(np.int64), THREE, r"must be uint8 \(from_arrays also accepts"),
-        (OK[:, :7], THREE, r"must have shape \[N, 1, 8, 8\], .* got \[3, 1, 7, 8\]"),
+        (floats(np.nan), THREE, "2 of 192 are NaN or infinite"),
+        (floats(-np.inf), THREE, "2 of 192 are NaN or infinite"),
+        (floats(1.5), THREE, r"must be in \[0, 1\].* 2 of 192"),
+        (OK.astype(np.int64), THREE, "must be uint8, got int64"),
+        (OK[:, :7], THREE, r"\[1, 8, 8\], got \[3, 1, 7, 8\]"),
         (OK[0], THREE, r"got \[8, 8\]"),
-        (OK[..., None], THREE, r"channels first, got \[3, 8, 8, 1\]"),
-        (OK, THREE[:2], r"labels must have shape \[3\], got \[2\]"),
-        (OK, np.array([0, 1, 10]), r"labels must be in \[0, 10\), but 1 are not, such as 10"),
+        (OK[..., None], THREE, r"got \[3, 8, 8, 1\]"),
+        (OK, THREE[:2], r"labels .* shape \[3\], got \[2\]"),
+        (OK, np.array([0, 1, 10]), r"labels .* in \[0, 10\), got 1 .* such as 10"),
         (OK, np.array([0, -1, 1]), "such as -1"),
-        (OK, np.array([0, 1, 2**64 - 1], np.uint64), "labels must be in"),
-        (OK, THREE.astype(float), "labels must be integers, got float64"),
-        (OK, np.array([True, False, True]), "labels must be integers, got bool"),
-        (OK, THREE[:, None], r"labels must have shape \[3\], got \[3, 1\]"),
+        (OK, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
+        (OK, THREE.astype(float), "labels .* integers, got float64"),
+        (OK, np.array([True, False, True]), "labels .* integers, got bool"),
+        (OK, THREE[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
         (OK[:0], THREE[:0], "at least one example"),
         (np.array([["a"]]), THREE, "must be a NumPy array or a tensor of numbers"),
         ([[1, 2], [3]], THREE, "must be a NumPy array or a tensor of numbers"),
@@ -88,7 +88,6 @@ THREE = np.array([0, 1, 2])
 def test_what_cannot_be_used_gets_one_clear_line(images: Any, labels: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         from_arrays(images, labels, DIGITS)
-    assert str(caught.value).startswith("digits")
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +104,7 @@ def test_domains_and_groups_travel_with_the_examples() -> None:
     assert [origin.tolist() for origin in part.origins()] == [[1, 0, 1], [3000, 7, 3000]]
     assert some_digits().domains is None
     for bad in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex)):
-        with pytest.raises(DataError, match="domains must"):
+        with pytest.raises(DataError, match=r"domains .* must"):
             from_arrays(images, np.arange(6), hospitals, bad)
 
 
@@ -117,7 +116,7 @@ def test_domains_and_groups_travel_with_the_examples() -> None:
         (np.zeros(6, bool), " must be integers, got bool"),
         (np.array([0, 1, 2, -3, 4, 5]), " must be in .* such as -3"),
         (np.full(6, 2**64 - 1, np.uint64), " must be in"),
-        (np.array([], int), "at least one example|groups must have shape"),
+        (np.array([], int), "at least one example|groups .* shape"),
     ],
 )
 def test_groups_and_indices_that_are_none(given: npt.NDArray[Any], message: str) -> None:
@@ -134,7 +133,7 @@ def test_groups_and_indices_that_are_none(given: npt.NDArray[Any], message: str)
 def test_a_class_without_examples_is_named() -> None:
     data = some_digits(20)
     require_all_classes(data)
-    with pytest.raises(DataError, match=r"an example of each class, but has none of 4$"):
+    with pytest.raises(DataError, match="no example of 1 classes, such as 4"):
         require_all_classes(data.subset(np.flatnonzero(np.arange(20) % 10 != 4)))
 
 

@@ -52,10 +52,12 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_a_run")
 def test_a_message_comes_back_as_it_was_sent() -> None:
-    from fedsynth.deployment.flower.executor import from_record, request
+    from flwr.app import Message
+
+    from fedsynth.deployment.flower.executor import KIND, from_record, to_record
 
     sent = os.urandom(70_000)
-    message = request("a" * 16, sent, 7, 30.0)
+    message = Message(to_record("a" * 16, sent), 7, KIND, ttl=30.0)
     assert (message.metadata.dst_node_id, message.metadata.ttl) == (7, 30.0)
     assert from_record(message.content) == ("a" * 16, sent)
 
@@ -71,7 +73,7 @@ def test_a_foreign_record_is_not_a_message(records: dict[str, Any]) -> None:
     from fedsynth.deployment.flower.executor import from_record
 
     content = RecordDict({name: ConfigRecord(record) for name, record in records.items()})
-    with pytest.raises(MessageError, match="not a valid fedsynth message"):
+    with pytest.raises(MessageError, match="a fedsynth message needs"):
         from_record(content)
 
 
@@ -83,7 +85,7 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     from flwr.app.error import Error
 
     from fedsynth.deployment.flower import server_app
-    from fedsynth.deployment.flower.executor import reply
+    from fedsynth.deployment.flower.executor import to_record
 
     class Grid:
         """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""
@@ -97,8 +99,8 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
 
         def pull_messages(self, names: list[str]) -> list[Any]:
             answers = {
-                "m0": lambda to: reply("mine", b"yes", to),
-                "m1": lambda to: reply("other", b"yes", to),
+                "m0": lambda to: Message(to_record("mine", b"yes"), reply_to=to),
+                "m1": lambda to: Message(to_record("other", b"yes"), reply_to=to),
                 "m2": lambda to: Message(Error(1, "it broke"), reply_to=to),
             }
             return [answers[name](self.sent[name]) for name in names if name in answers]
@@ -110,10 +112,10 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     found = transport.ask(dict.fromkeys(range(5), b"?"), 0.3)
     assert time.monotonic() - started < 5
     assert found[0] == b"yes"
-    assert found[1] == "answered for another run, 'other'"
+    assert found[1] == "the node answered for another run: 'other'"
     assert "it broke" in found[2]
     assert 3 not in found
-    assert found[4] == "is gone"
+    assert found[4] == "the node is no longer connected"
 
 
 # -------------------------------------------------------------------------- what a SuperLink answers
@@ -248,8 +250,8 @@ WORKS = ("", "", True)
         ([NOBODY, NOBODY, WORKS], ["no server listens"], 106),
         ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
-        ([NOBODY], ["no server listens", "could not connect"], 60),
-        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "could not connect"], 160),
+        ([NOBODY], ["no server listens", "no connection"], 60),
+        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "no connection"], 160),
     ],
 )
 def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
@@ -338,7 +340,7 @@ def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) ->
 
 
 def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
-    with pytest.raises(SettingError, match="keys are required"):
+    with pytest.raises(SettingError, match="--keys must be set"):
         SuperLinkSettings(9092, None, 2, "0.0.0.0")
     with pytest.raises(SettingError, match=r"client-002\.pub is missing"):
         SuperLinkSettings(9092, keys, 3)
@@ -352,11 +354,11 @@ def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
 
 def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
     for server in ("federation.example.org:9092", "192.0.2.7:9092"):
-        with pytest.raises(SettingError, match="TLS"):
+        with pytest.raises(SettingError, match="--ca must be set"):
             ServerConnection(server, None)
     with pytest.raises(SettingError, match="HOST:PORT"):
         ServerConnection("federation.example.org", keys / "ca.crt")
-    with pytest.raises(SettingError, match="TLS is required"):
+    with pytest.raises(SettingError, match="--ca must be set"):
         ServerConnection("127.0.0.1:9092", None, keys / "client-000")
     arguments = ServerConnection("192.0.2.7:9092", keys / "ca.crt", keys / "client-000").arguments
     assert "--insecure" not in arguments
@@ -384,7 +386,7 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
         (["server"], "--keys is required"),
         (
             ["deploy", "init", "A", "--spec", "/nothing.toml"],
-            "is not a valid data set specification",
+            "must be the specification of a data set",
         ),
     ],
 )

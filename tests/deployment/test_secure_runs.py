@@ -27,8 +27,14 @@ from fedsynth.deployment.secure_aggregation.client import (
     SumTerms,
     read_identities,
 )
-from fedsynth.deployment.secure_aggregation.messages import Keys, Present, Roster, Sealed, Shares
-from fedsynth.deployment.secure_aggregation.primitives import IntVector
+from fedsynth.deployment.secure_aggregation.primitives import (
+    IntVector,
+    Keys,
+    Present,
+    Roster,
+    Sealed,
+    Shares,
+)
 from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import SettingError
@@ -307,7 +313,7 @@ def test_too_few_clients_for_the_noise_give_no_sum(
     served = place.serve(of_four("fedsum"), hand)
     assert (1, "main") not in seen.totals
     assert served.record.rows[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 3}
-    assert "the secure sum was not computed" in served.record.rows[0]["rejected"]["0"]
+    assert "cannot compute the secure sum" in served.record.rows[0]["rejected"]["0"]
     assert "not_counted" not in served.record.rows[1]
     # who has not answered a step has paid nothing
     spent = 2 if question in ("keys", "shares") else 4
@@ -573,13 +579,13 @@ def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Pla
     proposal = new_proposal(sections("fedstats", 100, run={"quorum": 1.0}, privacy=PRIVATE))
     policy = Policy(epsilon=1.0, delta=1e-5)
     [said] = policy.objections(proposal)
-    assert "each client adds only 1/99 of the noise, and a server that invents" in said
+    assert "each client adds only 1/99 of the noise, so a server with false" in said
     assert not policy.objections(proposal, identified=True)
     assert not replace(policy, settings={"method.aggregation": ("secure",)}).objections(proposal)
     own = new_proposal(sections("fedstats", 100, method={"aggregation": "own"}, privacy=PRIVATE))
     assert not policy.objections(own)
     declined = joined(place.node(0, policy), proposal)
-    assert (declined.kind, "verify the other owners' keys" in declined.facts["reason"]) == (
+    assert (declined.kind, "the other owners' keys" in declined.facts["reason"]) == (
         "refusal",
         True,
     )

@@ -19,25 +19,22 @@ from fedsynth.deployment.secure_aggregation.client import (
     SumClient,
     SumTerms,
 )
-from fedsynth.deployment.secure_aggregation.messages import (
+from fedsynth.deployment.secure_aggregation.primitives import (
+    PRIME,
+    FixedPoint,
+    IntVector,
     Keys,
     Masked,
     Parcel,
     Present,
     Roster,
     Sealed,
-    Shares,
-)
-from fedsynth.deployment.secure_aggregation.primitives import (
-    PRIME,
-    FixedPoint,
-    IntVector,
     SecureSumError,
+    Shares,
     combine,
     split,
 )
 from fedsynth.deployment.secure_aggregation.server import SumServer
-from fedsynth.errors import SettingError
 
 LENGTH = 50
 MY_KEY = primitives.public(primitives.key_of(bytes(range(32))))
@@ -115,7 +112,7 @@ def test_the_sum_has_all_received_vectors(lost: dict[str, set[int]], counted: se
 
 @pytest.mark.parametrize("when", ["no_keys", "no_shares", "no_vector", "no_answer"])
 def test_below_the_threshold_there_is_no_sum(when: str) -> None:
-    with pytest.raises(SecureSumError, match="only 3 clients have sent usable"):
+    with pytest.raises(SecureSumError, match="of 4 clients, got 3"):
         Played(**{when: frozenset({0, 1})}).sum()
 
 
@@ -215,10 +212,10 @@ def changed(keys: Keys, **fields: Any) -> Keys:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda keys: {0: keys[0], 1: keys[1]}, "needs 3 to 4 clients"),
-        (lambda keys: {**keys, 4: changed(keys[0], client=4)}, "needs 3 to 4 clients"),
+        (lambda keys: {0: keys[0], 1: keys[1]}, "at least 3 of 4 clients"),
+        (lambda keys: {**keys, 4: changed(keys[0], client=4)}, "at least 3 of 4 clients"),
         (lambda keys: {**keys, 1: changed(keys[1], mask=MY_KEY)}, "keys of this client"),
-        (lambda keys: {**keys, 2: keys[0]}, "client 0"),
+        (lambda keys: {**keys, 2: keys[0]}, "other keys for client 2"),
         (lambda keys: {**keys, 2: changed(keys[0], client=2)}, "same key"),
         (lambda keys: {**keys, 2: changed(keys[2], channel=MY_KEY)}, "client 2"),
         (lambda keys: {**keys, 2: changed(keys[2], commitment=MY_KEY)}, "client 2"),
@@ -281,12 +278,12 @@ def test_a_sum_has_the_noise_of_all_honest_clients() -> None:
 
     found, passed = clients()
     few = Sealed(of={k: one for k, one in passed[0].of.items() if k < 4})
-    with pytest.raises(SecureSumError, match="4 clients"):
+    with pytest.raises(SecureSumError, match="got 4"):
         masked_by(found[0], vector, few)
     found, passed = clients()
     for k, one in found.items():
         masked_by(one, vector, passed[k])
-    with pytest.raises(SecureSumError, match="4 clients"):
+    with pytest.raises(SecureSumError, match="got 4"):
         found[0].unmask(Present(clients=(0, 1, 2, 3)))
     assert set(found[1].unmask(Present(clients=(0, 1, 2, 3, 4))).keys) == {5}
 
@@ -299,8 +296,8 @@ def test_a_share_for_an_unknown_client_is_refused() -> None:
     sealed = {k: one.share(roster) for k, one in clients.items()}
     sealed[0] = Sealed(of={1: sealed[0].of[1]})
     assert set(played.server.relay(sealed)) == {1, 2}
-    assert played.server.rejected == {0: "sent no usable shares"}
-    with pytest.raises(SecureSumError, match="only 1 clients have sent usable shares"):
+    assert played.server.rejected == {0: "the client sent invalid shares"}
+    with pytest.raises(SecureSumError, match=r"needs shares of .* clients, got 1"):
         played.server.relay({**sealed, 1: sealed[0]})
 
 
@@ -316,7 +313,7 @@ def test_shares_give_the_secret_from_the_threshold_on(
     shares = split(secret, holders, threshold)
     some = data.draw(st.permutations(holders))[:threshold]
     assert combine({k: shares[k] for k in some}, threshold) == secret
-    with pytest.raises(SecureSumError, match="fewer"):
+    with pytest.raises(SecureSumError, match="needs at least"):
         combine({k: shares[k] for k in some[1:]}, threshold)
 
 
@@ -340,12 +337,12 @@ def test_fixed_point_sums_are_exact_to_a_bit(values: list[float], clients: int) 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10.5, -11.0])
 def test_what_does_not_fit_is_refused_and_never_cut_off(value: float) -> None:
-    with pytest.raises(SecureSumError, match="not finite, or beyond"):
+    with pytest.raises(SecureSumError, match="must be finite and within"):
         FixedPoint(10.0, 3).encode([0.0, value])
 
 
 def test_a_form_that_would_overflow_is_refused() -> None:
-    with pytest.raises(SettingError, match="overflows"):
+    with pytest.raises(SecureSumError, match="overflows"):
         FixedPoint(2.0**40, 3, fraction=24)
     form = FixedPoint(2.0**37, 3, fraction=24)
     total = form.encode([2.0**37]) * np.uint64(3)
@@ -367,5 +364,5 @@ def test_private_words_are_taken_modulo_2_64_and_never_refused(
     wanted = [round(value * 2**fraction) % 2**64 for value in map(Fraction, values)]
     assert [int(word) for word in form.encode(values)] == wanted
     if any(abs(value) > 1 for value in values):
-        with pytest.raises(SecureSumError, match="beyond"):
+        with pytest.raises(SecureSumError, match="must be finite and within"):
             replace(form, wraps=False).encode(values)

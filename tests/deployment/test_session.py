@@ -218,7 +218,7 @@ def test_a_process_that_takes_over_knows_what_was_done(place: Place) -> None:
         state.write_text(damaged)
         client.node = place.node(0)
         answer = client.asked("step", other, round=2)
-        assert "is shown only to its owner" in answer.facts["text"]
+        assert "Only the data owner sees the reason" in answer.facts["text"]
         assert "damaged" in place.said[-1]
         state.write_text(whole)
     assert client.asked("step", other, round=2).kind == "answer"

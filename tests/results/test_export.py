@@ -195,8 +195,8 @@ def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
     for number, (name, error, text) in enumerate(
         (
             ("privacy_report.json", DataFilesCorruptError, "privacy_report.json was changed"),
-            ("synthetic.safetensors", DataFilesCorruptError, "was changed since"),
-            ("more.txt", DataFilesCorruptError, "has more.txt, which SHA256SUMS does not list"),
+            ("synthetic.safetensors", DataFilesCorruptError, "was changed after"),
+            ("more.txt", DataFilesCorruptError, "more.txt is not listed in SHA256SUMS"),
         )
     ):
         folder = copied(share, tmp_path / str(number))
@@ -206,10 +206,10 @@ def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
             load_synthetic(folder)
     folder = copied(share, tmp_path / "gone")
     (folder / "README.md").unlink()
-    with pytest.raises(DataFilesMissingError, match=r"lacks README.md"):
+    with pytest.raises(DataFilesMissingError, match=r"README.md is missing"):
         load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
-    with pytest.raises(DataFilesCorruptError, match="is damaged"):
+    with pytest.raises(DataFilesCorruptError, match="has a wrong line"):
         load_synthetic(folder)
 
 
@@ -238,22 +238,22 @@ def shares(*row: float) -> dict[str, Tensor]:
 
 EMPTY = {"images": torch.rand(0, 1, 16, 16), "labels": torch.zeros(0, dtype=torch.int64)}
 UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
-    ({"images": one_value(float("nan"))}, {}, "not finite"),
-    ({"images": one_value(1e38)}, {}, "above 1e\\+06"),
+    ({"images": one_value(float("nan"))}, {}, "must be finite"),
+    ({"images": one_value(1e38)}, {}, "at most 1e\\+06"),
     (
         {"images": torch.rand(4, 1, 16, 16).to(torch.complex64)},
         {},
-        "its images are torch.complex64",
+        "got torch.complex64",
     ),
     (EMPTY, {}, "no images"),
-    ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels are not one"),
-    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that do not exist"),
-    ({"client": torch.tensor([0, 1])}, {}, "client are not one"),
+    ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels must have one"),
+    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "labels .* must be in"),
+    ({"client": torch.tensor([0, 1])}, {}, "client must have one"),
     ({"other": torch.rand(4)}, {}, "'other'"),
-    (shares(-0.5, 1.5), {}, "soft labels are negative"),
-    (shares(0.5, 0.6), {}, "do not sum to 1"),
-    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability per class"),
-    ({}, {"std": "[1e-300]"}, "not finite"),
+    (shares(-0.5, 1.5), {}, "at least 0 and sum to 1"),
+    (shares(0.5, 0.6), {}, "at least 0 and sum to 1"),
+    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability for each class"),
+    ({}, {"std": "[1e-300]"}, "must be finite"),
     ({}, {"mean": "[" * 50_000}, "recursion limit"),
     ({}, {"class_names": "3"}, "class_names: Input should be a valid list"),
     ({}, {"delta": "null"}, "both ε and δ, or neither"),

@@ -68,7 +68,7 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs a declaration"):
         simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
     declare(folder, by="")
-    with pytest.raises(DataError, match="is not signed: "):
+    with pytest.raises(DataError, match=r"is not signed. "):
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
     declare(folder, ledger="")
@@ -230,7 +230,7 @@ def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> No
     folder = make_folder(tmp_path / "clinic")
     declare(folder, users=20)
     by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
-    with pytest.raises(DataError, match="must state each record's user"):
+    with pytest.raises(DataError, match="must state the user of each record"):
         simulate(tiny(folder, privacy=by_user), quiet=True)
     images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
     rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]

@@ -276,7 +276,7 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
         ),
         (SettingError, "the same image shape and classes", images, {"dataset": "synthetic(1,1)"}),
         (SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
-        (DataError, "has no such class", images, {"folder": scans}),
+        (DataError, "does not have", images, {"folder": scans}),
     ]
     for error, words, call, arguments in cases:
         with pytest.raises(error, match=words):

@@ -126,7 +126,7 @@ def test_what_users_need() -> None:
     with pytest.raises(PrivacySettingError, match="user_records"):
         settings(unit="record", user_records=3)
     data, test = people()
-    with pytest.raises(DataError, match="must state each record's user"):
+    with pytest.raises(DataError, match="must state the user of each record"):
         simulate(settings(), data=(test, test), parts=PARTS)
     with pytest.raises(PartitionError, match="records of the same user"):
         simulate(

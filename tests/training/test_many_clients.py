@@ -135,7 +135,7 @@ def test_what_is_not_common_is_refused() -> None:
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
     one = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
     odd = Learner(one.model, one.examples, one.settings, one.generator, lambda net: torch.zeros(()))
-    with pytest.raises(ValueError, match="only penalties of type Pull"):
+    with pytest.raises(ValueError, match="must be a Pull"):
         train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
 
 

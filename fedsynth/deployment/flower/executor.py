@@ -81,22 +81,10 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
+        raise MessageError(f"a fedsynth message needs run and frames: {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError(
-            "not a valid fedsynth message: run must be text, and frames must be bytes"
-        )
+        raise MessageError("a fedsynth message needs run as text and frames as bytes")
     return run, frame
-
-
-def request(run: str, frame: bytes, node: int, seconds: float) -> Message:
-    """Creates a message to a node. The message expires after `seconds`."""
-    return Message(to_record(run, frame), node, KIND, ttl=seconds)
-
-
-def reply(run: str, frame: bytes, to: Message) -> Message:
-    """Creates the answer to a message."""
-    return Message(to_record(run, frame), reply_to=to)
 
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
@@ -164,11 +152,8 @@ def _execute(address: str, token: str, answer: Answer) -> None:
         push_message(client, _reply(message, answer), context)
         push_task_output(client, context, SubStatus.COMPLETED, details="")
     except (httpx.HTTPError, RunNotRunningException) as error:
-        print(
-            f"could not pass an answer to the SuperNode: {error!r:.200}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"cannot pass an answer to the SuperNode: {error!r:.200}"
+        print(text, file=sys.stderr, flush=True)
     finally:
         if heartbeat.is_running:
             heartbeat.stop()
@@ -179,11 +164,11 @@ def _reply(message: Message, answer: Answer) -> Message:
     """Answers a message, or returns an error if the message is not one of this package."""
     try:
         if message.has_error():
-            raise MessageError("received an error message in place of a request")
+            raise MessageError("received an error message instead of a request")
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
-    return reply(run, answer(run, frame), message)
+    return Message(to_record(run, answer(run, frame)), reply_to=message)
 
 
 app = ClientApp()
@@ -194,7 +179,7 @@ def answer(message: Message, context: Context) -> Message:
     """Answers a message from the server."""
     run, frame = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
-    return reply(run, node.answer(run, frame), message)
+    return Message(to_record(run, node.answer(run, frame)), reply_to=message)
 
 
 def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
@@ -211,8 +196,7 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
     """
     if "home" not in config and {"data", "policy"} & set(config):
         raise MessageError(
-            "the node's configuration sets data or policy, so it must also set home, the folder of "
-            "the client's ledgers"
+            "--node-config with data or policy must also set home, the folder of the ledgers"
         )
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))

@@ -36,13 +36,11 @@ LOST_SECONDS = 10
 LINGER_SECONDS = 6.0
 """The number of seconds that remain for sending the last answer."""
 REASONS = {
-    "[code: 2004]": "a client with this key is already connected to the server. It is an earlier "
-    "process of this client, which the server drops after a minute, or another client with "
-    "the same key",
+    "[code: 2004]": "another process with this key is connected to the server. The server drops "
+    "a process that has ended after one minute",
     "SSL/TLS handshake error": "the server's certificate was not signed by the CA, or has expired",
     "Giving up reconnection": "the server no longer answers",
-    "SuperNode terminated gracefully": "the server does not know this client's key, because it was "
-    "restarted or uses other keys",
+    "SuperNode terminated gracefully": "the server does not know the key of this client",
 }
 """Maps a text that a SuperNode logs before it ends to an explanation for the owner."""
 
@@ -72,11 +70,10 @@ class ServerConnection:
         if not host or not port.isdigit():
             raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
-            reason = "is required with a key or a server on another machine: set the CA certificate"
-            raise SettingError(None, "TLS", reason)
+            raise SettingError(None, "--ca", "must be set for a remote server or with --key")
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
-                raise SettingError(None, str(path), "is not a file")
+                raise SettingError(None, f"the file {path}", "does not exist")
 
     def unreachable(self) -> str:
         """Tries to connect to the server. Returns the reason if this fails, or an empty string if
@@ -86,7 +83,7 @@ class ServerConnection:
         try:
             socket.create_connection((host.strip("[]"), int(port)), LOST_SECONDS).close()
         except OSError as error:
-            return f"no server listens on {self.server} ({error.strerror or error})"
+            return f"no server listens on {self.server}: {error.strerror or error}"
         return ""
 
     @property
@@ -135,11 +132,9 @@ def join(
                 deadline = time.monotonic() + wait
                 printed = ""
         if time.monotonic() >= deadline:
-            raise FlowerError(
-                f"could not connect to {connection.server} within {wait:g} s: {reason}"
-            )
+            raise FlowerError(f"no connection to {connection.server} in {wait:g} s: {reason}")
         if reason != printed:
-            node.say(f"{reason}; the client tries again for {wait:g} s")
+            node.say(f"{reason}. The client tries to connect for {wait:g} s")
             printed = reason
         time.sleep(min(RETRY_SECONDS, wait))
 
@@ -180,6 +175,6 @@ def run_supernode(node: Node, connection: ServerConnection, *, once: bool) -> tu
     if finished:
         return "", True
     output = log.read_text(errors="replace")
-    reasons = [reason for mark, reason in REASONS.items() if mark in output]
-    reasons.append(f"the SuperNode has ended: {last_line(log)}")
-    return reasons[0], "SuperNode ID" in output
+    ended = f"the SuperNode has ended: {last_line(log)}"
+    reason = next((reason for mark, reason in REASONS.items() if mark in output), ended)
+    return reason, "SuperNode ID" in output

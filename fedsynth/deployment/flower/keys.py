@@ -14,26 +14,20 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from fedsynth.data.partition_settings import MOST_CLIENTS
-from fedsynth.deployment.flower.processes import FlowerError
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.validation import check_number
-
-try:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        PublicFormat,
-    )
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:
-    raise FlowerError(
-        "creating keys requires the optional dependency flower: pip install 'fedsynth[flower]'"
-    ) from None
 
 VALIDITY = timedelta(days=365)
 CA_NAME = "fedsynth federation"
@@ -62,7 +56,8 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
     check_number(None, "clients", clients, 1, MOST_CLIENTS, integer=True)
     ca_key = ec.generate_private_key(ec.SECP256R1())
     server_key = ec.generate_private_key(ec.SECP256R1())
-    private = {"server.key": _private(server_key, PrivateFormat.PKCS8)}
+    pkcs8 = server_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    private = {"server.key": pkcs8}
     public = {
         "ca.crt": _ca_certificate(ca_key),
         "server.crt": _server_certificate(server_key, ca_key, hosts),
@@ -71,7 +66,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
         name = f"client-{number:03d}"
         key = ec.generate_private_key(ec.SECP384R1())
         public_key = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        private[name] = _private(key, PrivateFormat.OpenSSH)
+        private[name] = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         public[f"{name}.pub"] = public_key + f" {name}\n".encode()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -80,7 +75,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
                 (folder / name).touch(mode, exist_ok=False)
                 (folder / name).write_bytes(content)
     except OSError as error:
-        raise OutputError(f"cannot write keys into {folder}: {error.strerror or error}") from None
+        raise OutputError(f"cannot write keys to {folder}: {error.strerror or error}") from None
 
 
 def _ca_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -96,7 +91,7 @@ def _ca_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _server_certificate(
     key: ec.EllipticCurvePrivateKey, ca_key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]
 ) -> bytes:
-    names = [_host(host) for host in ("127.0.0.1", "localhost", *hosts)]
+    names = list(map(_host, ("127.0.0.1", "localhost", *hosts)))
     extensions: Extensions = [
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (x509.SubjectAlternativeName(names), False),
@@ -137,7 +132,3 @@ def _host(name: str) -> x509.GeneralName:
     with suppress(ValueError):
         return x509.DNSName(name)
     raise SettingError(None, "host", f"must be a host name or an IP address, got {name!r:.80}")
-
-
-def _private(key: ec.EllipticCurvePrivateKey, format_: PrivateFormat) -> bytes:
-    return key.private_bytes(Encoding.PEM, format_, NoEncryption())

@@ -55,14 +55,7 @@ def require_flower() -> None:
     try:
         import flwr  # noqa: F401
     except ImportError:
-        raise FlowerError("Flower is not installed: pip install 'fedsynth[flower]'") from None
-
-
-def environment(home: Path) -> dict[str, str]:
-    """Returns the environment of a Flower process. Flower stores its files in `home`."""
-    scripts = str(Path(sys.executable).parent)  # where Flower's own commands look for each other
-    path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path}
+        raise FlowerError("Flower is not installed. Run pip install 'fedsynth[flower]'") from None
 
 
 def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> subprocess.Popen[str]:
@@ -74,9 +67,11 @@ def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> sub
         home: the folder for FLWR_HOME.
         output: receives the standard output and error, as in `subprocess.Popen(stdout=...)`.
     """
+    scripts = str(Path(sys.executable).parent)  # where Flower's own commands look for each other
+    path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        env=environment(home),
+        env={**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -126,11 +121,11 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise FlowerError(f"the {name} ended before it was ready: {last_line(log)} (see {log})")
+            raise FlowerError(f"the {name} ended early: {last_line(log)}. See {log}")
         with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(f"the {name} did not listen on {LOCALHOST}:{port} within {START_SECONDS:g} s")
+    raise FlowerError(f"the {name} does not listen on port {port} after {START_SECONDS:g} s")
 
 
 def free_port() -> int:
@@ -143,8 +138,8 @@ def free_port() -> int:
 FOR_NODES = ("/v1/fleet/",)
 """The paths of the Fleet API."""
 REFUSALS = {
-    403: b"only processes on the server's machine may send this request\n",
-    401: b"only nodes with a registered key may send this request\n",
+    403: b"this request must come from the server's machine\n",
+    401: b"this request must come from a node with a registered key\n",
 }
 
 Scope = MutableMapping[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.deployment.flower.executor import from_record, request
+from fedsynth.deployment.flower.executor import KIND, from_record, to_record
 from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
@@ -52,14 +52,17 @@ class GridTransport:
         """
         deadline = time.monotonic() + seconds
         ttl = max(1.0, seconds)
-        requests = [request(self.run, frame, node, ttl) for node, frame in messages.items()]
+        requests = [
+            Message(to_record(self.run, frame), node, KIND, ttl=ttl)
+            for node, frame in messages.items()
+        ]
         waiting: dict[str, int] = {}
         answers: dict[int, bytes | str] = {}
         for node, message_id in zip(messages, self._grid.push_messages(requests), strict=True):
             if message_id:
                 waiting[message_id] = node
             else:
-                answers[node] = "is gone"
+                answers[node] = "the node is no longer connected"
         while waiting and time.monotonic() < deadline:
             for message in self._grid.pull_messages(list(waiting)):
                 sender = waiting.pop(message.metadata.reply_to_message_id, None)
@@ -72,13 +75,13 @@ class GridTransport:
     def _answer(self, message: Message) -> bytes | str:
         """Returns a node's answer, or the reason why it cannot be used."""
         if message.has_error():
-            return f"does not answer: {message.error.reason!s:.200}"
+            return f"the node does not answer: {message.error.reason!s:.200}"
         try:
             run, frame = from_record(message.content)
         except MessageError as error:
             return str(error)
         if run != self.run:
-            return f"answered for another run, {run!r:.40}"
+            return f"the node answered for another run: {run!r:.40}"
         return frame
 
 

@@ -77,11 +77,7 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
             "serverapp": f"{APPS}.server_app:app",
             "clientapp": f"{APPS}.executor:app",
         },
-        "tool.flwr.app.config": {
-            "proposal": json.dumps(proposal.to_json()),
-            **DEFAULTS,
-            **options,
-        },
+        "tool.flwr.app.config": {"proposal": json.dumps(proposal.to_json()), **DEFAULTS, **options},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +114,12 @@ class SuperLinkSettings:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
         if self.keys is None:
             if self.host != LOCALHOST:
-                raise SettingError(None, "keys", "are required for nodes on other machines")
+                raise SettingError(None, "--keys", "must be set for nodes on other machines")
             return
         for path in [*map(self.keys.joinpath, TLS_FILES.values()), *self.public_keys]:
             if not path.is_file():
-                raise SettingError(None, str(path), "is missing: see `fedsynth deploy keys`")
+                reason = "is missing. Create keys with `fedsynth deploy keys`"
+                raise SettingError(None, f"the file {path}", reason)
 
     @property
     def public_keys(self) -> list[Path]:
@@ -182,9 +179,7 @@ class SuperLink:
                 answer = json.loads(output[output.index("{") :])
                 self.clients[int(answer["node-id"])] = number
             except (ValueError, KeyError, TypeError):
-                raise FlowerError(
-                    f"Flower did not register the key {key}: {output[-300:]}"
-                ) from None
+                raise FlowerError(f"Flower cannot register {key}: {output[-300:]}") from None
 
     def run(
         self,
@@ -228,7 +223,7 @@ class SuperLink:
         if "error" in outcome:
             raise OutputError(f"the run failed: {outcome['error']}")
         if "folder" not in outcome:
-            raise FlowerError("the run did not finish: see the server's messages above")
+            raise FlowerError("the run did not finish. See the messages of the server above")
         return Path(outcome["folder"])
 
 

@@ -12,8 +12,7 @@ same client.
 
     primitives.py    fixed-point numbers modulo 2^64, whose sums are exact; Shamir's secret sharing;
                      the common secrets of two clients: X25519, HKDF, ChaCha20 and
-                     ChaCha20-Poly1305, all from `cryptography`
-    messages.py      the messages between clients and server, as bytes
+                     ChaCha20-Poly1305, all from `cryptography`; the messages as bytes
     client.py, server.py    the two parties, with four exchanges per sum
 
 docs/deployment.md states which parties are protected. The server may follow the protocol, or lie

@@ -15,20 +15,18 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedsynth.deployment.secure_aggregation import primitives
-from fedsynth.deployment.secure_aggregation.messages import (
+from fedsynth.deployment.secure_aggregation.primitives import (
+    KEY_BYTES,
+    SHARE_BYTES,
+    IntVector,
     Keys,
     Masked,
     Present,
     Roster,
     Sealed,
+    SecureSumError,
     Shares,
     SumState,
-)
-from fedsynth.deployment.secure_aggregation.primitives import (
-    KEY_BYTES,
-    SHARE_BYTES,
-    IntVector,
-    SecureSumError,
     split,
 )
 from fedsynth.errors import SettingError
@@ -58,7 +56,7 @@ class SumTerms:
     def __post_init__(self) -> None:
         if not self.clients // 2 < self.threshold <= self.clients:
             raise SecureSumError(
-                f"the threshold {self.threshold} must be above half of the {self.clients} clients"
+                f"the threshold must be above half of {self.clients} clients, got {self.threshold}"
             )
 
 
@@ -111,9 +109,7 @@ class SumClient:
             fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
             state = SumState(number=number, terms=repr(terms), **fresh)
         if (state.number, state.terms) != (number, repr(terms)):
-            raise SecureSumError(
-                f"the stored state of client {number} belongs to another secure sum"
-            )
+            raise SecureSumError(f"the state of client {number} belongs to another secure sum")
         self.state = state
         self._mask_key = primitives.key_of(state.mask_key)
         self._channel_key = primitives.key_of(state.channel_key)
@@ -123,9 +119,7 @@ class SumClient:
         that the first answer did not.
         """
         if self.state.step != step:
-            raise SecureSumError(
-                f"client {self.number} received a request of a secure sum out of order"
-            )
+            raise SecureSumError(f"client {self.number} received a request out of order")
         self.state.step += 1
 
     def keys(self) -> Keys:
@@ -169,20 +163,15 @@ class SumClient:
         keys = roster.keys
         if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
             raise SecureSumError(
-                f"received the keys of {len(keys)} clients, but a secure sum needs "
-                f"{self.terms.threshold} to {self.terms.clients} clients, numbered from 0"
+                f"the server must send the keys of at least {self.terms.threshold} of "
+                f"{self.terms.clients} clients, got {len(keys)}"
             )
         if self.number not in keys or keys[self.number].mask != primitives.public(self._mask_key):
-            raise SecureSumError(
-                "the list of keys from the server does not contain the keys of this client"
-            )
+            raise SecureSumError("the server has changed or omitted the keys of this client")
         public: set[bytes] = set()
         for k, keys_of in keys.items():
             if k != keys_of.client:
-                raise SecureSumError(
-                    f"the keys that the server sent for client {k} belong to client "
-                    f"{keys_of.client}"
-                )
+                raise SecureSumError(f"the server sent other keys for client {k}")
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
             raise SecureSumError("the server sent the same key for two clients")
@@ -193,9 +182,10 @@ class SumClient:
                 signed = keys_of.signed(self.terms.name)
                 self._identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
-                raise SecureSumError(
+                reason = (
                     f"the keys of client {k} are not signed with the identity key of client {k}"
-                ) from None
+                )
+                raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
         """Returns the key that encrypts one message between two clients, and the context to which
@@ -221,21 +211,17 @@ class SumClient:
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.state.keys):
-            raise SecureSumError(
-                "received secret shares from clients that have not sent their keys"
-            )
+            raise SecureSumError("received secret shares from clients without keys")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
-                f"only {len(senders) + 1} clients have sent secret shares, but the secure sum "
-                f"needs {self.terms.threshold}"
+                f"the sum needs secret shares of {self.terms.threshold} clients, got "
+                f"{len(senders) + 1}"
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.state.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.state.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(
-                    f"the secret shares that client {k} has sent have the wrong length"
-                )
+                raise SecureSumError(f"the secret shares of client {k} have a wrong length")
 
     def mask(self, vector: IntVector) -> Masked:
         """Adds all masks to the client's vector, and returns the result.
@@ -270,8 +256,8 @@ class SumClient:
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.state.shares):
             raise SecureSumError(
-                f"the server listed {len(clients)} clients, but it must list at least "
-                f"{self.terms.threshold} clients that have sent secret shares"
+                f"the server must list at least {self.terms.threshold} clients with secret shares, "
+                f"got {len(clients)}"
             )
         if self.number not in clients:
             raise SecureSumError("the server claims that the vector of this client is missing")
@@ -299,12 +285,8 @@ def read_identities(private_key: Path, folder: Path) -> Identities:
     for path in folder.glob("client-*.pem"):
         number = path.stem.removeprefix("client-")
         if not number.isdecimal():
-            raise SettingError(
-                None, str(path), "must be named client-NNN.pem, where NNN is the client's number"
-            )
+            raise SettingError(None, str(path), "must be named client-NNN.pem with a number NNN")
         public_keys[int(number)] = read_public_key(path)
     if not public_keys:
-        raise SettingError(
-            None, str(folder), "must contain the clients' public keys as files client-NNN.pem"
-        )
+        raise SettingError(None, str(folder), "must contain public keys client-NNN.pem")
     return Identities(read_private_key(private_key), public_keys)

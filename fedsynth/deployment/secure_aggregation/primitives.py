@@ -1,5 +1,5 @@
-"""The building blocks of secure sums: fixed-point numbers, secret sharing, and the keys that two
-clients share.
+"""The building blocks of secure sums: fixed-point numbers, secret sharing, the keys that two clients
+share, and the messages.
 
 Two clients share secrets that the server does not know. From these secrets they derive masks, and
 keys that encrypt the messages that the server passes on between them.
@@ -10,6 +10,9 @@ contain no information about the secret. The other algorithms come from `cryptog
 key agreement, HKDF-SHA256 to derive a key for each purpose, ChaCha20's key stream for masks, and
 ChaCha20-Poly1305 for messages through the server. Each key is made for one sum and used once, so
 nonces of zero are safe.
+
+Masked vectors are sent as raw numbers, and all other messages as JSON with bytes in hexadecimal.
+All received bytes are untrusted. A client stores its state between messages as `SumState`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +33,9 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.errors import FedsynthError
 
 
 class SecureSumError(FedsynthError):
@@ -69,18 +74,11 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
-            raise SettingError(
-                None,
-                "bound, clients, fraction",
-                "must be a positive finite number, at least 1, and from -1000 to 1000; got "
-                f"{self.bound:g}, {self.clients} and {self.fraction}",
-            )
+            raise SecureSumError(f"{self} is not a fixed-point encoding")
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
-            reason = (
-                f"must be smaller, because a sum of {self.clients} values up to {self.bound:g} "
-                f"overflows {BITS} bits: set a smaller bound or fewer fractional bits"
+            raise SecureSumError(
+                f"a sum of {self.clients} values up to {self.bound:g} overflows {BITS} bits"
             )
-            raise SettingError(None, "bound", reason)
 
     def encode(self, vector: npt.ArrayLike) -> IntVector:
         """Encodes a vector as uint64 [n].
@@ -94,9 +92,7 @@ class FixedPoint:
             raise SecureSumError(f"the vector must have one dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.bound
         if not bool(inside.all()):
-            raise SecureSumError(
-                f"the vector has a coordinate that is not finite, or beyond ±{self.bound:g}"
-            )
+            raise SecureSumError(f"the coordinates must be finite and within ±{self.bound:g}")
         steps = np.rint(values * 2.0**self.fraction)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -129,9 +125,8 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 0:
         raise SecureSumError(
-            f"the secret must have {SECRET_BYTES} bytes, and the threshold must be from 1 to the "
-            f"number of holders; got {len(secret)} bytes, and the threshold {threshold} of "
-            f"{len(set(holders))} holders"
+            f"cannot split {len(secret)} bytes among {len(set(holders))} holders with the "
+            f"threshold {threshold}"
         )
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
@@ -152,8 +147,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """
     if len(shares) < threshold:
         raise SecureSumError(
-            f"the secret cannot be reconstructed from {len(shares)} shares, which are fewer than "
-            f"the threshold {threshold}"
+            f"a secret needs at least {threshold} shares (the threshold), got {len(shares)}"
         )
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
@@ -167,7 +161,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError("the secret cannot be reconstructed, because a share was changed")
+        raise SecureSumError("a share of a secret was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -179,7 +173,6 @@ MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
 
 def key_of(secret: bytes) -> X25519PrivateKey:
     """Creates a private key from 32 secret bytes."""
-
     return X25519PrivateKey.from_private_bytes(secret)
 
 
@@ -201,7 +194,6 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
     Raises:
         SecureSumError: if the other client's public key is invalid.
     """
-
     try:
         secret = key.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
@@ -211,7 +203,6 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
     """Derives a key for one purpose from a secret (HKDF-SHA256)."""
-
     info = b"fedsynth secure sum " + purpose + b" " + about
     return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
 
@@ -220,7 +211,6 @@ def mask(key: bytes, length: int) -> IntVector:
     """Computes a mask from the ChaCha20 key stream, uint64 [length]. The key must not be used for
     anything else.
     """
-
     stream = Cipher(ChaCha20(key, _ZERO), mode=None).encryptor().update(bytes(8 * length))
     return np.frombuffer(stream, "<u8").astype(np.uint64)
 
@@ -234,7 +224,6 @@ def seal(key: bytes, content: bytes, about: bytes) -> bytes:
         content: the bytes to encrypt.
         about: the context to which the message is bound.
     """
-
     return ChaCha20Poly1305(key).encrypt(_ZERO[:12], content, about)
 
 
@@ -244,13 +233,10 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
     Raises:
         SecureSumError: if the bytes were changed in transit, or are for another client.
     """
-
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
     except InvalidTag:
-        raise SecureSumError(
-            "received secret shares that were changed in transit, or that are for other clients"
-        ) from None
+        raise SecureSumError("received secret shares that were changed in transit") from None
 
 
 def signed_mask(
@@ -274,3 +260,155 @@ def signed_mask(
     if pair[0] > pair[1]:
         stream = np.negative(stream)  # modulo 2^64
     return stream
+
+
+Index = Annotated[int, Field(ge=0, lt=10**9)]
+Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Secret = Annotated[Key, Field(repr=False)]
+
+
+class Parcel(BaseModel):
+    """A message whose fields are checked when it is created."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
+    )
+
+    def to_bytes(self) -> bytes:
+        """Encodes the message as JSON bytes."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_bytes(cls, sent: bytes) -> Self:
+        """Decodes a message from received bytes.
+
+        Raises:
+            SecureSumError: if the bytes are damaged, or are another kind of message.
+        """
+        try:
+            return cls.model_validate_json(sent)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]["msg"]
+            reason = f"received an invalid {cls.__name__} message: {first:.120}"
+            raise SecureSumError(reason) from None
+
+
+class Keys(Parcel):
+    """A client's public keys for one secure sum.
+
+    Args:
+        client: the index of the client.
+        mask: the public key for pairwise masks.
+        channel: the public key for encrypted messages that the server passes on between clients.
+        commitment: the SHA-256 hash of the seed of the client's self mask.
+        signature: the signature with the client's identity key. It is empty if the parties use no
+            identity keys.
+    """
+
+    client: Index
+    mask: Key
+    channel: Key
+    commitment: Key
+    signature: Annotated[bytes, Field(max_length=64)] = b""
+
+    def signed(self, sum_name: bytes) -> bytes:
+        """Returns the bytes that the signature covers."""
+        return b"fedsynth keys %s %d " % (sum_name, self.client) + (
+            self.mask + self.channel + self.commitment
+        )
+
+
+class Roster(Parcel):
+    """The public keys of all clients, which the server sends to each client.
+
+    Args:
+        keys: the public keys, by client.
+    """
+
+    keys: dict[Index, Keys]
+
+
+class Sealed(Parcel):
+    """Encrypted shares, either one for each receiver or one from each sender.
+
+    Args:
+        of: the encrypted shares, by client.
+    """
+
+    of: dict[Index, bytes]
+
+
+class Present(Parcel):
+    """The clients whose masked vectors have arrived. With this message, the server asks for shares
+    that remove the masks.
+
+    Args:
+        clients: the indices of the clients, ascending.
+    """
+
+    clients: tuple[Index, ...]
+
+
+class Shares(Parcel):
+    """The shares that one client sends so that the server can remove masks. For each client it
+    contains one share, never both kinds.
+
+    Args:
+        seeds: for each present client, a share of the seed of its self mask.
+        keys: for each failed client, a share of the key of its pairwise masks.
+    """
+
+    seeds: dict[Index, bytes]
+    keys: dict[Index, bytes]
+
+
+class SumState(Parcel):
+    """A client's state in one secure sum. It contains secrets, so its file may be read only by the
+    client.
+
+    Args:
+        number: the index of the client.
+        terms: the name and the sizes of the sum.
+        mask_key: the client's private key for pairwise masks.
+        channel_key: the client's private key for encrypted messages to other clients.
+        seed: the seed of the client's self mask.
+        step: the number of questions that the client has received.
+        keys: the public keys of all clients.
+        shares: the shares that this client holds, including those of its own secrets, by client.
+    """
+
+    number: Index
+    terms: str
+    mask_key: Secret
+    channel_key: Secret
+    seed: Secret
+    step: int = 0
+    keys: dict[Index, Keys] = {}
+    shares: dict[Index, bytes] = Field(default={}, repr=False)
+
+
+class Masked:
+    """The masked vector of a client.
+
+    Args:
+        vector: uint64 [n].
+    """
+
+    def __init__(self, vector: IntVector) -> None:
+        self.vector = vector
+
+    def to_bytes(self) -> bytes:
+        """Encodes the vector as bytes."""
+        return self.vector.astype("<u8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, sent: bytes) -> Self:
+        """Decodes a vector from received bytes.
+
+        Raises:
+            SecureSumError: if the last number is incomplete.
+        """
+        try:
+            return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
+        except ValueError:
+            raise SecureSumError("received an incomplete masked vector") from None

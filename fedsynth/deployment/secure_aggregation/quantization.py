@@ -79,9 +79,7 @@ class UploadLayout:
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
             if not bool((np.abs(sums) <= clients * form.bound).all()):
-                raise SecureSumError(
-                    f"the sum of the field {name} is larger than {clients} clients can reach"
-                )
+                raise SecureSumError(f"the sum of the field {name} is out of range")
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
@@ -121,10 +119,7 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
     for name, plan in method.sum_releases(phase, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(
-                f"the field {name} cannot be in a secure sum, because its size is not known in "
-                "advance"
-            )
+            raise SecureSumError(f"the field {name} needs a fixed size for a secure sum")
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)

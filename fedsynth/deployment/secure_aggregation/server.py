@@ -36,17 +36,15 @@ from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import SumTerms
-from fedsynth.deployment.secure_aggregation.messages import (
+from fedsynth.deployment.secure_aggregation.primitives import (
+    IntVector,
     Keys,
     Masked,
     Present,
     Roster,
     Sealed,
-    Shares,
-)
-from fedsynth.deployment.secure_aggregation.primitives import (
-    IntVector,
     SecureSumError,
+    Shares,
     combine,
 )
 from fedsynth.deployment.secure_aggregation.quantization import (
@@ -94,11 +92,10 @@ class SumServer:
             if is_valid(client, message):
                 usable[client] = message
             else:
-                self.rejected[client] = f"sent no usable {name}"
+                self.rejected[client] = f"the client sent invalid {name}"
         if len(usable) < self.terms.threshold:
             raise SecureSumError(
-                f"only {len(usable)} clients have sent usable {name}, but the secure sum needs "
-                f"{self.terms.threshold}"
+                f"the sum needs {name} of {self.terms.threshold} clients, got {len(usable)}"
             )
         return usable
 
@@ -122,11 +119,9 @@ class SumServer:
             SecureSumError: if too few clients have made shares.
         """
         members = self._keys.keys()
-
-        def is_complete(client: int, message: Sealed) -> bool:
-            return client in members and message.of.keys() == members - {client}
-
-        self._sealed = self._usable(sealed, is_complete, "shares")
+        self._sealed = self._usable(
+            sealed, lambda k, message: k in members and message.of.keys() == members - {k}, "shares"
+        )
         relayed: dict[int, Sealed] = {}
         for client in self._sealed:
             senders = self._sealed.keys() - {client}
@@ -141,11 +136,11 @@ class SumServer:
             SecureSumError: if too few vectors can be used.
         """
         shape = (self.terms.length,)
-
-        def is_valid(client: int, message: Masked) -> bool:
-            return client in self._sealed and message.vector.shape == shape
-
-        usable = self._usable(masked, is_valid, "vector")
+        usable = self._usable(
+            masked,
+            lambda k, message: k in self._sealed and message.vector.shape == shape,
+            "vectors",
+        )
         self.masked = {client: message.vector for client, message in usable.items()}
         return Present(clients=tuple(self.masked))
 
@@ -161,9 +156,7 @@ class SumServer:
         for client, vector in self.masked.items():
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
-                raise SecureSumError(
-                    f"the secret shares of the mask of client {client} have been altered"
-                )
+                raise SecureSumError(f"the shares of the self mask of client {client} were changed")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():
@@ -242,7 +235,7 @@ class SecureStep:
         except SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             for client in clients:
-                self.rejected.setdefault(client, f"the secure sum was not computed: {error}")
+                self.rejected.setdefault(client, f"cannot compute the secure sum: {error}")
         for position, reason in self.server.rejected.items():
             self.rejected[self.context.active[position]] = reason
         return total
