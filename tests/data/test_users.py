@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedsynth.data.image_folders import read_office_caltech
 from fedsynth.data.images import ImageData, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import bounded, check_one_client_each, hold_out
@@ -90,23 +88,6 @@ def test_a_user_of_two_clients_is_refused() -> None:
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
     with pytest.raises(PartitionError, match="clients 0 and 1 have records of the same user"):
         check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
-
-
-def test_folders_of_images_take_their_users_from_the_file(files: Any) -> None:
-    spec = dataset_spec("office-caltech-10")
-    files.write_office_caltech()
-    train, _ = read_office_caltech(spec, files.root)
-    assert train.groups is None
-    root = files.root / "office_caltech_10"
-    lines = ["path,user"]
-    for path in sorted(root.rglob("*.png")):
-        place = path.relative_to(root)
-        lines.append(f"{place.as_posix()},{place.parts[0]}-{int(path.stem[-1]) % 2}")
-    (root / "users.csv").write_text("\n".join(lines))
-    train, test = read_office_caltech(spec, files.root)
-    assert test.groups is None
-    assert len(np.unique(train.groups)) == 2 * len(spec.domains)
-    assert train.groups[:4].tolist() == [0, 1, 0, 1]
 
 
 # ------------------------------------------------------------------------------- hashes of records
