@@ -219,8 +219,8 @@ def register_model(
         reason = f"must be a new name, but {name!r} is a built-in architecture"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        reason = f"{name} must be a module, or a function that returns a module"
-        raise SettingError("model", "name", reason)
+        reason = "must be a module, or a function that returns a module"
+        raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(
         builder(name, model), norms, True, isinstance(model, nn.Module), source
     )
