@@ -157,7 +157,7 @@ def test_a_model_that_draws_is_declined_before_a_ledger_is_made(
     monkeypatch.setattr(served, "check_private_steps", lambda *args: [])  # a server may not look
     with pytest.raises(TooFewClientsError, match="of 3 clients, but 0 joined"):
         place.serve(given)
-    declined = [line for line in place.said if "declines: model.name own-drawing draws" in line]
+    declined = [line for line in place.said if "declines: model.name=own-drawing draws" in line]
     assert len(declined) == CLIENTS
     assert not list(place.folder.glob("owner-*/*.jsonl"))
 
