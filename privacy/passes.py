@@ -190,7 +190,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     ...         raise ZeroDivisionError
     ...     return 1 / x
     >>> values_of_each(inverse, [torch.tensor([4.0, 0.0, 2.0])], print)
-    the contribution of a record (or of padding) is left out, because it could not be computed: ZeroDivisionError()
+    a record contributes nothing, because its value could not be computed: ZeroDivisionError()
     tensor([0.2500,    nan, 0.5000])
     """
     try:
