@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsynth.core.client import PrivateClientView
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method, charge_for
+from fedsynth.data.images import ImageData
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import RECORD, Release
+from fedsynth.privacy.releases import RECORD, USER, Release
 from fedsynth.privacy.report.figures import ReportFacts
+
+HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
+NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
+"""Numbers of a row that nothing has checked yet."""
 
 
 def release(**values: Any) -> Release:
@@ -27,6 +40,20 @@ def release(**values: Any) -> Release:
         **values,
     }
     return Release(sampler="full" if fields["sample_rate"] == 1 else "poisson", **fields)
+
+
+def plan(**values: Any) -> ReleasePlan:
+    """Returns the plan of one release of sums."""
+    fields = {
+        **dict.fromkeys(("name", "quantity", "mechanism", "clipped"), "sums"),
+        "clip": 2.0,
+        "sample_rate": 1.0,
+        "steps": 1,
+        "dimension": 18,
+        "groups": 3,
+        **values,
+    }
+    return ReleasePlan(**fields)
 
 
 def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
@@ -71,3 +98,27 @@ def audit(**values: Any) -> dict[str, Any]:
     }
     bound = epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999)
     return {**counts, "epsilon_lower_bound": bound, **values}
+
+
+def private_step(
+    method: Method,
+    message: Any,
+    context: RoundContext,
+    data: ImageData,
+    part: Tensor | None = None,
+    users: Tensor | None = None,
+) -> Any:
+    """Returns the upload of a client with these records, which is charged for its step."""
+    watched = guard(unit=RECORD if users is None else USER)
+    charged = charge_for(method, context, [0], [watched], [SecretGenerator()])
+    clients = PrivateClientView(
+        [0],
+        data,
+        [torch.arange(len(data)) if part is None else part],
+        charged,
+        nominal_size=context.nominal_size,
+        users=users,
+        network=context.architecture,
+    )
+    ((upload, _),) = method.client_step(message, clients, [{}], context)
+    return upload

@@ -22,26 +22,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedsynth.config.resolve import resolve
 from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method, charge_for
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
-from fedsynth.features.feature_map import LANES, row_product, two_sided
+from fedsynth.features.feature_map import LANES
 from fedsynth.features.registry import feature_map
 from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedstats import FedStats
 from fedsynth.methods.statistics.class_moments import step_rows
 from fedsynth.models.on_features import OnFeatures, Root, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
 from tests.digits import SPEC, convnet, digits
-from tests.privacy.support import guard
+from tests.privacy.support import private_step
 
 MNIST = dataset_spec("mnist")
 MAPS = ("whitened-scattering", "whitened-scattering+random-process")
@@ -82,15 +82,6 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def private_step(
-    method: Method, message: Any, data: ImageData, part: Tensor, context: RoundContext, size: float
-) -> None:
-    charged = charge_for(method, context, [0], [guard()], [SecretGenerator()])
-    network = context.architecture
-    clients = PrivateClientView([0], data, [part], charged, nominal_size=size, network=network)
-    method.client_step(message, clients, [{}], context)
-
-
 STEPS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual"}, "float32"),
     ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient"}, "bfloat16"),
@@ -114,11 +105,10 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     )
     message = method.broadcast(method.initial_state(context.architecture.state_dict()), context)
     seen = []
+    data = digits(np.arange(80) % 10)
     for records in (20, 70, 75):
         with Shapes() as shapes:
-            private_step(
-                method, message, digits(np.arange(80) % 10), torch.arange(records), context, 72.0
-            )
+            private_step(method, message, context, data, torch.arange(records))
         seen.append(shapes.seen)
     assert seen[0]
     assert seen[0] == seen[1] == seen[2]
@@ -193,15 +183,12 @@ def enlarged(x: Tensor) -> Tensor:
     return nn.functional.interpolate(x, size=(28, 28))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_rows_bits_depend_only_on_its_record(device: str) -> None:
+def test_a_rows_bits_depend_only_on_its_record(device: torch.device) -> None:
     """Records are moved through the pass, and their neighbours are exchanged or are zeros."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     length = 32
-    data = digits(np.arange(2 * length) % 10, device=torch.device(device))
+    data = digits(np.arange(2 * length) % 10, device=device)
     x, y = normalise(data.images, SPEC), data.labels
-    for name, rows in row_functions(torch.device(device)):
+    for name, rows in row_functions(device):
         first = rows(x[:length], y[:length])
         assert torch.isfinite(first).all(), name
         for shift in (1, 3):
@@ -251,48 +238,37 @@ def test_a_rows_bits_on_features_depend_only_on_its_record() -> None:
         assert layer.in_features % LANES == 0
 
 
-def test_filled_up_products_are_those_of_numpy() -> None:
-    rng = np.random.default_rng(1)
-    for d, c in ((1, 1), (16, 16), (33, 7)):
-        rows, weight = rng.normal(size=(5, d)), rng.normal(size=(c, d))
-        found = row_product(torch.from_numpy(rows), torch.from_numpy(weight))
-        np.testing.assert_allclose(found, rows @ weight.T, atol=1e-12)
-    left, middle, right = (rng.normal(size=s) for s in ((3, 17), (5, 17, 9), (9, 9)))
-    made = two_sided(*(torch.from_numpy(one) for one in (left, middle, right)))
-    np.testing.assert_allclose(made, left @ middle @ right, atol=1e-12)
-
-
 Sums = list[tuple[Tensor, float]]
 
 
-def moves_by_one_clip_at_most(sums: Sums) -> None:
+def a_record_moves_by_one_clip_at_most(
+    sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, gone: int
+) -> None:
+    """The sums of a step of a server with these parameters, with and without one record."""
+    message = method.broadcast(method.initial_state(parameters), context)
+    everyone = torch.arange(len(data))
+    for part in (everyone, everyone[everyone != gone]):
+        private_step(method, message, context, data, part)
     (whole, clip), (without, _) = sums
     assert float((whole - without).norm()) <= clip * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
 @pytest.mark.parametrize(("records", "place"), [(1, "first"), (129, "first"), (513, "last")])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_hostile_weights_do_not_let_a_record_move_others(
-    mechanism: str, records: int, place: str, device: str, unnoised: Sums
+    mechanism: str, records: int, place: str, device: torch.device, unnoised: Sums
 ) -> None:
-    """Sums with and without one record, at a clip that all rows reach."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    data = digits(np.arange(records + 1) % 10, device=torch.device(device))
-    name, values = "feddm", {"ipc": 1, "iterations": 1, "radius": 0.0}
+    """At a clip that all rows reach."""
+    data = digits(np.arange(records + 1) % 10, device=device)
+    method: Method = FedDM(ipc=1, iterations=1, radius=0.0)
+    given_ = {"mechanism": mechanism}
     if mechanism == "dp-sgd":
-        name, values = "fedavg", {"local_steps": 1}
-    method = method_class(name).from_mapping(values)
-    given_ = {} if name == "fedavg" else {"mechanism": mechanism}
+        method, given_ = FedAvg(local_steps=1), {}
     privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **given_)
-    network = cancelling_network(records)
-    context = RoundContext(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
-    message = method.broadcast(method.initial_state(network.to(device).state_dict()), context)
-    everyone = torch.arange(records + 1)
-    for part in (everyone, everyone[1:] if place == "first" else everyone[:-1]):
-        private_step(method, message, data, part, context, 287.6)
-    moves_by_one_clip_at_most(unnoised)
+    network = cancelling_network(records).to(device)
+    context = RoundContext(1, 0, device, SPEC, network, 287.6, privacy)
+    gone = 0 if place == "first" else records
+    a_record_moves_by_one_clip_at_most(unnoised, method, network.state_dict(), context, data, gone)
 
 
 @pytest.mark.parametrize("method", [FedAvg(local_steps=1, lr=1.0, momentum=0.0), FedStats()])
@@ -312,11 +288,8 @@ def test_hostile_weights_on_features_do_not_let_a_record_move_others(
     z = embedded(known, torch.zeros(on.dimension), on.radius)
     parameters = {**network.state_dict(), "classifier.weight": cancelling_weight(z)}
     context = RoundContext(number, 0, CPU, MNIST, network, 200.0, privacy, clients=1, rounds=16)
-    message = method.broadcast(method.initial_state(parameters), context)
-    for some in (images, images[1:]):
-        data = from_arrays(some, np.full(len(some), 5), MNIST)
-        private_step(method, message, data, torch.arange(len(some)), context, 200.0)
-    moves_by_one_clip_at_most(unnoised)
+    data = from_arrays(images, np.full(len(images), 5), MNIST)
+    a_record_moves_by_one_clip_at_most(unnoised, method, parameters, context, data, 0)
 
 
 @pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])
@@ -334,8 +307,5 @@ def test_hostile_weights_of_a_linear_model_on_pixels(
     privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
     context = RoundContext(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
     method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
-    message = method.broadcast(method.initial_state(parameters), context)
-    for some in (images, images[1:]):
-        data = from_arrays(some, np.full(len(some), 5), spec)
-        private_step(method, message, data, torch.arange(len(some)), context, 200.0)
-    moves_by_one_clip_at_most(unnoised)
+    data = from_arrays(images, np.full(len(images), 5), spec)
+    a_record_moves_by_one_clip_at_most(unnoised, method, parameters, context, data, 0)

@@ -1,17 +1,25 @@
-"""DP-SGD: Opacus' per-example gradients through our mechanism."""
+"""DP-SGD: per-example gradients through our mechanism, of any network and of models on fixed
+features."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedsynth.core.context import RoundContext
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.features import FeatureMap, feature_map, register_features
+from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.convnet import ConvNet, channels_last
 from fedsynth.models.flat import flatten
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import (
     DpSgdSettings,
@@ -22,9 +30,13 @@ from fedsynth.privacy.dpsgd import (
     group_norm_twin,
 )
 from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.products import Outer, clipped_product
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd
-from tests.privacy.support import series
+from tests.digits import SPEC, convnet
+from tests.privacy.support import private_step, series
 
 
 def linear() -> nn.Module:
@@ -44,11 +56,6 @@ def run(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: Any) 
     dp_sgd(model, lambda i: x[i], y, charged, 1, settings, **more)
     assert charged.steps_left == 0
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
-
-
-def convnet() -> ConvNet:
-    with forked_rng(0, "a network"):
-        return ConvNet((1, 8, 8), 10, width=4, depth=1)
 
 
 X8 = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -79,11 +86,14 @@ def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPa
     x, y = torch.randn(7, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
     seen, whole, pieces = [], linear(), linear()
     run(whole, x, y)
-    monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
     original = dpsgd._per_example_gradients
-    monkeypatch.setattr(
-        dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[2])) or original(*args)
-    )
+
+    def noted(*args: Any) -> Any:
+        seen.append(len(args[2]))
+        return original(*args)
+
+    monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
+    monkeypatch.setattr(dpsgd, "_per_example_gradients", noted)
     run(pieces, x, y)
     assert seen == [2, 2, 2, 2]  # a power of two within the bound, the last one filled up
     torch.testing.assert_close(whole[1].weight, pieces[1].weight)
@@ -187,8 +197,148 @@ def test_each_row_is_that_examples_gradient(name: str) -> None:
         network: nn.Module = ChannelsLast()
         x = torch.randn(4, *shape)
     if name != "own":
-        settings = ModelSettings(name, width=8, norm="group" if name in ("cnn1", "cnn2") else "")
+        settings = ModelSettings(name, width=8, norm="group" if shape[0] == 1 else "")
         network = build_model(settings, shape, 10, seed=0)
     y = torch.arange(4)
     expected = one_by_one(network, x, y)
     torch.testing.assert_close(example_gradients(network, x, y), expected, atol=1e-5, rtol=1e-4)
+
+
+# ----------------------------------------------------------------- models on fixed feature maps
+
+PIXELS = feature_map("pixels", SPEC.image_shape)
+NOMINAL = 24.0
+
+
+def images(n: int, seed: int = 0, kind: int | None = None) -> np.ndarray:
+    made = np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
+    if kind is not None:
+        made[:, 0, 0, 0] = kind
+    return made
+
+
+def labelled(pixels: np.ndarray, last: int | None = None) -> ImageData:
+    """The images with labels in turn, the last one with its own."""
+    labels = np.arange(len(pixels)) % 10
+    if last is not None:
+        labels[-1] = last
+    return from_arrays(pixels, labels, SPEC)
+
+
+def hostile(shape: tuple[int, int, int]) -> FeatureMap:
+    """A map that makes enormous, infinite or undefined values of some images."""
+
+    def function(x: Tensor) -> Tensor:
+        flat = x.flatten(1) - 0.5
+        kind = (255 * x[:, 0, 0, 0]).round()[:, None]
+        flat = torch.where(kind == 1, 1e30 * flat, flat)
+        flat = torch.where(kind == 2, torch.full_like(flat, float("inf")), flat)
+        return torch.where(kind == 3, torch.full_like(flat, float("nan")), flat)
+
+    return replace(PIXELS, name="own-hostile", function=function)
+
+
+register_features("own-hostile", hostile)
+
+
+def setting(
+    features: str, clip: float, model: str = "", noise: float = 1e-9, rate: float = 1.0
+) -> RoundContext:
+    network = build_network(ModelSettings(model, 5, features=features), SPEC, 0)
+    privacy = PrivacySettings(noise_multiplier=noise, clip=clip, sample_rate=rate)
+    return RoundContext(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
+
+
+def moved(context: RoundContext, data: ImageData, scale: float = 1.0) -> Tensor:
+    """The sum of one full step, from the model that a client sends: (w₀ − w)·n, at rate 1."""
+    method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
+    start = {name: scale * value for name, value in context.architecture.state_dict().items()}
+    message = method.broadcast(method.initial_state(start), context)
+    sent = private_step(method, message, context, data).parameters
+    steps = [(start[name] - sent[name]).double().flatten() for name in start]
+    return torch.cat(steps) * NOMINAL
+
+
+HOSTILE = (
+    np.zeros((1, 1, 8, 8)),
+    np.full((1, 1, 8, 8), 255),
+    images(12)[:1],
+    images(1, 5, kind=1),
+    images(1, 6, kind=2),
+    images(1, 7, kind=3),
+)
+
+
+def move(
+    model: str, clip: float, extra: int, label: int, scale: float, features: str = "own-hostile"
+) -> float:
+    """How far the sum of a step moves with one image more."""
+    context = setting(features, clip, model)
+    without = labelled(images(12))
+    more = labelled(np.concatenate([images(12), HOSTILE[extra]]).astype(np.uint8), label)
+    return float((moved(context, more, scale) - moved(context, without, scale)).norm())
+
+
+@given(
+    extra=st.integers(0, len(HOSTILE) - 1),
+    label=st.integers(0, 9),
+    scale=st.sampled_from([0.0, 1.0, 1e4]),
+)
+@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_an_image_more_moves_the_step_by_at_most_the_clip(
+    model: str, extra: int, label: int, scale: float
+) -> None:
+    """Also where the map makes 1e30, infinities or NaN of it, and of large weights."""
+    rounding = 1e-4 + 1e-6 * scale * NOMINAL  # of weights in float32, which the step is read from
+    assert move(model, 0.05, extra, label, scale) <= 0.05 + rounding
+
+
+def test_without_the_clip_the_bound_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unclipped(left: Tensor, right: Tensor, clip: float) -> Outer:
+        made = clipped_product(left, right, 1e6)
+        return Unclipped(made.column, made.row, clip)
+
+    class Unclipped(Outer):
+        def part(self, taken: slice | Tensor) -> Outer:
+            return Unclipped(self.column[taken], self.row[taken], self.bound)
+
+        def sums(self, shares_N: Tensor | None = None) -> Tensor:
+            return (self.column.T @ self.row).flatten()
+
+    assert 0.04 < move("linear", 0.05, 1, 3, 1.0, "pixels") < 0.0502
+    monkeypatch.setattr(dpsgd, "clipped_product", unclipped)
+    assert move("linear", 0.05, 1, 3, 1.0, "pixels") > 0.5
+
+
+@pytest.mark.parametrize("clip", [0.3, 5.0])
+def test_factors_give_the_sums_of_written_out_gradients(
+    clip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = labelled(images(40))
+    context = setting("pixels", clip)
+    short = moved(context, data)
+    architecture: Any = context.architecture
+    monkeypatch.setattr(type(architecture), "linear", property(lambda self: False))
+    monkeypatch.setattr(type(architecture), "embed", lambda self, x: x)
+    torch.testing.assert_close(short, moved(context, data), atol=1e-4, rtol=1e-4)
+
+
+def test_samples_are_poisson_and_reach_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At q = 1/2 about half of the records take part, others in each step."""
+    context = setting("pixels", 10.0, rate=0.5)
+    taken: list[int] = []
+    add = GaussianSumMechanism.add_products
+
+    def spy(self: GaussianSumMechanism, products: Any, sample: Any = None) -> None:
+        taken.append(len(products))
+        add(self, products, sample)
+
+    monkeypatch.setattr(GaussianSumMechanism, "add_products", spy)
+    sizes = set()
+    for _ in range(6):
+        taken.clear()
+        moved(context, labelled(images(200)))
+        sizes.add(sum(taken))
+    assert all(50 < size < 150 for size in sizes)
+    assert len(sizes) > 1

@@ -44,7 +44,7 @@ def test_the_size_limit_is_exact(tmp_path: Path) -> None:
     [
         ("x = " + "[" * 100_000, "levels deep"),
         (".".join("a" * 100_000) + " = 1", "levels deep"),
-        ("x = {" + " . ".join('"a"' for _ in range(100_000)) + " = 1}", "levels deep"),
+        ("x = {" + " . ".join(['"a"'] * 100_000) + " = 1}", "levels deep"),
         ("x = " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "levels deep"),
         ("x = 9223372036854775808", "64 bits"),
         ("x = " + "9" * 5000, "digits"),

@@ -1,5 +1,4 @@
-"""Rounding on a grid after the noise: what the sum of rounded parts can tell beside the sum of the
-unrounded ones, by numbers, and broken twins of it."""
+"""Rounding on a grid after the noise tells no more than the sum does; and broken twins of it."""
 
 from __future__ import annotations
 
@@ -19,23 +18,11 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import FINE, TAIL, Addends, Grid, SecretGenerator, grid_of
-from tests.privacy.support import guard
+from tests.privacy.support import guard, plan
 
 REACH = 60
 """Grid steps to either side that have all of the probability."""
-PLAN = ReleasePlan(
-    name="sums",
-    quantity="sums",
-    mechanism="statistics",
-    clipped="each",
-    clip=2.0,
-    sample_rate=1.0,
-    steps=1,
-    dimension=6,
-    groups=2,
-    shares=3,
-    addends=Addends(clients=4, records=1000),
-)
+PLAN = plan(dimension=6, groups=2, shares=3, addends=Addends(clients=4, records=1000))
 
 
 def rounded(mean: float, tau: float) -> np.ndarray:
@@ -109,10 +96,10 @@ def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
     assert 200 < taken < 400
 
 
-def released(plan: ReleasePlan, secret: SecretGenerator, rows: torch.Tensor) -> torch.Tensor:
-    series = GaussianSumMechanism(plan.release(1, 1.5), plan.groups, guard(), secret)
-    series.shares = plan.shares
-    series.grid = plan.grid(1.5)
+def released(one: ReleasePlan, secret: SecretGenerator, rows: torch.Tensor) -> torch.Tensor:
+    series = GaussianSumMechanism(one.release(1, 1.5), one.groups, guard(), secret)
+    series.shares = one.shares
+    series.grid = one.grid(1.5)
     series.sample(len(rows))
     series.add(rows, torch.zeros(len(rows), dtype=torch.int64))
     return series.release()
@@ -145,17 +132,17 @@ HUGE = replace(PLAN, clip=1e12, dimension=200_000, groups=1, shares=2, addends=A
 
 
 @pytest.mark.parametrize("records", [0, 3999])
-@pytest.mark.parametrize("plan", [HUGE, replace(HUGE, clip=1.0)], ids=["huge clip", "clip 1"])
-def test_parts_have_as_many_even_as_odd_steps(plan: ReleasePlan, records: int) -> None:
+@pytest.mark.parametrize("one", [HUGE, replace(HUGE, clip=1.0)], ids=["huge clip", "clip 1"])
+def test_parts_have_as_many_even_as_odd_steps(one: ReleasePlan, records: int) -> None:
     """However large they are: ties to even numbers of steps would tell the size of a part."""
-    grid = plan.grid(3.0)
+    grid = one.grid(3.0)
     assert grid is not None
     secret = SecretGenerator(test_only=np.random.default_rng(0))
-    sums = torch.full((1, plan.dimension), 0.999 * plan.clip * records, dtype=torch.float64)
-    parts = on_grid(sums, secret.normal(sums.shape, 3 * plan.clip / math.sqrt(2)), grid)
+    sums = torch.full((1, one.dimension), 0.999 * one.clip * records, dtype=torch.float64)
+    parts = on_grid(sums, secret.normal(sums.shape, 3 * one.clip / math.sqrt(2)), grid)
     steps = (parts / grid.spacing).numpy()
     np.testing.assert_array_equal(steps, np.rint(steps))
-    assert abs(np.mean(steps % 2 == 0) - 0.5) < 5 * 0.5 / math.sqrt(plan.dimension)
+    assert abs(np.mean(steps % 2 == 0) - 0.5) < 5 * 0.5 / math.sqrt(one.dimension)
 
 
 def test_on_a_grid_as_fine_as_float64_ties_would_decide() -> None:

@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,12 @@ def test_round_trip(path: Path) -> None:
     again.charge(row(3))
     assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees what others add
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    head = (lines[0]["client"], lines[0]["dataset"], lines[0]["fedsynth_ledger"])
-    assert head == ("alice", "digits/0", 2)
     assert again.chains == tuple(line["chain"] for line in lines)
     assert path.stat().st_mode & 0o077 == 0
     assert os.listdir(path.parent) == [path.name]  # no temporary file is left
-    with pytest.raises(LedgerError, match="belongs to client 'alice', not 'bob'"):
-        Ledger("bob", path, dataset="digits/0")
-    with pytest.raises(LedgerError, match=r"belongs to data set 'digits/0', .* uses 'mnist'"):
-        Ledger("alice", path, dataset="mnist")
+    for client, dataset in (("bob", "digits/0"), ("alice", "mnist")):
+        with pytest.raises(LedgerError, match=r"belongs to (client|data set)"):
+            Ledger(client, path, dataset=dataset)
 
 
 def test_charge_is_on_the_disk_when_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +86,11 @@ def line_removed(text: str) -> str:
     return "".join([lines[0], *lines[2:]])
 
 
+def with_client(client: Any) -> bytes:
+    """A header with a sound hash."""
+    return encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")[0]
+
+
 DAMAGE: dict[str, Callable[[str], str]] = {
     "edited": lambda text: text.replace('"round": 2', '"round": 3'),
     "header": lambda text: text.replace('"client": "alice"', '"client": "alicf"'),
@@ -97,6 +99,7 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "not JSON": lambda text: text + "hello\n",
     "list": lambda text: text + "[]\n",
     "emptied": lambda text: "",
+    "client is no text": lambda text: with_client(["alice"]).decode(),
 }
 
 
@@ -114,17 +117,6 @@ def test_damage_is_refused_and_not_repaired(path: Path, damage: str) -> None:
         assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("client", [7, None, ["alice"]])
-def test_a_header_names_its_client_as_text(path: Path, client: Any) -> None:
-    """Also where the line's hash is right."""
-    path.parent.mkdir(exist_ok=True)
-    line, _ = encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")
-    path.write_bytes(line)
-    for attempt in (repair_ledger, read_ledger):
-        with pytest.raises(LedgerError, match="not a ledger of schema"):
-            attempt(path)
-
-
 def test_damage_under_an_open_ledger(path: Path) -> None:
     ledger = charged(path, 3)
     whole = path.read_text()
@@ -137,35 +129,18 @@ def test_damage_under_an_open_ledger(path: Path) -> None:
     assert not path.exists()  # a ledger that vanished does not start again from nothing
 
 
-def test_lines_that_are_no_release(path: Path) -> None:
-    """Which records a ledger is for, and that they may change: its rows stay, and count."""
+def test_other_records_are_seen_by_an_open_ledger_and_unknown_lines_are_refused(path: Path) -> None:
     other = Ledger("alice", path, dataset="digits/0", records="aa")
-    ledger = Ledger("alice", path, dataset="digits/0")
-    assert (ledger.records, ledger.bound) == (("aa",), False)
-    ledger.charge(row(0))
-    assert ledger.bound
+    ledger = charged(path, 1)
     ledger.carry_over()
-    assert (ledger.may_change, ledger.bound) == (True, False)
     ledger.take_records("bb", "mnist/1")
     ledger.charge(row(1))
-    again = Ledger("alice", path, dataset="mnist/1")
-    assert other.releases == again.releases == (row(0), row(1))
-    for one in (other, again):
-        assert (one.records, one.may_change, one.bound) == (("aa", "bb"), False, True)
-    with pytest.raises(LedgerError, match="in memory"):
-        Ledger("alice").carry_over()
+    assert other.releases == (row(0), row(1))
+    assert (other.records, other.may_change, other.bound) == (("aa", "bb"), False, True)
     with pytest.raises(LedgerError, match="unknown kind"):
         ledger._note({"entry": "forgiven"})  # of a later version; it is in the file now
     with pytest.raises(LedgerError, match="unknown kind"):
         read_ledger(path)
-
-
-def test_unusable_paths(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerError, match="cannot create"):
-        Ledger("alice", tmp_path / "file" / "alice.jsonl")
-    with pytest.raises(LedgerError, match="cannot open"):
-        Ledger("alice", tmp_path)
 
 
 def _charge_many(path: Path, first: int) -> None:
@@ -175,13 +150,8 @@ def _charge_many(path: Path, first: int) -> None:
 
 
 def test_two_processes_do_not_interleave(path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_charge_many, args=(path, first)) for first in (0, 100)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
-        assert worker.exitcode == 0
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.starmap(_charge_many, [(path, 0), (path, 100)])
     rounds = [r.round for r in read_ledger(path).releases]
     assert [n for n in rounds if n < 100] == list(range(25))
     assert [n for n in rounds if n >= 100] == list(range(100, 125))
@@ -192,21 +162,20 @@ def test_threads_lose_no_charge_of_a_ledger_in_memory() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        work = lambda: [ledger.charge(row(n)) for n in range(300)]  # noqa: E731
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ledger.charge, [row()] * 1200))
     finally:
         sys.setswitchinterval(interval)
-    assert len(ledger.releases) == 4 * 300
+    assert len(ledger.releases) == 1200
 
 
-def test_guard_refuses_before_the_cap() -> None:
-    ledger = Ledger("alice")
+def test_guard_refuses_before_the_cap(path: Path) -> None:
+    """Two guards on one file share the budget."""
+    ledger = Ledger("alice", path)
     three, four = (epsilon([row(n) for n in range(rounds)], DELTA) for rounds in (3, 4))
-    guard = BudgetEnforcer(ledger, DELTA, three * 1.0001)
+    guard, other = (
+        BudgetEnforcer(one, DELTA, three * 1.0001) for one in (ledger, Ledger("alice", path))
+    )
     with pytest.raises(BudgetExceededError):
         guard.check([row(number) for number in range(4)])  # a whole plan
     for number in range(3):
@@ -214,6 +183,8 @@ def test_guard_refuses_before_the_cap() -> None:
         guard.charge(row(number))
     with pytest.raises(BudgetExceededError) as caught:
         guard.charge(row(3))
+    with pytest.raises(BudgetExceededError):
+        other.charge(row(3))
     now, after = re.search(r" from (\S+) to (\S+), above", str(caught.value)).groups()
     # rounded up: what is printed is never smaller than what was computed
     assert three <= float(now) <= three * 1.01
@@ -226,22 +197,11 @@ def test_guard_refuses_what_no_mechanism_protects() -> None:
     with pytest.raises(BudgetExceededError, match="to ∞"):
         BudgetEnforcer(Ledger("alice"), DELTA, 100.0).charge(leak)
     BudgetEnforcer(Ledger("alice"), DELTA, None).charge(leak)  # recorded, and ε is infinite
-
-
-def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:
-    cap = epsilon([row()], DELTA) * 1.01
-    guards = [BudgetEnforcer(Ledger("alice", path), DELTA, cap) for _ in range(2)]
-    guards[0].charge(row())
-    with pytest.raises(BudgetExceededError):
-        guards[1].charge(row())
-
-
-@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
-def test_guard_needs_a_real_cap_and_delta(cap: float) -> None:
-    with pytest.raises(PrivacySettingError, match="must be finite"):
-        BudgetEnforcer(Ledger("alice"), DELTA, cap)
+    for cap in (0.0, float("nan"), float("inf")):
+        with pytest.raises(PrivacySettingError, match="must be finite"):
+            BudgetEnforcer(Ledger("alice"), DELTA, cap)
     with pytest.raises(PrivacySettingError, match="delta"):
-        BudgetEnforcer(Ledger("alice"), cap, 1.0)
+        BudgetEnforcer(Ledger("alice"), 1.0, None)
 
 
 def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +253,13 @@ def test_only_regular_files_are_ledgers(path: Path, make: Callable[[Path], None]
     held = charged(path, 1)
     path.unlink()
     make(path)
-    for attempt in (
-        lambda: read_ledger(path),
-        lambda: repair_ledger(path),
-        lambda: held.charge(row(1)),
-        held.check_writable,
-    ):
+    with pytest.raises(LedgerError, match=r"regular file|directory"):
+        held.charge(row(1))
+    with pytest.raises(LedgerError, match=r"regular file|directory"):
+        held.check_writable()
+    for attempt in (read_ledger, repair_ledger):
         with pytest.raises(LedgerError, match=r"regular file|directory"):
-            attempt()  # type: ignore[no-untyped-call]
+            attempt(path)
 
 
 @pytest.mark.parametrize("writing", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from fedsynth.privacy import (
     BudgetExceededError,
     DataOwner,
     PrivacyError,
-    ReleasePlan,
     read_ledger,
 )
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.releases import Release
+from tests.privacy.support import plan
 
 
 def records(count: int) -> tuple[Tensor, Tensor]:
@@ -34,6 +34,12 @@ def owner(count: int = 300, *, epsilon: float = 2.0, **settings: object) -> Data
     return DataOwner(
         "a", x, y, classes=3, nominal_size=300, epsilon=epsilon, delta=1e-5, **settings
     )
+
+
+def single(x: Tensor, **settings: Any) -> DataOwner:
+    """Of records without labels."""
+    given = {"nominal_size": len(x), "epsilon": 5, "delta": 1e-5, **settings}
+    return DataOwner("a", x, **given)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -66,39 +72,31 @@ def test_without_noise_the_mean_is_numpys(without_noise: None) -> None:
 
 
 def test_the_mean_is_clipped_and_divided_by_public_numbers(without_noise: None) -> None:
-    x = torch.full((30, 2), 100.0)
-    only = DataOwner("a", x, nominal_size=60, epsilon=5, delta=1e-5)
+    """And values outside the bounds are clamped."""
+    only = single(torch.full((30, 2), 100.0), nominal_size=60)
     norm = torch.linalg.vector_norm(only.noisy_mean(clip=1.0))
     assert float(norm) == pytest.approx(30 / 60, abs=1e-6)
-
-
-def test_values_outside_the_bounds_are_clamped(without_noise: None) -> None:
-    x = torch.tensor([[-5.0], [7.0]])
-    only = DataOwner("a", x, nominal_size=2, epsilon=5, delta=1e-5, bounds=(0, 1))
-    assert float(only.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
+    bounded = single(torch.tensor([[-5.0], [7.0]]), bounds=(0, 1))
+    assert float(bounded.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_one_record_more_changes_no_ledger_row_and_no_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: dict[int, list[tuple[int, ...]]] = {}
-    rows = {}
-    for count in (300, 301):
-        shapes: list[tuple[int, ...]] = []
+    def released(count: int) -> tuple[set[torch.Size], tuple[Release, ...]]:
+        shapes = set()
 
-        def values(x: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
-            shapes.append(tuple(x.shape))
+        def values(x: Tensor) -> Tensor:
+            shapes.add(x.shape)
             return x
 
         one = owner(count)
         monkeypatch.setattr(one, "check_independent", lambda values: None)
         one.noisy_mean(values, clip=1.0, total_epsilon=1.0)
-        one.fit(nn.Linear(6, 3), sgd, steps=2, batch_size=30, clip=1.0)
-        seen[count] = sorted(set(shapes))
-        rows[count] = one._ledger.releases
-    assert seen[300] == seen[301]
-    assert rows[300] == rows[301]
-    assert len(rows[300]) == 2
+        one.fit(nn.Linear(6, 3), sgd, steps=2, batch_size=300, clip=1.0)
+        return shapes, one._ledger.releases
+
+    assert released(300) == released(301)
 
 
 def test_the_budget_covers_all_releases() -> None:
@@ -108,6 +106,7 @@ def test_the_budget_covers_all_releases() -> None:
     one.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0)
     assert 1.99 < one.spent() <= 2.0
     before = one._ledger.releases
+    assert [row.round for row in before] == [1, 2]
     with pytest.raises(BudgetExceededError, match="of 2 "):
         one.noisy_mean(clip=1.0)
     assert one._ledger.releases == before
@@ -117,7 +116,7 @@ def test_a_user_counts_once(without_noise: None) -> None:
     """Catches clipping by record: the user with 99 records would outweigh the other."""
     x = torch.cat([torch.ones(99, 1), torch.zeros(1, 1)])
     users = torch.cat([torch.zeros(99), torch.ones(1)]).long()
-    one = DataOwner("a", x, nominal_size=2, epsilon=5, delta=1e-5, users=users)
+    one = single(x, nominal_size=2, users=users)
     assert float(one.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
     assert {row.unit for row in one._ledger.releases} == {"user"}
 
@@ -129,6 +128,9 @@ def test_a_permanent_ledger_is_continued_and_refuses_other_records(tmp_path: Pat
     assert read_ledger(tmp_path / "a.jsonl").releases == again._ledger.releases
     with pytest.raises(LedgerError, match="records of the ledger are missing"):
         owner(200, ledger=tmp_path)
+    x, _ = records(300)
+    with pytest.raises(LedgerError):  # the same records as other numbers under another name
+        DataOwner("b", x.double(), nominal_size=300, epsilon=1, delta=1e-5, ledger=tmp_path)
 
 
 def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
@@ -136,7 +138,6 @@ def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
     one.noisy_mean(clip=1.0)
     for suffix in (".html", ".md", ".json"):
         one.report(tmp_path / f"report{suffix}")
-    assert "a computation of one data owner" in (tmp_path / "report.md").read_text()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["guarantee"]["epsilon"] == pytest.approx(one.spent())
     with pytest.raises(PrivacySettingError, match="must end in"):
@@ -151,8 +152,6 @@ def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
         ({"nominal_size": 0}, "nominal_size"),
         ({"bounds": (1, 0)}, "bounds"),
         ({"users": torch.arange(4)}, "users"),
-        ({"delta": 2.0}, "delta"),
-        ({"epsilon": -1.0}, "epsilon"),
     ],
 )
 def test_arguments_are_checked(change: dict[str, object], message: str) -> None:
@@ -161,30 +160,10 @@ def test_arguments_are_checked(change: dict[str, object], message: str) -> None:
         DataOwner("a", torch.rand(10, 2), classes=3, **{**sound, **change})
 
 
-def test_rows_of_equal_plans_differ_in_the_round_only() -> None:
-    one = owner(epsilon=4.0)
-    one.noisy_mean(clip=1.0, total_epsilon=2.0)
-    one.noisy_mean(clip=1.0, total_epsilon=3.0)
-    first, second = one._ledger.releases
-    assert (first.round, second.round) == (1, 2)
-    assert replace(second, round=1, noise_multiplier=first.noise_multiplier) == first
-
-
 def test_a_series_counts_only_for_its_owner_and_with_its_own_noise() -> None:
-    plan = ReleasePlan(
-        name="sums",
-        quantity="sums",
-        mechanism="gaussian",
-        clipped="record",
-        clip=1.0,
-        sample_rate=1.0,
-        steps=1,
-        dimension=18,
-        groups=3,
-    )
     with pytest.raises(PrivacySettingError, match="shares=1"):
-        owner().charge(replace(plan, shares=100))
-    series = owner().charge(plan)
+        owner().charge(plan(shares=100))
+    series = owner().charge(plan())
     with pytest.raises(PrivacyError, match="not charged to"):
         owner().class_sums([series], lambda x, _: x)
 
@@ -200,8 +179,7 @@ def test_an_optimizer_that_fails_is_tried_before_the_charge(optimizer: Any) -> N
 
 def test_a_trial_is_within_the_bounds() -> None:
     """Catches trials on [0, 1], where this function mixes nothing."""
-    x = torch.rand(20, 4) * 255
-    one = DataOwner("a", x, nominal_size=20, epsilon=1, delta=1e-5, bounds=(0, 255))
+    one = single(torch.rand(20, 4) * 255, bounds=(0, 255))
     with pytest.raises(PrivacyError, match="mixes the examples"):
         one.noisy_mean(lambda x: x - torch.relu(x - 2).sum(), clip=1.0)
 
@@ -216,18 +194,9 @@ def test_a_record_that_fails_in_place_changes_no_other(without_noise: None) -> N
         return x
 
     x = torch.rand(40, 4)
-    without = DataOwner("a", x, nominal_size=40, epsilon=5, delta=1e-5)
     one_more = torch.cat([torch.full((1, 4), 90.0), x])
-    with_it = DataOwner("a", one_more, nominal_size=40, epsilon=5, delta=1e-5)
-    means = [one.noisy_mean(values, clip=10.0) for one in (without, with_it)]
+    means = [single(some, nominal_size=40).noisy_mean(values, clip=10.0) for some in (x, one_more)]
     assert torch.allclose(means[0], means[1], atol=1e-6)
-
-
-def test_the_same_records_in_another_type_have_the_same_ledger(tmp_path: Path) -> None:
-    x = torch.rand(30, 4)
-    DataOwner("a", x, nominal_size=30, epsilon=1, delta=1e-5, ledger=tmp_path).noisy_mean(clip=1.0)
-    with pytest.raises(LedgerError):
-        DataOwner("b", x.double(), nominal_size=30, epsilon=1, delta=1e-5, ledger=tmp_path)
 
 
 def mixing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -239,9 +208,8 @@ def mixing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ("model", "loss", "message"),
     [
         (nn.Linear(6, 3), mixing_loss, "mixes the examples"),
-        (nn.Linear(6, 3), lambda model, x, y: model(x).mean(), "each of the 4 examples"),
+        (nn.Linear(6, 3), lambda model, x, y: model(x).mean(), r"each of the 4 examples"),
         (nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), None, "Dropout.*Remove this layer"),
-        (nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), None, "BatchNorm1d.*group_norm_twin"),
         (
             torch.jit.script(nn.BatchNorm1d(6, track_running_stats=False)),
             None,

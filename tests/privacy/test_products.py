@@ -18,13 +18,11 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
 from fedsynth.privacy.releases import USER
-from tests.privacy.support import series
+from tests.privacy.support import NUMBERS, series
 
 CLASSES, D, CLIP = 4, 3, 0.7
 B = math.sqrt(1 - 1 / CLASSES)
-HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
-values = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
-vectors = st.lists(values, min_size=D, max_size=D)
+vectors = st.lists(NUMBERS, min_size=D, max_size=D)
 KINDS = ("rows", "outer", "moments", "grams")
 
 
@@ -46,7 +44,7 @@ def products(kind: str, z: Tensor, labels: Tensor, left: Tensor | None = None) -
 @given(
     data=st.lists(vectors, max_size=4),
     extra=vectors,
-    left=st.lists(values, min_size=CLASSES, max_size=CLASSES),
+    left=st.lists(NUMBERS, min_size=CLASSES, max_size=CLASSES),
     label=st.integers(0, CLASSES - 1),
 )
 @settings(max_examples=40, deadline=None)
@@ -129,17 +127,15 @@ def test_broken_twins_break_the_bound_or_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_sums_are_those_of_the_vectors_written_out(kind: str, weighted: bool) -> None:
+def test_sums_are_those_of_the_vectors_written_out(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, D, generator=generator)
     made = products(kind, z, torch.arange(50) % CLASSES)
     rows = made.rows()
     assert rows.shape == (50, made.width)
-    assert float(rows.norm(dim=1).max()) <= made.bound + 1e-12
-    shares = torch.rand(50, generator=generator) if weighted else None
-    expected = rows.sum(0) if shares is None else (rows * shares[:, None]).sum(0)
-    torch.testing.assert_close(made.sums(shares), expected)
+    torch.testing.assert_close(made.sums(), rows.sum(0))
+    shares = torch.rand(50, generator=generator)
+    torch.testing.assert_close(made.sums(shares), (rows * shares[:, None]).sum(0))
 
 
 def test_moments_by_numpy() -> None:
@@ -156,22 +152,10 @@ def test_moments_by_numpy() -> None:
     np.testing.assert_allclose(crossed, e.T @ clipped, atol=1e-5)
 
 
-def charged(
-    width: int, clip: float = 1.0, groups: int = 1, unit: str = "record"
-) -> GaussianSumMechanism:
+def charged(width: int, clip: float = 1.0, groups: int = 1, **unit: str) -> GaussianSumMechanism:
     """Returns a series with next to no noise."""
     values = {"noise_multiplier": 1e-9, "sensitivity": clip, "dimension": groups * width}
-    return series(groups, unit=unit, **values)
-
-
-def test_a_series_sums_products_that_come_in_pieces() -> None:
-    z = torch.randn(10, D, generator=torch.Generator().manual_seed(0))
-    made = Moments(z, targets(torch.arange(10) % CLASSES), B)
-    one = charged(made.width)
-    one.sample(10)
-    one.add_products(made.part(slice(4)))
-    one.add_products(made.part(slice(4, 10)))
-    torch.testing.assert_close(one.release()[0], made.sums().float())
+    return series(groups, **unit, **values)
 
 
 def test_a_series_refuses_more_than_was_charged() -> None:

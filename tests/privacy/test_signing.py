@@ -97,22 +97,19 @@ def rewritten(run: Path, **values: object) -> None:
     (run / "signature.json").write_text(json.dumps({**content, **values}))
 
 
+FORGED = "was changed after signing, or was made with another key"
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            lambda run: (run / "model.safetensors").write_text("x"),
-            "tensors was changed after signing",
-        ),
-        (
-            lambda run: (run / "ledger" / "client-000.jsonl").unlink(),
-            "jsonl is missing, although it was signed",
-        ),
-        (lambda run: (run / "certificate.pdf").write_text(""), "certificate.pdf was added"),
-        (lambda run: (run / "ledger" / "signature.json").write_text("{}"), "ledger/signature.json"),
-        (lambda run: (run / "signature.json").unlink(), "the run is not signed"),
-        ({"files": {}}, "was changed after signing, or was made with another key"),
-        ({"signature": "é"}, "was changed after signing, or was made with another key"),
+        (("model.safetensors", "x"), "tensors was changed after signing"),
+        (("ledger/client-000.jsonl", None), "jsonl is missing, although it was signed"),
+        (("certificate.pdf", ""), "certificate.pdf was added"),
+        (("ledger/signature.json", "{}"), "ledger/signature.json"),
+        (("signature.json", None), "the run is not signed"),
+        ({"files": {}}, FORGED),
+        ({"signature": "é"}, FORGED),
         ({"public_key": "x"}, "made with another key"),
         ({"algorithm": "none"}, "algorithm is wrong"),
         ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
@@ -125,21 +122,12 @@ def test_every_change_is_named(
 ) -> None:
     if isinstance(change, dict):
         rewritten(run, **change)
+    elif change[1] is None:
+        (run / change[0]).unlink()
     else:
-        change(run)
+        (run / change[0]).write_text(change[1])
     (found,) = problems(run, keys)
     assert expected in found
-
-
-def test_another_key_does_not_vouch(run: Path, keys: tuple[Path, Path]) -> None:
-    other = Ed25519PrivateKey.generate()
-    (run / "model.safetensors").write_text("another model")
-    sign_run(run, other)
-    assert problems(run, keys) == ["signature.json was made with another key"]
-    stolen = json.loads((run / "signature.json").read_text())
-    sign_run(run, read_private_key(keys[0]))
-    rewritten(run, signature=stolen["signature"])
-    assert "made with another key" in problems(run, keys)[0]
 
 
 def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
@@ -156,15 +144,9 @@ def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> 
     curve = ec.generate_private_key(ec.SECP256R1())
     encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
     file = tmp_path / "file"
-    for content, message in (
-        (b"", "unencrypted private Ed25519 key"),
-        (b"\xff", "unencrypted private Ed25519 key"),
-        (keys[1].read_bytes(), "unencrypted private Ed25519 key"),
-        (private_pem(curve), "unencrypted private Ed25519 key"),
-        (encrypted, "must be an unencrypted"),
-    ):
+    for content in (b"", b"\xff", keys[1].read_bytes(), private_pem(curve), encrypted):
         file.write_bytes(content)
-        with pytest.raises(SigningError, match=message):
+        with pytest.raises(SigningError, match="unencrypted private Ed25519 key"):
             read_private_key(file)
     for content in (b"", keys[0].read_bytes(), public_pem(curve)):
         file.write_bytes(content)

@@ -1,36 +1,34 @@
 """The wiring: what FedDM and FedAvg release, end to end, is the theorem's statistic at the public
-scale and nothing else."""
+scale and nothing else; and what a client refuses of a server, and settings of an owner."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ClientGroup, ExactClientView
+from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
+from fedsynth.core.uploads import check_numbers
 from fedsynth.data.partition import partition
-from fedsynth.federation.client_runtime import ClientBudget
+from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
-from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.matching import NetworkFeatures, frozen_means
-from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
-from tests.digits import HOSTILE, charged, context, convnet, digits
-from tests.privacy.support import guard, release
+from tests.digits import charged, context, digits
 
 
 def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any) -> list[Tensor]:
@@ -64,35 +62,6 @@ def test_fedavg_divides_by_the_nominal_size() -> None:
     torch.testing.assert_close(private, exact * 60 / 240, atol=1e-6, rtol=1e-3)
 
 
-@given(extra=st.sampled_from(HOSTILE), label=st.integers(0, 9), records=st.integers(0, 12))
-@settings(max_examples=10, deadline=None)
-@pytest.mark.parametrize("matcher", [ResidualMatcher, GradientMatcher])
-def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
-    matcher: Any, extra: np.ndarray, label: int, records: int
-) -> None:
-    """Through the real matcher, every example's residual above the clip in both halves."""
-    clip = 0.05
-    features = NetworkFeatures(convnet().requires_grad_(False), 5.0, None)
-    S = torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    data = digits([*(np.arange(12) % 10), label], extra)
-    sums: list[Tensor] = []
-
-    class Spy(GaussianSumMechanism):
-        def release(self) -> Any:
-            assert self._sums is not None
-            sums.append(self._sums.clone())
-            return super().release()
-
-    width = frozen_means(features, S).shape[1] if matcher is ResidualMatcher else S[0].numel()
-    row = release(noise_multiplier=1e-9, sensitivity=clip, dimension=10 * width)
-    for part in (torch.arange(records), torch.tensor([*range(records), 12])):
-        series = Spy(row, 10, guard(), SecretGenerator())
-        matcher(PrivateClientView([0], data, [part], []), [series], 1.0).gradient(0, features, S)
-    moved = sums[1].cpu() - sums[0].cpu()
-    assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
-    assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
-
-
 def private_run(method: str = "feddm", **privacy: Any) -> Any:
     """Returns settings of a run whose clients are partly empty, and 200 records."""
     trains = {"local_epochs": 1, "batch": 100}
@@ -107,22 +76,8 @@ def private_run(method: str = "feddm", **privacy: Any) -> Any:
     return resolve(sections), digits(np.arange(200) % 10)
 
 
-@pytest.mark.parametrize(
-    ("method", "rate", "steps"), [("feddm", 30 / 359.5, 2), ("fedavg", 100 / 359.5, 4)]
-)
-def test_the_schedule_comes_from_the_specification_and_not_from_the_data(
-    method: str, rate: float, steps: int
-) -> None:
-    """Catches: q, steps or nominal size from len(train)."""
-    settings_, data = private_run(method)
-    report: Any = simulate(settings_, data=(data, data)).privacy
-    (row,) = report["ledger"]
-    assert row["sample_rate"] == pytest.approx(rate)
-    assert row["steps"] == steps
-
-
 def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an empty client skipped, a step more or less than accounted."""
+    """Catches: an empty client skipped, a step more or less than accounted, q from len(train)."""
     released: list[float] = []
     original = GaussianSumMechanism.release
 
@@ -131,17 +86,18 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
         return original(self)
 
     monkeypatch.setattr(GaussianSumMechanism, "release", spy)
-    for method, steps, privacy in (
-        ("feddm", 2, {}),
-        ("feddm", 2 + 1, {"mechanism": "features"}),  # two networks, and the counts
-        ("fedavg", 4, {}),
-        ("fedfm", 4 + 2, {}),  # and the anchors' sums and counts
+    for method, steps, rate, privacy in (
+        ("feddm", 2, 30 / 359.5, {}),
+        ("feddm", 2 + 1, 1.0, {"mechanism": "features"}),  # two networks, and the counts
+        ("fedavg", 4, 100 / 359.5, {}),
+        ("fedfm", 4 + 2, 100 / 359.5, {}),  # and the anchors' sums and counts
     ):
         released.clear()
         settings_, data = private_run(method, **privacy)
         assert min(map(len, partition(data.labels.numpy(), settings_.resolved_partition, 10))) == 0
-        simulate(settings_, data=(data, data))
+        report: Any = simulate(settings_, data=(data, data)).privacy
         assert len(released) == 4 * 2 * steps
+        assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
 
 
 def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,41 +142,79 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     start = json.loads((result.folder / "privacy_start.json").read_text())
     assert set(start) == {
         *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
-        "simulated",  # a simulation or a run over nodes: the same whatever the data
-        "warnings",  # from public images and weights, before any data are read
-        "run",  # the folder's name and the day: known before any data are read
+        *("simulated", "warnings", "run"),  # known before any data are read
     }
-    assert set(start["run"]) == {"id", "date"}
-    assert {(one["rows"], len(one)) for one in start["ledgers"].values()} == {(0, 2)}
     # the true number of records, as a number and not inside a hash or a fraction
     count = re.compile(r"(?<![\w.])200(?![\w.])")
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
-def test_a_ledger_with_an_unaccounted_release_rules_every_budget_out(tmp_path: Path) -> None:
-    settings_, data = private_run(mechanism="paper", ledger=tmp_path)
-    simulate(settings_, data=(data, data))
-    capped, _ = private_run(mechanism="residual", epsilon=100.0, ledger=tmp_path)
-    with pytest.raises(UnaccountedReleaseError, match="epsilon=100 cannot be guaranteed"):
-        simulate(capped, data=(data, data))
-    noisy, _ = private_run(mechanism="residual", ledger=tmp_path)
-    result = simulate(noisy, data=(data, data))
-    report: Any = result.privacy
-    assert report["guarantee"] is None
-    assert any(
-        "FedDM's Algorithm 1 as printed" in reason for reason in report["verdict"]["reasons"]
-    )
-    assert result.summary["differential_privacy"]["guarantee"] is False
-    assert not any("epsilon" in row for row in result.metrics)
+def test_the_norm_is_of_all_tensors_together() -> None:
+    arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
+    check_numbers(arrays, 10.0)  # sqrt(36 + 64)
+    with pytest.raises(RequestRefusedError, match="got 10"):
+        check_numbers(arrays, 9.99)
+    with pytest.raises(RequestRefusedError, match=r"got 4\.808e\+38"):  # no overflow
+        check_numbers([("a", torch.full((2,), 3.4e38))], 1e38)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
+            check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
 
 
-def test_a_cap_met_inside_a_round_still_ends_in_order(
+@dataclass(frozen=True)
+class Proximal(Message):
+    mu: float
+
+
+def test_a_plain_number_of_a_message_is_checked() -> None:
+    with pytest.raises(RequestRefusedError, match=r"mu .*not finite"):
+        check_numbers(Proximal(mu=float("nan")).numbers(), None)
+
+
+def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_request = FedAF.first_request
+
+    def hostile(self: FedAF, state: Any, context: Any) -> Any:
+        asked: Any = first_request(self, state, context)
+        next(tensor for _, tensor in asked.arrays()).fill_(float("inf"))
+        return asked
+
+    monkeypatch.setattr(FedAF, "first_request", hostile)
+    monkeypatch.setattr(FedAF, "first_step", None)  # nobody answers
+    method = {"knowledge_from": "first-phase"}
+    sections = {"run": {"method": "fedaf", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
+    with pytest.raises(RequestRefusedError, match="not finite"):
+        simulate(resolve({**sections, "method": method}))
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("epsilon", {"epsilon": "8"}),
+        ("max_request_norm", {"noise_multiplier": 1.0, "max_request_norm": 0.0}),
+        ("noise_multiplier", {"noise_multiplier": -1.0}),
+        ("clip", {"epsilon": 1.0, "clip": float("inf")}),
+        ("sample_rate", {"epsilon": 1.0, "sample_rate": 0.0}),
+        ("unit", {"epsilon": 1.0, "unit": "household"}),
+        ("unit", {"epsilon": 1.0, "unit": "user"}),  # its users' number is not said
+        ("mechanism", {"epsilon": 1.0, "mechanism": "paper"}),  # no guarantee, so no ε
+        ("ledger", {"epsilon": 1.0, "ledger": "a\0b"}),
+        ("ledger", {"epsilon": 1.0, "ledger": "\ud800"}),
+        ("ledger", {"epsilon": 1.0, "ledger": "~nobody-of-that-name/ledgers"}),
+        ("epsilon", {"epsilon": True}),
+        ("noise_multiplier", {}),  # or a budget
+    ],
+)
+def test_it_is_named(key: str, values: dict[str, Any]) -> None:
+    with pytest.raises(PrivacySettingError) as caught:
+        PrivacySettings(**values)
+    assert (caught.value.section, caught.value.key) == ("privacy", key)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_ledgers_folder_is_the_same_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may charge the same ledger between the check and the charge."""
-    monkeypatch.setattr(ClientBudget, "check", lambda self, number: None)
-    settings_, data = private_run(epsilon=0.2)
-    result = simulate(settings_, data=(data, data), output=tmp_path)
-    assert len(result.metrics) == 1
-    assert result.folder is not None
-    assert "ended after" in (result.folder / "privacy_report.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert PrivacySettings(epsilon=1.0, ledger="kept").ledger_folder == tmp_path / "kept"
+    assert PrivacySettings(epsilon=1.0, ledger=NO_LEDGER).ledger_folder is None

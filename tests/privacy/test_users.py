@@ -3,6 +3,7 @@ every method and however they come."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from fedsynth.core.client import PrivateClientView
-from fedsynth.core.method import charge_for
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
-from fedsynth.privacy.passes import Sample, Units
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.passes import Units
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
+from tests.conftest import NO_CUDA
 from tests.digits import context, digits
-from tests.privacy.support import guard, release, series
+from tests.privacy.support import private_step, release, series
 
 CLIP, GROUPS, WIDTH = 2.0, 3, 4
 
@@ -72,14 +71,12 @@ PEOPLE = st.integers(1, 25).flatmap(
 )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])])
 @given(PEOPLE, st.integers(1, 30))
 @settings(max_examples=40, deadline=None)
 def test_sums_are_of_users_means_clipped_over_all_groups(
     device: str, people: tuple[np.ndarray, np.ndarray, np.ndarray], piece: int
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     rows, groups, users = people
     got = summed(*map(torch.from_numpy, people), piece, device)
     np.testing.assert_allclose(got.numpy(), oracle(rows, groups, users), rtol=1e-9, atol=1e-9)
@@ -137,16 +134,9 @@ def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
     sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(one)
     assert sample.records.tolist() == [1, 4, 0, 2, 3]
     assert sample.users is not None
-    assert sample.shares is not None
     assert sample.users.tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
-    incomplete = (
-        None,
-        Sample(sample.records),
-        Sample(sample.records, users=sample.users),
-        Sample(sample.records, shares=sample.shares),
-    )
-    for somebodys in incomplete:
+    for somebodys in (None, replace(sample, users=None), replace(sample, shares=None)):
         with pytest.raises(PrivacyError, match="protects users"):
             one.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), somebodys)
 
@@ -176,11 +166,7 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     sums = []
     for part in (everyone, everyone[:40], everyone[1:]):  # without the large user; a small one
         unnoised.clear()
-        watched = guard(unit=USER)
-        charged = charge_for(method, ctx, [0], [watched], [SecretGenerator()])
-        clients = PrivateClientView([0], data, [part], charged, nominal_size=1.0, users=users)
-        method.client_step(message, clients, [{}], ctx)
-        assert {r.unit for r in watched.ledger.releases} == {USER}
+        private_step(method, message, ctx, data, part, users)
         sums.append(list(unnoised))
     for other in sums[1:]:
         for (a, clip), (b, _) in zip(sums[0], other, strict=True):
@@ -194,8 +180,6 @@ def test_a_ledger_holds_one_unit() -> None:
     with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
         BudgetEnforcer(ledger, 1e-5, None)
     later = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
-    later.ledger.charge(
-        Release.from_json({**release().to_json(), "unit": USER})
-    )  # by another process
+    later.ledger.charge(replace(release(), unit=USER))  # by another process
     with pytest.raises(LedgerError, match="protect a user"):
         later.charge(release())

@@ -4,8 +4,8 @@ belong there."""
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +35,7 @@ from fedsynth.results.export import Share, readme
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
 from tests.own_images import declare, make_folder
+from tests.small import small_settings
 
 TINY = {
     "run": {"rounds": 1, "device": "cpu"},
@@ -49,7 +50,9 @@ REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
 def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of sites whose names, and whose path, nobody may see."""
     place = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
-    declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
+    declaration = declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
+    words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
+    declaration.write_text(words)
     return place
 
 
@@ -57,7 +60,8 @@ def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def share(secret_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One owner's synthetic set of it."""
     out = tmp_path_factory.mktemp("out")
-    settings = owner_settings({**TINY, "data": {"folder": str(secret_place)}})
+    given = {**TINY, "data": {"folder": str(secret_place)}, "report": {"sites": "Mitte,Nord"}}
+    settings = owner_settings(given)
     synthesize(settings, out / "share", runs=out / "runs")
     return out / "share"
 
@@ -78,10 +82,6 @@ def test_exactly_these_files(share: Path) -> None:
     )
     assert {(share / name).stat().st_mode & 0o777 for name in files(share)} == {0o644}
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=share, check=True)
-
-
-def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> None:
-    check_house(share, secret_place)
 
 
 def check_house(share: Path, secret_place: Path) -> None:
@@ -105,6 +105,7 @@ def test_an_exported_folder_has_a_report_of_its_files(
     """config.toml has paths, which its hash would let somebody guess who knows the rest."""
     (run,) = (share.parent / "runs").iterdir()
     with_model = export_run(run, tmp_path / "share", with_model=True)
+    check_house(share, secret_place)
     check_house(with_model, secret_place)
     for folder, more in ((share, []), (with_model, ["model.safetensors"])):
         lines = (folder / "SHA256SUMS").read_text().splitlines()
@@ -114,31 +115,12 @@ def test_an_exported_folder_has_a_report_of_its_files(
         assert all(sums[name] == digest for name, digest in listed.items())
         text = (folder / "privacy_report.md").read_text()
         assert "These files were exported together with this report" in text
+        assert "| sites | Mitte, Nord (client-000) |" in text
+        assert "## A patient with several examples" in text
         assert all(digest in text for digest in listed.values())
         for name in REPORTS:
             assert file_hash(run / "config.toml") not in (folder / name).read_text()
-        modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
-        assert modes == {0o644}
     assert verify_run(run).problems == []
-
-
-def test_one_owner_is_reported_with_the_declared_sites(tmp_path: Path) -> None:
-    """`--sites` was refused unless it named one client, and the report told of a federation."""
-    for number, (sites, shown) in enumerate((("", "north, south"), ("Mitte,Nord", "Mitte, Nord"))):
-        place = make_folder(tmp_path / f"clinic-{number}")
-        declare(place)
-        declaration = place / "fedsynth.toml"
-        words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
-        declaration.write_text(words)
-        given = {**TINY, "data": {"folder": str(place)}}
-        settings = owner_settings({**given, "report": {"sites": sites} if sites else {}})
-        share = tmp_path / f"share-{number}"
-        synthesize(settings, share, runs=tmp_path / "runs")
-        text = (share / "privacy_report.md").read_text()
-        assert f"| sites | {shown} (client-000) |" in text
-        assert "a computation of one data owner" in text
-        assert "## A patient with several examples" in text
-        assert "a federation" not in text
 
 
 def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
@@ -152,8 +134,6 @@ def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         facts = opened.metadata()
     assert facts["pixels"].startswith("float32; 0 is black, 1 is white")
-    stated = "format pixels data_set class_names mean std made_by epsilon delta"
-    assert sorted(facts) == sorted(stated.split())
     drawn = np.asarray(Image.open(share / "images" / "01-well" / "00003.png"))
     assert np.array_equal(drawn, np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255))
     (run,) = (share.parent / "runs").iterdir()
@@ -167,44 +147,32 @@ def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
     assert (found.soft_labels, found.clients) == (None, None)
     readme = (share / "README.md").read_text()
     assert f"ε = {format_epsilon(found.epsilon)} at" in readme
-    assert "Not protected: a person with several examples" in readme
 
 
 def test_the_readme_trains_in_ten_lines(share: Path) -> None:
     """Runs the README's code as a recipient would, without fedsynth."""
     code = re.search(r"```python\n(.*?)```", (share / "README.md").read_text(), re.S)
     assert code is not None
-    assert code[1].count("\n") <= 16
     assert "fedsynth" not in code[1]
     done = subprocess.run(
         [sys.executable, "-c", code[1]], cwd=share, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"loss \d+\.\d+, accuracy [01]\.\d+\n", done.stdout)
-    accuracy = float(done.stdout.split()[-1])
-    assert accuracy > 0.9  # four images
-
-
-def copied(share: Path, to: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(share, to / "copy"))
+    assert float(done.stdout.split()[-1]) > 0.9  # the accuracy on four images
 
 
 def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
-    for number, (name, error, text) in enumerate(
-        (
-            ("privacy_report.json", DataFilesCorruptError, "privacy_report.json was changed"),
-            ("synthetic.safetensors", DataFilesCorruptError, "was changed after"),
-            ("more.txt", DataFilesCorruptError, "more.txt is not listed in SHA256SUMS"),
-        )
-    ):
-        folder = copied(share, tmp_path / str(number))
+    for name in ("privacy_report.json", "synthetic.safetensors", "more.txt"):
+        folder = Path(shutil.copytree(share, tmp_path / name))
         with (folder / name).open("ab") as file:
             file.write(b" ")
-        with pytest.raises(error, match=text):
+        with pytest.raises(DataFilesCorruptError, match=name):
             load_synthetic(folder)
-    folder = copied(share, tmp_path / "gone")
+    folder = Path(shutil.copytree(share, tmp_path / "link"))
+    (folder / "images" / "link").symlink_to(share / "images")
+    with pytest.raises(DataFilesCorruptError, match="images/link is neither a plain file"):
+        load_synthetic(folder)
+    folder = Path(shutil.copytree(share, tmp_path / "gone"))
     (folder / "README.md").unlink()
     with pytest.raises(DataFilesMissingError, match=r"README.md is missing"):
         load_synthetic(folder)
@@ -215,7 +183,7 @@ def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
 
 def remade(share: Path, to: Path, tensors: dict[str, Tensor], **stated: str) -> Path:
     """The set with other tensors or metadata, and the hashes of its new files."""
-    folder = copied(share, to)
+    folder = Path(shutil.copytree(share, to / "copy"))
     file = folder / "synthetic.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = {**opened.metadata(), **stated}
@@ -224,34 +192,26 @@ def remade(share: Path, to: Path, tensors: dict[str, Tensor], **stated: str) -> 
     return folder
 
 
-def one_value(value: float) -> Tensor:
-    images = torch.rand(4, 1, 16, 16)
-    images[2, 0, 3, 3] = value
-    return images
+HALVES = torch.full((3, 2), 0.5)
+IMAGES = torch.rand(3, 1, 16, 16)
+EMPTY = {"images": IMAGES[:0], "labels": torch.zeros(0, dtype=torch.int64)}
 
 
-def shares(*row: float) -> dict[str, Tensor]:
-    soft = torch.full((4, 2), 0.5)
-    soft[1] = torch.tensor(row)
-    return {"soft_labels": soft}
+def with_row(some: Tensor, row: Any) -> Tensor:
+    return torch.cat([some, torch.as_tensor(row).expand_as(some[:1])])
 
 
-EMPTY = {"images": torch.rand(0, 1, 16, 16), "labels": torch.zeros(0, dtype=torch.int64)}
 UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
-    ({"images": one_value(float("nan"))}, {}, "must be finite"),
-    ({"images": one_value(1e38)}, {}, "at most 1e\\+06"),
-    (
-        {"images": torch.rand(4, 1, 16, 16).to(torch.complex64)},
-        {},
-        "got torch.complex64",
-    ),
+    ({"images": with_row(IMAGES, float("nan"))}, {}, "must be finite"),
+    ({"images": with_row(IMAGES, 1e38)}, {}, "at most 1e\\+06"),
+    ({"images": with_row(IMAGES, 0.5).to(torch.complex64)}, {}, "torch.complex64"),
     (EMPTY, {}, "no images"),
-    ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels must have one"),
+    ({"images": IMAGES}, {}, "labels must have one"),
     ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "labels must be in"),
     ({"client": torch.tensor([0, 1])}, {}, "client must have one"),
     ({"other": torch.rand(4)}, {}, "'other'"),
-    (shares(-0.5, 1.5), {}, "at least 0 and sum to 1"),
-    (shares(0.5, 0.6), {}, "at least 0 and sum to 1"),
+    ({"soft_labels": with_row(HALVES, [-0.5, 1.5])}, {}, "at least 0 and sum to 1"),
+    ({"soft_labels": with_row(HALVES, [0.5, 0.6])}, {}, "at least 0 and sum to 1"),
     ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability for each class"),
     ({}, {"std": "[1e-300]"}, "must be finite"),
     ({}, {"mean": "[" * 50_000}, "recursion limit"),
@@ -269,55 +229,34 @@ def test_values_that_no_set_has_are_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["images/link", "synthetic.safetensors", "pipe"])
-def test_a_set_has_plain_files_and_nothing_else(share: Path, tmp_path: Path, name: str) -> None:
-    """A link to a folder was skipped, and a pipe waited for."""
-    folder = copied(share, tmp_path)
-    if name == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(share / "images" if "link" in name else share / name)
-    with pytest.raises(DataFilesCorruptError, match=f"{name} is neither a plain file"):
-        load_synthetic(folder)
-
-
 # ------------------------------------------------------------------------------ a run's result
-def digits_run(tmp_path: Path, method: str = "feddm", **sections: Any) -> RunResult:
-    fast = {
-        "feddm": {"ipc": 1, "iterations": 1, "server_epochs": 1},
-        "fedaf": {"ipc": 1, "iterations": 1, "server_epochs": 1},
-        "fedavg": {"local_epochs": 1},
-    }
+def digits_run(tmp_path: Path, method: str = "feddm", **privacy: Any) -> tuple[Path, RunResult]:
     given = {
         "run": {"method": method, "rounds": 1, "device": "cpu"},
         "partition": {"clients": 2},
-        "method": fast[method],
+        "method": {**small_settings(method), "ipc": 1} if method != "fedavg" else {},
         "model": {"width": 4, "depth": 2},
-        **sections,
+        "privacy": privacy,
     }
-    return simulate(resolve(given), output=tmp_path / "runs", quiet=True)
+    run = simulate(resolve(given), output=tmp_path / "runs", quiet=True)
+    assert run.folder is not None
+    return run.folder, run
 
 
 def test_the_client_of_each_image_is_stored(tmp_path: Path) -> None:
-    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0})
-    assert run.folder is not None
-    found = load_synthetic(export_run(run.folder, tmp_path / "share"))
+    folder, run = digits_run(tmp_path, noise_multiplier=3.0)
+    found = load_synthetic(export_run(folder, tmp_path / "share"))
     assert found.clients is not None
     assert sorted(set(found.clients.tolist())) == [0, 1]
-    assert torch.allclose(
-        found.normalised()[found.clients == 1],
-        run.uploads[1].images,
-        atol=1e-4,  # type: ignore[attr-defined]
-    )
+    sent: Any = run.uploads[1]
+    assert torch.allclose(found.normalised()[found.clients == 1], sent.images, atol=1e-4)
 
 
 def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
     """Catches: FedAF's images without R; rows that do not sum to one; uint8 taken for
     normalised."""
-    run = digits_run(tmp_path, "fedaf", privacy={"noise_multiplier": 3.0})
-    assert run.folder is not None
-    out = export_run(run.folder, tmp_path / "share")
+    folder, run = digits_run(tmp_path, "fedaf", noise_multiplier=3.0)
+    out = export_run(folder, tmp_path / "share")
     found = load_synthetic(out)
     assert found.soft_labels is not None
     assert torch.allclose(found.soft_labels.sum(1), torch.ones(len(found.labels)), atol=1e-5)
@@ -330,35 +269,29 @@ def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("privacy", "words"),
     [
         ({}, "**There is no differential privacy.**"),
-        (
-            {"privacy": {"noise_multiplier": 3.0, "mechanism": "paper"}},
-            "**There is no guarantee**",
-        ),
+        ({"noise_multiplier": 3.0, "mechanism": "paper"}, "**There is no guarantee**"),
     ],
 )
 def test_what_guarantees_nothing_needs_a_word(
-    sections: dict[str, Any], words: str, tmp_path: Path
+    privacy: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     """Catches: real images that leave the house as if they were protected."""
-    folder = digits_run(tmp_path, **sections).folder
-    assert folder is not None
+    folder, _ = digits_run(tmp_path, **privacy)
     with pytest.raises(OutputError, match=r"no privacy guarantee.*unprotected=True"):
         export_run(folder, tmp_path / "share")
     out = export_run(folder, tmp_path / "share", unprotected=True)
-    assert all((out / name).exists() is bool(sections) for name in REPORTS)
+    assert all((out / name).exists() is bool(privacy) for name in REPORTS)
     assert words in (out / "README.md").read_text()
     assert load_synthetic(out).epsilon is None
 
 
 def test_what_is_not_exported(tmp_path: Path) -> None:
     """Catches: an ε that somebody wrote into the report; a folder that is overwritten."""
-    models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0}).folder
-    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
-    assert models is not None
-    assert folder is not None
+    models, _ = digits_run(tmp_path, "fedavg", noise_multiplier=3.0)
+    folder, _ = digits_run(tmp_path, noise_multiplier=3.0)
     out = tmp_path / "share"
     with pytest.raises(
         OutputError, match="has no synthetic images, because fedavg makes no images"
@@ -382,58 +315,24 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_an_owner_s_set_of_class_statistics(tmp_path: Path) -> None:
-    """FedStats with one client: images and soft labels within ε, made by the owner's own server."""
-    given = {
-        "run": {"method": "fedstats", "rounds": 2},
-        "method": {"ipc": 2, "drawn_ipc": 1},
-        "privacy": TINY["privacy"],
-    }
-    result = synthesize(owner_settings(given), tmp_path / "share", runs=tmp_path / "runs")
-    found = load_synthetic(tmp_path / "share")
-    assert len(found.labels) == 30
-    assert found.soft_labels is not None
-    assert found.clients is None
-    assert 7.9 < (found.epsilon or 0) <= 8
-    assert result.accuracy is not None
-    assert result.accuracy > 0.8  # of the classifier: 1,497 records of one owner
-    usual = owner_settings({"run": {"method": "fedstats"}, "privacy": TINY["privacy"]})
-    assert (usual.rounds, usual.partition.clients, usual.method.images_each) == (32, 1, 500)  # type: ignore[attr-defined]
-
-
 def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
-    data = {"folder": str(secret_place)}
-    open_settings = owner_settings({**TINY, "data": data, "privacy": {}})
-    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be set.*unprotected"):
-        synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
-    local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
-    with pytest.raises(
-        SettingError, match=r"run.method=fedavg must be one that makes synthetic images"
-    ):
-        synthesize(owner_settings(local), tmp_path / "share", runs=tmp_path / "runs")
-    without = {
-        "run": {"method": "fedstats", "rounds": 1},
-        "method": {"ipc": 0, "drawn_ipc": 0},
-        "privacy": TINY["privacy"],
-        "data": data,
-    }
-    with pytest.raises(
-        SettingError, match=r"method.ipc must be set, because the images need ipc or drawn_ipc"
-    ):
-        synthesize(owner_settings(without), tmp_path / "share", runs=tmp_path / "runs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(OutputError, match="already exists"):
-        synthesize(
-            owner_settings({**TINY, "data": data}), tmp_path / "full", runs=tmp_path / "runs"
-        )
-    undeclared = make_folder(tmp_path / "new")
-    with pytest.raises(DataError, match="fedsynth data describe"):
-        owner_settings({"data": {"folder": str(undeclared)}, "privacy": {"epsilon": 8.0}})
-    with pytest.raises(DataFilesMissingError, match="does not exist"):
-        owner_settings(
-            {"data": {"folder": str(tmp_path / "mistyped")}, "privacy": {"epsilon": 8.0}}
-        )
+    make_folder(tmp_path / "undeclared")
+    none = {"ipc": 0, "drawn_ipc": 0}
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (PrivacySettingError, "privacy.epsilon", {"privacy": {}}),
+        (SettingError, "run.method", {"run": {"method": "fedavg"}, "method": {}}),
+        (SettingError, "method.ipc", {"run": {"method": "fedstats"}, "method": none}),
+        (OutputError, "already exists", {}),
+        (DataError, "data describe", {"data": {"folder": str(tmp_path / "undeclared")}}),
+        (DataFilesMissingError, "not exist", {"data": {"folder": str(tmp_path / "mistyped")}}),
+    ]
+    for error, words, sections in wrong:
+        given = {**TINY, "data": {"folder": str(secret_place)}, **sections}
+        share = tmp_path / ("full" if error is OutputError else "share")
+        with pytest.raises(error, match=words):
+            synthesize(owner_settings(given), share, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -447,4 +346,3 @@ def test_names_of_a_stranger_stay_text_in_the_readme() -> None:
     assert r"| 0 | \<b\>ill\</b\> |" in text
     assert r"| 1 | a\|b |" in text
     assert r"# Synthetic images of \[x\](y)" in text
-    assert "There is no differential privacy" in text

@@ -5,29 +5,24 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import RunResult, resolve, simulate
-from fedsynth.core.client import ExactClientView
+from fedsynth import resolve, simulate
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
+from fedsynth.models.registry import own_model
 from fedsynth.results import run_checkpoints
 from fedsynth.results.checkpoint import CheckpointFolder
-from fedsynth.results.run_checkpoints import (
-    HASH_BYTES,
-    LoopCheckpoints,
-    LoopState,
-    read_loop_state,
-)
+from fedsynth.results.run_checkpoints import HASH_BYTES, LoopCheckpoints, LoopState, read_loop_state
+from fedsynth.seeding import forked_rng
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.simulation.test_resume import assert_same, run, sections
 
-FORK = multiprocessing.get_context("fork")
 ONE = {"w": torch.ones(3)}
 
 
@@ -76,29 +71,23 @@ def test_a_second_loop_of_a_name_is_another(tmp_path: Path) -> None:
         assert found[1]["w"].item() == weights
 
 
-@pytest.mark.parametrize("what", ["bit", "cut", "empty", "another run", "another format"])
 def test_what_is_damaged_or_another_runs_is_not_gone_on_with(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = keeper(tmp_path, 0.0)
     kept.load("train-0")
     kept.offer("train-0", 1, lambda: ONE)
     path = tmp_path / "steps-1-train-0"
-    content = bytearray(path.read_bytes())
+    whole = path.read_bytes()
     assert keeper(tmp_path).load("train-0") is not None
-    identity = "this run"
-    if what == "bit":
-        content[-1] ^= 1
-    elif what == "cut":
-        content = content[:-5]
-    elif what == "empty":
-        content = bytearray()
-    elif what == "another run":
-        identity = "that run"
-    else:
-        monkeypatch.setattr(run_checkpoints, "FORMAT", 0)
-    path.write_bytes(content)
-    assert LoopCheckpoints(CheckpointFolder(tmp_path, identity), 1, 0.0).load("train-0") is None
+    that_run = LoopCheckpoints(CheckpointFolder(tmp_path, "that run"), 1, 0.0)
+    assert that_run.load("train-0") is None
+    for content in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-5], b""):
+        path.write_bytes(content)
+        assert keeper(tmp_path).load("train-0") is None
+    path.write_bytes(whole)
+    monkeypatch.setattr(run_checkpoints, "FORMAT", 0)
+    assert keeper(tmp_path).load("train-0") is None
 
 
 # ------------------------------------------------------------------------------------------ shared
@@ -137,12 +126,8 @@ def finish_many(folder: Path, shared: Path) -> None:
 
 def test_two_processes_may_finish_the_same_training_at_once(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    both = [FORK.Process(target=finish_many, args=(tmp_path / name, shared)) for name in ("a", "b")]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(60)
-    assert [process.exitcode for process in both] == [0, 0]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
     assert len(list(shared.iterdir())) == 20
     assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
 
@@ -187,39 +172,9 @@ def test_methods_that_train_alike_share_their_clients_models(
     trained.clear()
     taken = run(alike("dense"), tmp_path / "second", trained=shared)
     assert set(trained) == {"distillation"}
+    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"train"}
     assert_same(alone, taken)
     assert 4000.0 < taken.metrics[0]["seconds"] < 4100.0
-
-
-def test_another_training_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = noted(monkeypatch)
-    run(alike("fedavg"), tmp_path / "first", trained=tmp_path / "shared")
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("method", {"lr": 0.5}),
-        ("run", {"seed": 1}),
-        ("partition", {"alpha": 2.0}),
-        ("model", {"width": 5}),
-    ]
-    for number, (section, change) in enumerate(changes):
-        given = alike("fedavg")
-        given[section] = {**given[section], **change}
-        trained.clear()
-        run(given, tmp_path / f"other-{number}", trained=tmp_path / "shared")
-        assert trained == ["train"] * (2 * 4), section
-
-
-def test_only_training_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: the stratification of one seed in the run of another."""
-    noted(monkeypatch)
-    shared = tmp_path / "shared"
-    runs: list[RunResult] = []
-    for seed in (0, 1):
-        given = alike("fedhydra")
-        given["run"]["seed"] = seed
-        runs.append(run(given, tmp_path / f"shared-{seed}", trained=shared))
-    assert_same(runs[1], run(given, tmp_path / "alone"))
-    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"train"}
-    assert not torch.equal(*(one.artefacts["stratification"] for one in runs))
 
 
 def test_rounds_after_rounds_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +190,8 @@ def test_custom_or_private_clients_are_not_shared(
     """Nobody knows what a network of somebody else's depends on."""
     noted(monkeypatch)
     monkeypatch.setattr(client_training, "training_digest", None)  # and so is not asked for
-    own = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    settings = resolve(alike("fedavg"))
-    from fedsynth.models.registry import own_model
-
-    settings = replace(settings, model=own_model(own))
+    own = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    settings = replace(resolve(alike("fedavg")), model=own)
     simulate(settings, output=tmp_path / "own", trained=tmp_path / "shared", quiet=True)
     private = alike("fedavg")
     private["model"]["norm"] = "instance"
@@ -251,76 +203,74 @@ def test_custom_or_private_clients_are_not_shared(
 # ------------------------------------------------------------------------------------------ digest
 
 
-class Images:
-    """What a digest sees of clients."""
+class Images(NamedTuple):
+    """The part of clients that a digest reads."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self._x = x
-        self._y = y
+    x: Tensor
+    y: Tensor
 
     def images(self, where: Tensor) -> Tensor:
-        return self._x[where]
+        return self.x[where]
 
     def labels(self, where: Tensor) -> Tensor:
-        return self._y[where]
+        return self.y[where]
+
+
+def small_network(moved: str = "", *more: nn.Module) -> nn.Module:
+    """The same weights and buffers in every call, but for the one that is moved."""
+    with forked_rng(0, "a network"):
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10), *more)
+    if moved:
+        network.state_dict()[moved].add_(1)
+    return network
 
 
 def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thing is changed at a time; each digest is another."""
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
-    pull = Pull(0.5, torch.zeros(20), torch.ones(20))
     sgd = SgdSettings(2, 3, MomentumSgd(0.1, 0.9))
-    first = torch.arange(5)
+    pull = Pull(0.5, torch.zeros(20), torch.ones(20))
+    usual: dict[str, Any] = {
+        "network": small_network(),
+        "where": torch.arange(5),
+        "settings": sgd,
+        "seed": 0,
+        "penalty": pull,
+        "data": Images(x, y),
+        "precision": torch.float32,
+    }
 
-    def digest(
-        model: nn.Module = network,
-        where: Tensor = first,
-        how: SgdSettings = sgd,
-        seed: int = 0,
-        penalty: Pull | None = pull,
-        data: tuple[Tensor, Tensor] = (x, y),
-        precision: torch.dtype = torch.float32,
-    ) -> str:
-        learner = Learner(model, where, how, torch.Generator().manual_seed(seed), penalty)
-        clients: Any = Images(*data)
-        assert isinstance(clients, Images | ExactClientView)
-        return training_digest(learner, clients, torch.device("cpu"), precision)
-
-    def moved(name: str) -> nn.Module:
-        other = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
-        state = {key: value.clone() for key, value in network.state_dict().items()}
-        state[name] += 1
-        other.load_state_dict(state)
-        return other
+    def digest(**changed: Any) -> str:
+        given = {**usual, **changed}
+        *learner, seed, penalty, data, precision = given.values()
+        generator = torch.Generator().manual_seed(seed)
+        one = Learner(*learner, generator, penalty)
+        return training_digest(one, data, torch.device("cpu"), precision)
 
     same = digest()
     assert digest() == same
-    pixel = x.clone()
-    label = y.clone()
+    pixel, label = x.clone(), y.clone()
     pixel[4, 0, 7, 7] += 1
     label[4] = 0
-    wider = nn.Sequential(*network, nn.Identity())
-    found = [
-        *(digest(model=moved(name)) for name in network.state_dict()),
-        digest(model=wider),
-        digest(where=torch.arange(4)),
-        digest(where=torch.tensor([1, 0, 2, 3, 4])),
-        digest(how=replace(sgd, epochs=3)),
-        digest(precision=torch.bfloat16),
-        digest(how=replace(sgd, batch=2)),
-        digest(how=replace(sgd, radius=1.0)),
-        digest(how=replace(sgd, steps=3)),
-        digest(how=replace(sgd, optimiser=MomentumSgd(0.1, 0.9, 0.1))),
-        digest(seed=1),
-        digest(penalty=None),
-        digest(penalty=replace(pull, weight=0.6)),
-        digest(penalty=replace(pull, center=torch.ones(20))),
-        digest(penalty=replace(pull, linear=torch.zeros(20))),
-        digest(data=(pixel, y)),
-        digest(data=(x, label)),
-    ]
+    networks = [small_network(name) for name in small_network().state_dict()]
+    changes: dict[str, list[Any]] = {
+        "network": [*networks, small_network("", nn.Identity())],
+        "where": [torch.arange(4), torch.tensor([1, 0, 2, 3, 4])],
+        "settings": [
+            *(replace(sgd, **{name: 3}) for name in ("epochs", "steps")),
+            *(replace(sgd, batch=2), replace(sgd, radius=1.0)),
+            replace(sgd, optimiser=MomentumSgd(0.1, 0.9, 0.1)),
+        ],
+        "seed": [1],
+        "penalty": [
+            *(None, replace(pull, weight=0.6)),
+            *(replace(pull, center=torch.ones(20)), replace(pull, linear=torch.zeros(20))),
+        ],
+        "data": [Images(pixel, y), Images(x, label)],
+        "precision": [torch.bfloat16],
+    }
+    found = [digest(**{name: value}) for name, values in changes.items() for value in values]
     monkeypatch.setattr(client_training, "__version__", "another")
     found.append(digest())
     assert len({same, *found}) == 1 + len(found)

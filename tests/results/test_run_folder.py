@@ -1,10 +1,11 @@
-"""The run folder: finished runs and half-written ones can be told apart, and bad input leaves
-neither."""
+"""The run folder: finished runs and half-written ones can be told apart, bad input leaves neither,
+and what is written is what the run had."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,43 +13,39 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
+from fedsynth import from_arrays, load_dataset, load_model
 from fedsynth.config.resolve import resolve
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.load import load_dataset
-from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.data.shared_set import FORMAT, NORMALISED
-from fedsynth.errors import DataError, OutputError
+from fedsynth.config.settings import ReportSettings
+from fedsynth.data.images import normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import OutputError, SettingError
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.settings import NO_LEDGER
+from fedsynth.privacy.files import file_hash
+from fedsynth.results import run_folder
 from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
+from fedsynth.results.run_record import RunResult
+from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from tests.special import special_file
 
 SPEC = dataclasses.replace(
-    dataset_spec("digits"),
-    name="ours",
-    classes=3,
-    class_names=("cat", "dog", "owl"),
-    train_size=60,
-    test_size=60,
+    dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl")
 )
-TINY = {
-    "run": {"method": "real", "rounds": 1, "device": "cpu"},
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
     "partition": {"kind": "iid", "clients": 2},
     "model": {"width": 4, "depth": 1},
-    "method": {"server_epochs": 1, "ipc": 1, "min_examples": 1},
+    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
+    "privacy": {"noise_multiplier": 3.0},
+    "report": {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord"},
 }
 
 
-def examples(spec: DatasetSpec = SPEC, labels: Any = None) -> ImageData:
-    y = np.arange(60) % spec.classes if labels is None else labels
-    return from_arrays(
-        np.random.default_rng(0).random((len(y), *spec.image_shape), dtype=np.float32), y, spec
-    )
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return simulate(resolve(TINY), output=tmp_path_factory.mktemp("runs"))
 
 
 def names(folder: Path) -> set[str]:
@@ -61,10 +58,8 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
     finished = folder.finish(Disclosed({"rounds": 1}))
     assert names(tmp_path) == {finished.name}
     assert f"{finished.name}.incomplete" not in names(tmp_path)
-    assert json.loads((finished / "summary.json").read_text()) == {
-        "rounds": 1,
-        "folder": str(finished),
-    }
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary == {"rounds": 1, "folder": str(finished)}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +79,7 @@ def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, k
         special_file(file, kind)
     with pytest.raises(OutputError, match=f"{name} is neither a plain file nor a folder"):
         RunFolder.reopen(folder.path)
-    if kind == "pipe" and name == "resumed.json":
+    if kind == "pipe":
         with pytest.raises(PrivacyError, match="regular file"):
             resumed_rounds(folder.path)
 
@@ -109,8 +104,7 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_a_data_set_with_any_name_has_a_folder(tmp_path: Path, name: str, ending: str) -> None:
     """Catches: a slash that is taken for a folder, and a name that no file can have."""
     finished = RunFolder(tmp_path, name).finish(Disclosed({}))
-    assert finished.parent == tmp_path
-    assert finished.name[16:] == ending
+    assert (finished.parent, finished.name[16:]) == (tmp_path, ending)
     assert names(tmp_path) == {finished.name}
 
 
@@ -131,58 +125,102 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_synthetic_images_are_stored_as_sent(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "a")
-    sets = [(k, torch.randn(n, 1, 8, 8), torch.arange(n)) for k, n in ((0, 3), (1, 0), (4, 2))]
-    folder.write_synthetic(sets, SPEC)
-    folder.draw_synthetic(sets, SPEC)
-    path = folder.path / "synthetic.safetensors"
-    tensors = load_file(path)
-    assert tensors["images"].equal(torch.cat([images for _, images, _ in sets]))
-    assert tensors["labels"].tolist() == [0, 1, 2, 0, 1]
-    assert tensors["client"].tolist() == [0, 0, 0, 4, 4]
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {
-            "format": FORMAT,
-            "pixels": NORMALISED,
-            "data_set": "ours",
-            "mean": json.dumps(SPEC.mean),
-            "std": json.dumps(SPEC.std),
-            "class_names": json.dumps(SPEC.class_names),
-        }
-    assert (folder.path / "synthetic.png").is_file()
-
-
-def test_an_absent_class_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    data = examples(labels=np.arange(60) % 2)
-    with pytest.raises(DataError, match=r"ours has no example of 1 classes, such as owl"):
-        simulate(resolve(TINY), data=(data, examples()), output=tmp_path / "out")
-    assert names(tmp_path) == set()
-
-
-def test_an_absent_class_is_not_shown_with_privacy(tmp_path: Path) -> None:
-    sections = {
-        **TINY,
-        "run": {**TINY["run"], "method": "feddm"},
-        "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
-    }
-    result = simulate(
-        resolve({**sections, "privacy": {"noise_multiplier": 1, "ledger": NO_LEDGER}}),
-        data=(examples(labels=np.arange(60) % 2), examples()),
-    )
-    assert all(
-        sorted(set(upload.labels.tolist())) == [0, 1, 2] for upload in result.uploads.values()
-    )  # type: ignore[attr-defined]
-
-
 def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path) -> None:
-    settings = resolve(
-        {
-            "run": {"method": "feddm", "device": "cpu"},
-            "model": {"width": 4},
-            "privacy": {"noise_multiplier": 1, "epsilon": 1e-3},
-        }
-    )
+    capped = {**TINY, "privacy": {"noise_multiplier": 1, "epsilon": 1e-3}}
     with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
-        simulate(settings, data=load_dataset("digits"), output=tmp_path / "out")
+        simulate(resolve(capped), output=tmp_path / "out")
     assert names(tmp_path) == set()
+
+
+def test_the_report_names_the_run_and_its_files(run: RunResult) -> None:
+    folder = run.folder
+    assert folder is not None
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report == json.loads(json.dumps(run.privacy))
+    about = report["run"]
+    assert (about["id"], about["responsible"]) == (folder.name, "Klinikum Mitte")
+    assert about["date"].replace("-", "") == folder.name[:8]
+    assert about["sites"] == {"client-000": "Mitte", "client-001": "Nord"}
+    files = ("model.safetensors", "synthetic.safetensors", "metrics.jsonl", "config.toml")
+    assert report["files"] == {name: file_hash(folder / name) for name in files}
+    found = verify_run(folder)
+    assert found.problems == []
+    assert "cannot be verified" in found.notes[-1]
+
+
+def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
+    with pytest.raises(SettingError, match=r"report\.sites must .* 3 clients"):
+        simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
+    for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
+        with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):
+            ReportSettings(**wrong)
+
+
+def test_a_finished_runs_model_is_loaded_from_its_folder(run: RunResult) -> None:
+    assert run.folder is not None
+    test = load_dataset("digits")[1]
+    images = normalise(test.images[:20], test.spec)
+    found = load_model(str(run.folder))
+    assert not found.training
+    with torch.no_grad():
+        torch.testing.assert_close(found(images), run.model.eval()(images))
+
+
+def test_a_model_of_own_images_needs_their_form(tmp_path: Path) -> None:
+    """And a folder without a model, or with a damaged one, is refused."""
+    with pytest.raises(OutputError, match="must be a model file"):
+        load_model(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
+    data = from_arrays(pixels, np.arange(60) % 3, SPEC)
+    plain = {**TINY, "privacy": {}, "report": {}, "method": {**TINY["method"], "min_examples": 1}}
+    run = simulate(resolve(plain), data=(data, None), output=tmp_path)
+    assert run.folder is not None
+    assert load_model(run.folder, spec=SPEC)(torch.zeros(1, 1, 8, 8)).shape == (1, 3)
+    (run.folder / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(OutputError, match="cannot be used"):
+        load_model(run.folder, spec=SPEC)
+
+
+def test_the_report_is_there_when_the_model_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_place(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "save_tensors", no_place)
+    with pytest.raises(OutputError, match="No space left on device"):
+        simulate(resolve(TINY), output=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.suffix == ".incomplete"
+    assert (folder / "privacy_report.json").exists()
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which files and folders were synced, by their number, when the folder is renamed."""
+    synced: set[tuple[int, int]] = set()
+    at_rename: list[set[tuple[int, int]]] = []
+    real_sync = os.fsync
+    real_rename = Path.rename
+
+    def sync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        is_file = os.path.isfile(f"/proc/self/fd/{descriptor}")
+        synced.add((found.st_ino, found.st_size if is_file else 0))
+        real_sync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.suffix == ".incomplete":
+            at_rename.append(set(synced))
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    result = simulate(resolve(TINY), output=tmp_path)
+    assert result.folder is not None
+    (before,) = at_rename
+    for path in (result.folder, *result.folder.rglob("*")):
+        found = path.stat()
+        assert (found.st_ino, found.st_size if path.is_file() else 0) in before, path
+    assert (tmp_path.stat().st_ino, 0) in synced - before

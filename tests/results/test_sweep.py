@@ -58,6 +58,8 @@ summary = {"method": run["run"]["method"], "test_accuracy": accuracy, "upload_by
 (final / "summary.json").write_text(json.dumps(summary))
 (final / "times.json").write_text(json.dumps([begun, time.time(), resumed]))
 """
+SEED = '[grid]\nmethod = ["fedavg"]\nseed = [0]\n'
+SEEDS = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
 Made = Callable[..., Sweep]
 
 
@@ -100,20 +102,14 @@ def test_the_grid_is_every_combination(made: Made) -> None:
     assert made("[run]\nrounds = 1\n").cells[0].values == {}  # no grid: one run
 
 
-def test_full_names_of_a_runs_settings_are_the_short_ones(made: Made) -> None:
-    full = GRID.replace("\nmethod =", '\n"run.method" =').replace("\nseed =", '\n"run.seed" =')
-    assert full.count('"run.') == 2
-    sweep = made(full)
-    assert sweep.axes == made(GRID).axes
-    assert [cell.key for cell in sweep.cells] == [cell.key for cell in made(GRID).cells]
-
-
 def test_another_setting_is_another_run_and_another_device_is_not(made: Made) -> None:
-    one = made('[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
-    other = made('[run]\nrounds = 4\n[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
-    there = made('[run]\ndevice = "cpu"\n[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
-    assert one.key != other.key
-    assert one.key == there.key
+    def key(text: str) -> str:
+        return made(text).cells[0].key
+
+    one = key(SEED)
+    assert one != key(f"[run]\nrounds = 4\n{SEED}")
+    assert one == key(f'[run]\ndevice = "cpu"\n{SEED}')
+    assert one == key('[grid]\n"run.method" = ["fedavg"]\n"run.seed" = [0]\n')
 
 
 @pytest.mark.parametrize(
@@ -141,14 +137,11 @@ def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -
     text = '[grid]\nmethod = ["fedavg"]\nalpha = [0.1, 1.0]\nseed = [0, 1, 2]\n'
     sweep = made(text)
     assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
-    told: list[str] = []
-    ended = run_sweep(sweep, train_command, told.append)
-    assert len(ended.completed) == 6
-    assert ended.failed == []
+    ended = run_sweep(sweep, train_command, print)
+    assert (len(ended.completed), ended.failed) == (6, [])
     before = times(sweep)
-    again = run_sweep(made(text), train_command, told.append)
-    assert len(again.existing) == 6
-    assert again.completed == []
+    again = run_sweep(made(text), train_command, print)
+    assert (len(again.existing), again.completed) == (6, [])
     assert times(sweep) == before
     lines = sweep_rows(sweep)
     for line, alpha in zip(lines, (0.1, 1.0), strict=True):
@@ -160,14 +153,13 @@ def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -
     assert "60.10 ± 10.00" in texts["table"]
     assert "| fedavg | 0.1 | 3 | 60.10 ± 10.00 |" in texts["markdown"]
     assert r"fedavg & 0.1 & 3 & 60.10 $\pm$ 10.00 &" in texts["latex"]
-    assert r"test accuracy (\%)" in texts["latex"]
     rows = list(csv.DictReader(io.StringIO(texts["csv"])))
     assert float(rows[1]["test_accuracy_mean"]) == pytest.approx(0.61)
     assert rows[0]["epsilon_mean"] == ""
 
 
 def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
-    sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0]\n')
+    sweep = made(SEED)
     place = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
     place.mkdir(parents=True)
     (place / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
@@ -176,29 +168,25 @@ def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
 
 
 def test_a_failing_run_is_reported_and_the_others_continue(made: Made) -> None:
-    sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2]\n', fails=1)
+    sweep = made(SEEDS, fails=1)
     told: list[str] = []
     ended = run_sweep(sweep, train_command, told.append)
     assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
     assert any("failed (exit code 1)" in one and "no place" in one for one in told)
     (line,) = sweep_rows(sweep)
-    assert (line.finished, line.planned) == (2, 3)
-    assert "2/3" in render(sweep, [line], "table")
+    assert (line.finished, line.planned) == (1, 2)
+    assert "1/2" in render(sweep, [line], "table")
 
 
-def test_a_long_run_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a sweep that is silent for minutes."""
-    monkeypatch.setattr("fedsynth.results.sweep.REPORT_SECONDS", 0.2)
-    monkeypatch.setattr("fedsynth.results.sweep.last_line", lambda log: "round 3/20")
+def test_progress_is_of_active_runs_only(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sweep that is silent for minutes, and a report on a run that has ended
+    meanwhile."""
+    monkeypatch.setattr(sweeps, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(sweeps, "last_line", lambda log: "round 3/20")
     told: list[str] = []
-    run_sweep(made("[grid]\nseed = [0]\n", seconds=0.5), train_command, told.append)
-    assert told[0].startswith("1 runs in ")
-    assert "seed=0: round 3/20" in told
-
-
-def test_progress_is_only_of_active_runs(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a report on a run that has ended meanwhile, beside others that are active."""
-    sweep = made("[sweep]\njobs = 2\n[grid]\nseed = [0, 1]\n", seconds=0.0, fails=1)
+    run_sweep(made("[grid]\nseed = [2]\n", seconds=0.5), train_command, told.append)
+    assert "seed=2: round 3/20" in told
+    sweep = made("[sweep]\njobs = 2\n[grid]\nseed = [0, 1]\n", fails=1)
     monkeypatch.setattr(sweeps, "POLL_SECONDS", 2.0)
     monkeypatch.setattr(sweeps, "REPORT_SECONDS", 0.0)
     reports: list[str] = []
@@ -208,33 +196,13 @@ def test_progress_is_only_of_active_runs(made: Made, monkeypatch: pytest.MonkeyP
     assert (progress, len(ends)) == ([], 2)
 
 
-def test_a_log_that_grows_while_it_is_read_has_a_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a position counted from an end that has moved."""
-    from fedsynth.privacy import files
-
-    log = tmp_path / "log.txt"
-    log.write_text("")
-    stat = files.os.fstat
-
-    def grow(descriptor: int) -> Any:
-        result = stat(descriptor)
-        log.write_text("round 1\n")
-        return result
-
-    assert files.last_line(log) == "the log is empty"
-    monkeypatch.setattr(files.os, "fstat", grow)
-    assert files.last_line(log) == "round 1"
-
-
 def most_at_once(sweep: Sweep) -> int:
     spans = times(sweep)
     return max(sum(a <= begun < b for a, b, _ in spans) for begun, _, _ in spans)
 
 
 def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
-    grid = '[run]\nmemory_gb = 2\n[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2, 3]\n'
+    grid = "[run]\nmemory_gb = 2\n[grid]\nseed = [0, 1, 2, 3]\n"
     for sweep, most in (("jobs = 3\n", 3), ("jobs = 4\nmemory_gb = 6.5\n", 2)):
         plan = made(f"[sweep]\n{sweep}{grid}", seconds=0.3)
         plan = replace(plan, output=plan.output / str(most))
@@ -246,14 +214,13 @@ def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
 
 def test_runs_on_the_same_ledgers_are_sequential(made: Made, tmp_path: Path) -> None:
     ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
-    grid = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
-    sweep = made(f"[sweep]\njobs = 2\n{ledger}{grid}", seconds=0.3)
+    sweep = made(f"[sweep]\njobs = 2\n{ledger}{SEEDS}", seconds=0.3)
     run_sweep(sweep, train_command, lambda text: None)
     assert most_at_once(sweep) == 1
 
 
 def test_a_sweep_that_is_interrupted_stops_its_runs(made: Made) -> None:
-    sweep = made('[sweep]\njobs = 2\n[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n', seconds=60)
+    sweep = made(f"[sweep]\njobs = 2\n{SEEDS}", seconds=60)
 
     def tell(text: str) -> None:
         if "seed=1" in text:
@@ -269,13 +236,12 @@ def test_a_sweep_that_is_interrupted_stops_its_runs(made: Made) -> None:
 
 
 def test_the_command(made: Made, tmp_path: Path) -> None:
-    made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n', fails=1)
+    made(SEEDS, fails=1)
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]
     listed = CliRunner().invoke(app, [*common, "--dry-run"])
     assert listed.stdout.count("to do") == 2
-    ran = CliRunner().invoke(
-        app, [*common, "--table", str(tmp_path / "t.md"), "--format", "markdown"]
-    )
+    table = ["--table", str(tmp_path / "t.md"), "--format", "markdown"]
+    ran = CliRunner().invoke(app, [*common, *table])
     assert ran.exit_code == 1  # one of them failed
     assert (tmp_path / "t.md").read_text().startswith("| method | runs | test accuracy (%)")
     shown = CliRunner().invoke(app, [*common, "--only-table"])
@@ -293,10 +259,7 @@ def test_a_real_run(tmp_path: Path) -> None:
         '[model]\nname = "linear"\n[method]\nlocal_steps = 1\n[grid]\nseed = [3]\n'
     )
     sweep = replace(read_sweep(file), output=tmp_path / "out")
-    told: list[str] = []
-    ended = run_sweep(sweep, train_command, told.append)
-    assert ended.failed == [], told
+    ended = run_sweep(sweep, train_command, print)
+    assert ended.failed == []
     (line,) = sweep_rows(sweep)
-    mean = line.results["test_accuracy"].mean
-    assert mean is not None
-    assert 0 < mean <= 1
+    assert 0 < (line.results["test_accuracy"].mean or 0) <= 1

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,41 +31,23 @@ from fedsynth.privacy.report.file import stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
+from tests.results.private_runs import found, run, settings
 
 NAME, START = "privacy_report.json", "privacy_start.json"
+LEDGER = "ledger/client-000.jsonl"
 ENDED = Event(kind="ended", rounds_done=1, why="x")
+RESUMED = Event(kind="resumed", rounds_done=1)
+CHARGES = "lacks synthetic"
+ENDED_EARLY = "which the limit on ε does not explain"
 Report = dict[str, Any]
 Tamper = Callable[[Path], Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run(output: Path, **privacy: Any) -> Path:
-    """The folder of two tiny private rounds with three clients."""
-    chosen = {
-        "run": {"method": "feddm", "rounds": 2, "device": "cpu"},
-        "partition": {"clients": 3},
-        "model": {"width": 4, "depth": 2},
-        "method": {"iterations": 3, "ipc": 1, "server_epochs": 1},
-        "privacy": {"noise_multiplier": 1.0, **privacy},
-    }
-    folder = simulate(resolve(chosen), output=output).folder
-    assert folder is not None
-    return folder
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ε above 10, so that there is a warning, and a cap that is not reached."""
-    return run(tmp_path_factory.mktemp("runs"), epsilon=50.0, sample_rate=1.0)
+    return run(tmp_path_factory.mktemp("runs"), settings(epsilon=50.0, sample_rate=1.0))
 
 
 @pytest.fixture
@@ -73,44 +55,59 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / finished.name))
 
 
-def found(folder: Path, **values: Any) -> list[str]:
-    return verify_run(folder, **values).problems
+def write(name: str, content: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+    return tamper
 
 
-def rewrite(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+def both(*tampers: Tamper) -> Tamper:
+    def tamper(folder: Path) -> None:
+        for one in tampers:
+            one(folder)
+
+    return tamper
+
+
+def report_of(folder: Path) -> Report:
+    found: Report = json.loads((folder / NAME).read_text())
+    return found
 
 
 def pages(folder: Path, report: Report) -> None:
     """Writes the report, and pages that say what it says, where it has the shape of one."""
-    rewrite(folder / "privacy_report.json", report)
+    (folder / NAME).write_text(json.dumps(report, ensure_ascii=False) + "\n")
     if not schema_problems(report):
         (folder / "privacy_report.md").write_text(render_markdown(report))
         (folder / "privacy_report.html").write_text(render_html(report))
 
 
-def computed(report: Report) -> None:
-    """Makes all figures fit the report's own rows, δ and adjacency."""
-    rows, promise = stated_rows(report), report["guarantee"]
-    adjacency = report["adjacency"]
-    if promise is None or adjacency not in ADJACENCIES:
-        return
-    promise = sections.guarantee(rows, promise["delta"], adjacency).to_json()
-    report["guarantee"] = promise
-    worst = promise["worst_client"]
-    accountant = sections.accountant(rows, worst, promise["delta"], adjacency)
-    report["accountant"] = accountant.to_json()
+def fit_figures(folder: Path) -> None:
+    """Makes all figures fit the report's own rows, δ and adjacency, and the pages the report."""
+    report = report_of(folder)
+    promise, adjacency = report["guarantee"], report["adjacency"]
+    if promise is not None and adjacency in ADJACENCIES:
+        rows, delta = stated_rows(report), promise["delta"]
+        report["guarantee"] = sections.guarantee(rows, delta, adjacency).to_json()
+        worst = report["guarantee"]["worst_client"]
+        report["accountant"] = sections.accountant(rows, worst, delta, adjacency).to_json()
+    pages(folder, report)
 
 
-def edit(change: Callable[[Report], Any]) -> Tamper:
-    """A change of the report, after which its figures are computed again and its pages are made
-    anew."""
+def fit_hashes(folder: Path) -> None:
+    """The report has the hashes of the files that are there."""
+    pages(folder, {**report_of(folder), "files": exported_files(folder)})
+
+
+def in_json(name: str, change: Callable[[Any], Any]) -> Tamper:
+    """A change of a JSON file, and nothing else."""
 
     def tamper(folder: Path) -> None:
-        report = json.loads((folder / "privacy_report.json").read_text())
-        change(report)
-        computed(report)
-        pages(folder, report)
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
 
     return tamper
 
@@ -123,34 +120,24 @@ def at(content: Any, path: str) -> tuple[Any, Any]:
     return content, last
 
 
+def set_at(content: Any, path: str, value: Any) -> None:
+    where, key = at(content, path)
+    where[key] = value
+
+
 def changed(name: str, path: str, value: Any) -> Tamper:
     """One value of a JSON file, and nothing else."""
+    return in_json(name, lambda content: set_at(content, path, value))
 
-    def tamper(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        where, key = at(content, path)
-        where[key] = value
-        rewrite(folder / name, content)
 
-    return tamper
+def edit(change: Callable[[Report], Any]) -> Tamper:
+    """A change of the report, with figures and pages that fit."""
+    return both(in_json(NAME, change), fit_figures)
 
 
 def put(path: str, value: Any) -> Tamper:
     """One value of the report, with figures and pages that fit."""
-
-    def change(report: Report) -> None:
-        where, key = at(report, path)
-        where[key] = value
-
-    return edit(change)
-
-
-def drop(path: str) -> Tamper:
-    def change(report: Report) -> None:
-        where, key = at(report, path)
-        del where[key]
-
-    return edit(change)
+    return both(changed(NAME, path, value), fit_figures)
 
 
 def config(section: str, **values: Any) -> Tamper:
@@ -158,11 +145,10 @@ def config(section: str, **values: Any) -> Tamper:
 
     def tamper(folder: Path) -> None:
         read = tomllib.loads((folder / "config.toml").read_text())
-        read[section] = {
-            k: v for k, v in {**read.get(section, {}), **values}.items() if v is not None
-        }
+        some = {**read.get(section, {}), **values}
+        read[section] = {key: value for key, value in some.items() if value is not None}
         (folder / "config.toml").write_text(to_toml(read))
-        report = json.loads((folder / "privacy_report.json").read_text())
+        report = report_of(folder)
         report["provenance"]["config"] = provenance(resolve(read))["config"]
         pages(folder, report)
 
@@ -178,14 +164,6 @@ def text(name: str, old: str, new: str) -> Tamper:
     return tamper
 
 
-def both(*tampers: Tamper) -> Tamper:
-    def tamper(folder: Path) -> None:
-        for one in tampers:
-            one(folder)
-
-    return tamper
-
-
 def delete(name: str) -> Tamper:
     def tamper(folder: Path) -> None:
         path = folder / name
@@ -195,6 +173,60 @@ def delete(name: str) -> Tamper:
             path.unlink()
 
     return tamper
+
+
+def first_lines(name: str, number: int) -> Tamper:
+    """Only these lines of a file are left, or no file."""
+
+    def tamper(folder: Path) -> None:
+        lines = (folder / name).read_text().splitlines(keepends=True)[:number]
+        (folder / name).write_text("".join(lines))
+        if not lines:
+            (folder / name).unlink()
+
+    return tamper
+
+
+def fifo(name: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return tamper
+
+
+def row(number: int, path: str, value: Any) -> Tamper:
+    """One value of a round's row of metrics."""
+
+    def tamper(folder: Path) -> None:
+        file = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        set_at(rows[number - 1], path, value)
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+    return both(tamper, fit_hashes)
+
+
+def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamper:
+    """A change of a file's tensors."""
+
+    def tamper(folder: Path) -> None:
+        with safe_open(folder / name, framework="pt") as file:
+            facts = file.metadata()
+        held = load_file(folder / name)
+        change(held)
+        save_file(held, folder / name, metadata=facts)
+
+    return both(tamper, fit_hashes)
+
+
+def ended_after(rounds: int) -> Tamper:
+    """The run as if it had ended earlier, in all files but the ledgers."""
+    return both(
+        first_lines("metrics.jsonl", rounds),
+        changed("summary.json", "rounds", rounds),
+        put("rounds_done", rounds),
+    )
 
 
 def hide_last_rows(report: Report) -> None:
@@ -209,125 +241,22 @@ def without_client(report: Report) -> None:
     del report["ledger_heads"]["client-002"]
 
 
-def renamed_client(report: Report) -> None:
-    for entry in report["ledger"]:
-        entry["clients"] = [c.replace("client-000", "client-009") for c in entry["clients"]]
-    report["ledger_heads"]["client-009"] = report["ledger_heads"].pop("client-000")
-
-
-def renamed_mechanism(report: Report) -> None:
-    report.update(json.loads(json.dumps(report).replace('"residual"', '"gradient"')))
-
-
-def more_noise(report: Report) -> None:
-    for entry in report["ledger"]:
-        entry["noise_multiplier"] = 10.0
-
-
-def swapped_files(folder: Path) -> None:
-    one = folder / "ledger" / "client-000.jsonl"
-    other = folder / "ledger" / "client-001.jsonl"
-    content = one.read_text()
-    one.write_text(other.read_text())
-    other.write_text(content)
-
-
-def truncated(folder: Path) -> None:
-    file = folder / "ledger" / "client-001.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-
-
 def rewritten_ledger(folder: Path) -> None:
     """Fewer steps at every client, with sound chains, heads and figures: but config.toml plans
     other ones."""
-    report = json.loads((folder / "privacy_report.json").read_text())
+    report = report_of(folder)
     for path in sorted((folder / "ledger").iterdir()):
         old = read_ledger(path)
         rows = old.releases
         path.unlink()
         made = Ledger(old.client, path, dataset=old.dataset)
-        for row in rows:
-            made.charge(replace(row, steps=1))
+        for one in rows:
+            made.charge(replace(one, steps=1))
         report["ledger_heads"][old.client]["chain"] = made.history().chain
     for entry in report["ledger"]:
         entry["steps"] = 1
-    computed(report)
     pages(folder, report)
-
-
-def no_rounds(folder: Path) -> None:
-    """The run as if its cap had allowed no round."""
-    (folder / "metrics.jsonl").unlink()
-    changed("summary.json", "rounds", 0)(folder)
-    put("rounds_done", 0)(folder)
-
-
-def fewer_rounds(folder: Path) -> None:
-    """The run as if it had ended after round 1, in all files but the ledgers."""
-    file = folder / "metrics.jsonl"
-    file.write_text(file.read_text().splitlines(keepends=True)[0])
-    changed("summary.json", "rounds", 1)(folder)
-    put("rounds_done", 1)(folder)
-
-
-def fitting(*tampers: Tamper) -> Tamper:
-    """Changes of files, after which the report has the hashes of the files that are there."""
-
-    def tamper(folder: Path) -> None:
-        for one in tampers:
-            one(folder)
-        report = json.loads((folder / "privacy_report.json").read_text())
-        pages(folder, {**report, "files": exported_files(folder)})
-
-    return tamper
-
-
-def row(number: int, path: str, value: Any) -> Tamper:
-    """One value of a round's row of metrics."""
-
-    def tamper(folder: Path) -> None:
-        file = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        where, key = at(rows[number - 1], path)
-        where[key] = value
-        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
-
-    return fitting(tamper)
-
-
-def summary(path: str, value: Any) -> Tamper:
-    return changed("summary.json", path, value)
-
-
-def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamper:
-    """A change of a file's tensors."""
-
-    def tamper(folder: Path) -> None:
-        with safe_open(folder / name, framework="pt") as file:
-            facts = file.metadata()
-        found = load_file(folder / name)
-        change(found)
-        save_file(found, folder / name, metadata=facts)
-
-    return fitting(tamper)
-
-
-def invented_resumption(folder: Path) -> None:
-    (folder / "resumed.json").write_text('{"after_rounds": [1]}')
-    put("events", [Event(kind="resumed", rounds_done=1).to_json()])(folder)
-
-
-def fifo(name: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return tamper
-
-
-def source(folder: Path) -> None:
-    (folder / "sources").mkdir()
-    (folder / "sources" / "n_k.py").write_text("312, 17, 4")
+    fit_figures(folder)
 
 
 # values that are changed together, each of which must be named
@@ -378,42 +307,42 @@ def test_every_value_is_compared(
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
-    (edit(without_client), "client-002, but the report has none"),
+    (edit(without_client), "has a ledger of client client-002"),
     (
         both(edit(without_client), delete("ledger/client-002.jsonl")),
         "clients in the report differ from the clients in privacy_start.json",
     ),
-    (edit(renamed_client), "has no ledger of client client-009"),
+    (delete("ledger/client-002.jsonl"), "has no ledger of client client-002"),
     (put("test_only_randomness", True), "verdict.formal is True"),
     (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),
-    (edit(more_noise), "ledger[0].noise_multiplier is 10"),
-    (edit(renamed_mechanism), "mechanism is 'gradient'"),
-    (drop("scope/0"), "scope has"),
+    (put("ledger/0/noise_multiplier", 10.0), "ledger[0].noise_multiplier is 10"),
+    (both(put("mechanism", "gradient"), put("ledger/0/mechanism", "gradient")), "is 'gradient'"),
+    (edit(lambda report: report["scope"].pop(0)), "scope has"),
     (put("provenance/seal", "1.0"), "provenance.seal is '1.0'"),
     (put("provenance/torch", "audited by X"), "provenance.torch is wrong"),
     (put("ledger_heads/client-000/rows", 1), "the report states 1"),
     (put("ledger_heads/client-000/chain", None), "chain hash"),
-    (put("scope/0/seal", "x"), "scope.0.seal is an unknown key"),
-    (drop("own_code"), "own_code is missing"),
+    (edit(lambda report: report.pop("own_code")), "own_code is missing"),
     (text("privacy_report.md", "ε = ", "ε = 0."), ".md differs"),
     (text("privacy_report.html", "<p>", "<p>Good. "), ".html differs"),
-    (swapped_files, "client-000.jsonl contains the ledger of client 'client-001'"),
-    (truncated, "the ledger file has 1 rows, but the report states 2"),
-    (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
-    (rewritten_ledger, "lacks synthetic"),
+    (
+        lambda folder: shutil.copy(folder / LEDGER.replace("0.", "1."), folder / LEDGER),
+        "client-000.jsonl contains the ledger of client 'client-001'",
+    ),
+    (first_lines(LEDGER, 2), "the ledger file has 1 rows, but the report states 2"),
+    (write(LEDGER, "[" * 100_000), "client-000.jsonl"),
+    (text(LEDGER, '"steps": 3', '"steps": 1'), "was edited"),
+    (rewritten_ledger, CHARGES),
     (delete("ledger"), "the ledger folder"),
     (
-        both(
-            config("privacy", noise_multiplier=10.0),
-            changed("privacy_start.json", "noise_multiplier", 10.0),
-        ),
-        "lacks synthetic",
+        both(config("privacy", noise_multiplier=10.0), changed(START, "noise_multiplier", 10.0)),
+        CHARGES,
     ),
     (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
     (config("privacy", delta=6e-4), "guarantee.delta is 1e-05"),
-    (config("privacy", clip=0.1), "lacks synthetic"),
+    (config("privacy", clip=0.1), CHARGES),
     (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
-    (config("run", rounds=3), "which the limit on ε does not explain"),
+    (config("run", rounds=3), ENDED_EARLY),
     (config("run", participation=0.34), "which does not follow from config.toml"),
     (config("partition", clients=2), "has 2 clients, but privacy_start.json has 3"),
     (config("partition", alpha=0.1), "another data set or partition"),
@@ -422,28 +351,18 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (text("config.toml", "[method]", "[method]\nx = 1"), "'x'"),
     (text("config.toml", "[run]", "[run"), "not valid TOML"),
     (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before is 0"),
-    (
-        changed(START, "ledgers/client-000/chain", "0"),
-        "differ from privacy_start.json",
-    ),
+    (changed(START, "ledgers/client-000/chain", "0"), "differ from privacy_start.json"),
     (changed(START, "data_set/train_size", 10), "published data set's.train_size is 10"),
     (changed(START, "data_set/mean", "x"), "specification"),
-    (
-        changed(START, "test_images", "private"),
-        "round 1 has an accuracy on test images",
-    ),
+    (changed(START, "test_images", "private"), "round 1 has an accuracy on test images"),
     (changed(START, "schema_version", 2), "schema_version is wrong"),
     (changed(START, "run/date", "2020-01-01"), "run.date is"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
-    (changed(START, "x", 1), "x is an unknown key"),
     (row(1, "epsilon", 0.1), "epsilon of round 1 is 0.1"),
-    (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "does not describe round 1"),
+    (row(1, "round", 2), "does not describe round 1"),
     (row(1, "seconds", 1.5), "round 1 has 'seconds', which may not be"),
     (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy whose type or shape"),
-    (
-        row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
-        "a model 'n_k', which the method does not make",
-    ),
+    (row(2, "models", {"n_k": {"test_accuracy": 0.5}}), "a model 'n_k', which the method does not"),
     (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "has 'local', which may not be shown"),
     (row(2, "participants", [0, 2]), "participants is [0, 2]"),
     (row(1, "domain_accuracy", {"n_k=312": 0.5}), "for a domain that the"),
@@ -453,26 +372,26 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "upload sizes that contradict each other",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
-    (no_rounds, "which the limit on ε does not explain"),
-    (fewer_rounds, "which the limit on ε does not explain"),
-    (invented_resumption, "lacks a resumption that resumed.json states"),
-    (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
+    (ended_after(0), ENDED_EARLY),
+    (ended_after(1), ENDED_EARLY),
+    (
+        both(write("resumed.json", '{"after_rounds": [1]}'), put("events", [RESUMED.to_json()])),
+        "lacks a resumption that resumed.json states",
+    ),
+    (write("resumed.json", '{"after_rounds": [2]}'), "names round 2"),
     (fifo("resumed.json"), "resumed.json"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "run's summary"),
     (
-        fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
+        both(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
         "artefacts.json exists, but this run does not write such a file",
     ),
-    (source, "sources.n_k.py is"),
+    (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
     (
         tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
         "model.safetensors.",
     ),
-    (
-        fitting(lambda folder: (folder / "model.safetensors").write_bytes(b"x")),
-        "model.safetensors cannot be read",
-    ),
+    (both(write("model.safetensors", "x"), fit_hashes), "model.safetensors cannot be read"),
     (
         tensors("synthetic.safetensors", lambda t: t.update(n_k=torch.tensor([312]))),
         "synthetic.safetensors.n_k is",
@@ -481,10 +400,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
         "contains clients or classes that do not exist",
     ),
-    (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
-        "files.model.safetensors is",
-    ),
+    (write("model.safetensors", "x"), "files.model.safetensors is"),
 ]
 
 
@@ -508,18 +424,11 @@ def test_files_that_are_gone_are_named(folder: Path) -> None:
 
 def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path) -> None:
     """The report vouched for them: `files` had their hash."""
-    chosen = {
-        "run": {"method": "fedavg", "rounds": 1, "device": "cpu"},
-        "partition": {"clients": 2},
-        "model": {"name": "linear"},
-        "method": {"local_steps": 1},
-        "privacy": {"noise_multiplier": 3.0},
-    }
-    averaged = simulate(resolve(chosen), output=tmp_path / "averaged").folder
-    assert averaged is not None
+    averaged = run(tmp_path / "averaged", {**settings("fedavg"), "method": {"local_steps": 1}})
     assert found(averaged) == []
     name = "synthetic.safetensors"
-    fitting(lambda to: shutil.copy(folder / name, to / name))(averaged)
+    shutil.copy(folder / name, averaged / name)
+    fit_hashes(averaged)
     assert found(averaged) == [f"{name} exists, but this run does not write such a file"]
 
 
@@ -551,6 +460,22 @@ def test_damaged_files_are_a_mismatch_or_an_error_and_no_traceback(
     assert all(len(problem) < 2000 for problem in problems)
 
 
+def test_a_folder_that_may_only_be_read_is_verified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening for writing would fail for an auditor; root may write, so flags are watched."""
+    opened: list[int] = []
+    original = os.open
+
+    def watched(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        opened.append(flags)
+        return original(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", watched)
+    assert found(folder) == []
+    assert not any(flags & (os.O_RDWR | os.O_WRONLY) for flags in opened)
+
+
 def test_a_report_of_another_version_is_said_to_be_one(folder: Path) -> None:
     put("provenance/fedsynth", "0.0.9")(folder)
     assert found(folder) == []
@@ -570,9 +495,9 @@ def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
     folder: Path, tmp_path: Path
 ) -> None:
     """The verdict, and also everything else, of the formal report of the same settings."""
-    paper = run(tmp_path, mechanism="paper")
-    report = json.loads((paper / "privacy_report.json").read_text())
-    honest = json.loads((folder / "privacy_report.json").read_text())
+    paper = run(tmp_path, settings(mechanism="paper"))
+    report = report_of(paper)
+    honest = report_of(folder)
     pages(paper, {**report, "verdict": honest["verdict"]})
     assert any("verdict.formal is True" in problem for problem in found(paper))
     pages(paper, honest)
@@ -580,7 +505,7 @@ def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
 
 
 def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
-    folder = run(tmp_path, ledger=str(tmp_path / "kept"))
+    folder = run(tmp_path, settings(ledger=str(tmp_path / "kept")))
     (tmp_path / "kept").rename(tmp_path / "moved")
     result = verify_run(folder)
     assert result.problems == []
@@ -590,15 +515,17 @@ def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
         f"the ledger folder {tmp_path / 'nowhere'} does not exist"
     ]
     edit(hide_last_rows)(folder)
-    assert any("has 1 rows, but ledger_heads states 2" in problem for problem in found(folder))
+    assert "has 1 rows, but ledger_heads states 2" in " ".join(found(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
-    assert any("lacks synthetic" in problem for problem in found(folder))
+    assert CHARGES in " ".join(found(folder))
     assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
 
 
 def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> None:
-    folder = run(tmp_path, noise_multiplier=3.0, epsilon=3.0)
-    report = json.loads((folder / "privacy_report.json").read_text())
+    folder = run(tmp_path, settings(noise_multiplier=3.0, epsilon=3.0))
+    assert found(folder) == []
+    assert "ended after 1 of 2 rounds" in (folder / "privacy_report.md").read_text()
+    report = report_of(folder)
     (stated,) = report["events"]
     assert (stated["kind"], stated["rounds_done"], stated["client"]) == ("ended", 1, "client-000")
     for key, value in (
@@ -613,15 +540,8 @@ def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> Non
 
 def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
     """Clients that do not finish, and their passes, are drawn publicly."""
-    chosen = {
-        "run": {"method": "fedprox", "rounds": 2, "device": "cpu"},
-        "partition": {"clients": 3},
-        "model": {"width": 4, "depth": 2},
-        "method": {"local_epochs": 4, "batch": 128, "stragglers": 0.7},
-        "privacy": {"noise_multiplier": 3.0},
-    }
-    folder = simulate(resolve(chosen), output=tmp_path).folder
-    assert folder is not None
+    late = {"local_epochs": 4, "batch": 128, "stragglers": 0.7}
+    folder = run(tmp_path, {**settings("fedprox", noise_multiplier=3.0), "method": late})
     assert found(folder) == []
     row(1, "stragglers", {"0": 1, "1": 312})(folder)
     assert any("round 1 stragglers" in problem for problem in found(folder))
