@@ -113,6 +113,10 @@ def mixing(x: Tensor) -> Tensor:
     return (x - x.mean(0)).mean(dim=(1, 2, 3))[:, None]
 
 
+def as_array(x: Tensor) -> Any:
+    return np.zeros((len(x), 1))
+
+
 def by_number(x: Tensor) -> Tensor:
     return x.mean(dim=(1, 2, 3))[:, None] / len(x)
 
@@ -124,7 +128,7 @@ def by_number(x: Tensor) -> Tensor:
         (lambda shape: own(shape, dimension=2), "must return a tensor of shape"),
         (lambda shape: own(shape, radius=0.0), "radius"),
         (lambda shape: own(shape, norm_bound=float("inf")), "norm_bound"),
-        (lambda shape: replace(own(shape), function=lambda x: np.zeros((len(x), 1))), "ndarray"),
+        (lambda shape: replace(own(shape), function=as_array), "ndarray"),
         (lambda shape: own((3, 8, 8)), r"\(3, 8, 8\)"),
         (lambda shape: replace(own(shape), function=mixing), "mixes the examples of a batch"),
         (lambda shape: replace(own(shape), function=by_number), "another size"),

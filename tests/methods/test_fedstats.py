@@ -292,7 +292,10 @@ def sent_sums() -> dict[int, StatisticSums]:
 
 def made(method: FedStats) -> FedStatsState:
     """The state at the end of a round of the same sums."""
-    return method.at_end(method.server_step(begun(), sent_sums(), image_context()), image_context())
+    stepped = method.server_step(begun(), sent_sums(), image_context())
+    state = method.at_end(stepped, image_context())
+    assert isinstance(state, FedStatsState)
+    return state
 
 
 def pixels(method: FedStats) -> torch.Tensor:

@@ -207,7 +207,10 @@ class Elsewhere(Net):
         (with_fault(lambda self: self.body.requires_grad_(False)), "body.0.weight"),
         (with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))), "more.weight"),
         (Elsewhere, "classifier.weight"),
-        (lambda shape, classes: torch.jit.script(flat(shape, classes)), "per-example gradients of the model failed"),
+        (
+            lambda shape, classes: torch.jit.script(flat(shape, classes)),
+            "per-example gradients of the model failed",
+        ),
     ],
 )
 def test_what_dp_sgd_cannot_train_is_refused_before_anything_is_charged(

@@ -206,10 +206,10 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
     # sorted: blind to which class is which
     a, b = torch.tensor([[1.0, 2, 3]]), torch.tensor([[3.0, 1, 2]])
     directions = next(unit_directions(3, 3, GENERATOR))
-    one = torch.zeros(1)
-    assert (
-        float(collaborative_distance(a, b, one, distance="sorted", directions_PC=directions)) == 0
+    blind = collaborative_distance(
+        a, b, torch.zeros(1), distance="sorted", directions_PC=directions
     )
+    assert float(blind) == 0
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
