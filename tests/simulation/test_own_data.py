@@ -321,7 +321,7 @@ def test_accuracy_on_private_test_images_is_in_simulation_only(
             assert "test_accuracy" not in text or '"test_accuracy": null' in text, file
     report = json.loads((folder / "privacy_report.json").read_text())
     scope = {
-        entry["access"]: (entry["status"], entry["note"].split(";")[0])
+        entry["access"]: (entry["status"], entry["note"].split(".")[0])
         for entry in report["scope"]
         if entry["access"].startswith("test set")
     }

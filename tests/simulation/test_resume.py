@@ -338,7 +338,9 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     assert verify_run(folder).problems == []
     stated = (folder / RESUMED).read_text()
     (folder / RESUMED).unlink()
-    assert any("does not charge" in problem for problem in verify_run(folder).problems)
+    assert any(
+        "does not follow from config.toml" in problem for problem in verify_run(folder).problems
+    )
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
     assert any(
         "lacks a resumption that resumed.json states" in one for one in verify_run(folder).problems
@@ -363,7 +365,7 @@ def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
 def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
     notes = Notes()
     left = cut(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
-    assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds; spent: ε = ")
+    assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds. Spent: ε = ")
     assert str(left) in notes.lines[-1]
     folder = left / "simulation_only" / "checkpoint"
     assert (folder / POINTER).exists()
@@ -437,7 +439,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="previous checkpoint") as error:
+        with pytest.raises(OutputError, match="then resume the run") as error:
             run(given, tmp_path / "cut")
     assert "\n" not in str(error.value)
     assert_same(whole, resumed(given, tmp_path / "cut"))
