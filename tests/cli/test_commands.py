@@ -175,10 +175,10 @@ def test_models_of_different_architectures_become_one(tmp_path: Path, fedsynth: 
         ("a --arch resnet8", "is not a model of the given architecture"),
         ("a --arch convent", "did you mean convnet"),
         ("broken", "is not a model of the given architecture"),
-        ("nan", "not finite"),
+        ("nan", "must be finite"),
         ("complex", "complex64"),
         ("whole", "int32"),
-        ("double", "not finite"),
+        ("double", "must be finite"),
         ("a --set crop=2", "method.crop must be between 0 and 0.5"),
     ],
 )
