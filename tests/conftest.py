@@ -1,4 +1,4 @@
-"""What all tests share: the devices that a test of mathematics runs on."""
+"""Fixtures of all tests: devices, and mechanisms without noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU and, marked, a GPU."""
+    """The CPU, and a GPU where the mark `cuda` is selected."""
     return torch.device(request.param)
 
 

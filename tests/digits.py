@@ -1,5 +1,4 @@
-"""Random images of the digits' form, a tiny network, and clients who are charged for what they
-send."""
+"""Random images in the digits' shape, a tiny network, and clients whose releases are charged."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 BLACK, WHITE = np.zeros((1, 1, 8, 8), np.uint8), np.full((1, 1, 8, 8), 255, np.uint8)
 NOISE = np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8)).astype(np.uint8)
 HOSTILE = (BLACK, WHITE, NOISE)
-"""Images of one example more, for tests of sensitivity."""
+"""Images of an additional example, for tests of sensitivity."""
 
 
 def digits(labels: Any, extra: np.ndarray | None = None, device: torch.device = CPU) -> ImageData:
-    """Random images with these labels; the last one is `extra`, if it is given."""
+    """Returns random images with these labels; `extra` replaces the last image."""
     images = np.random.default_rng(0).integers(0, 256, (len(labels), 1, 8, 8)).astype(np.uint8)
     if extra is not None:
         images[-1:] = extra
@@ -38,11 +37,11 @@ def digits(labels: Any, extra: np.ndarray | None = None, device: torch.device = 
 
 
 def convnet(norm: str = "instance", seed: int = 0) -> nn.Module:
-    """Embeddings of 16 numbers, and ten logits."""
+    """Returns a network with embeddings of 16 numbers and ten logits."""
     return build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, seed)
 
 
-def context(
+def round_context(
     privacy: PrivacySettings | None = None,
     number: int = 1,
     *,
@@ -52,13 +51,13 @@ def context(
     nominal: float = 30.0,
     **federation: Any,
 ) -> RoundContext:
-    """Of round `number`, with a ConvNet unless a network is given."""
+    """Returns the context of round `number`, with a ConvNet by default."""
     return RoundContext(
         number, seed, device, SPEC, network or convnet(), nominal, privacy, **federation
     )
 
 
-def charged(
+def private_clients(
     method: Method,
     ctx: RoundContext,
     data: ImageData,
@@ -66,7 +65,7 @@ def charged(
     ledgers: Sequence[Ledger] | None = None,
     phase: str = MAIN,
 ) -> PrivateClientView:
-    """Private clients with these parts of the data, one with all of them if there are none."""
+    """Returns private clients with these parts of the data; one client has all by default."""
     parts = [torch.arange(len(data.labels))] if parts is None else parts
     ids = range(len(parts))
     guards = [
@@ -76,14 +75,14 @@ def charged(
     return PrivateClientView(ids, data, parts, allowances)
 
 
-def sent(
+def client_uploads(
     method: Method,
     ctx: RoundContext,
     clients: ClientGroup,
     memories: Sequence[Any] | None = None,
     state: Any = None,
 ) -> list[Any]:
-    """What the clients of a first round (or of one with this state) upload."""
+    """Returns the clients' uploads in the first round, or in one with this state."""
     state = state or method.initial_state(ctx.architecture.state_dict())
     message = method.broadcast(state, ctx)
     results = method.client_step(message, clients, memories or [{} for _ in clients.ids], ctx)

@@ -1,7 +1,7 @@
-"""One method of each family for an engine's matrix; the others are slow tests.
+"""One method of each family for tests of an engine; tests of the other methods are slow.
 
-A family is what an engine treats alike: plain averages, a memory at clients, models that stay there,
-condensed sets, a first exchange, generators, distillation by the server, sums.
+An engine treats the methods of a family equally: plain averages, memories of clients, personal
+models, condensed sets, a first exchange, generators, distillation by the server, sums.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ FAMILIES = (
 
 
 def by_family(names: Iterable[str], quick: Iterable[str] = FAMILIES) -> list[Any]:
-    """Parameters of a test, those that are not quick marked as slow."""
-    some = set(quick)
-    return [pytest.param(name, marks=[] if name in some else pytest.mark.slow) for name in names]
+    """Returns the parameters of a test; all but the quick ones are marked as slow."""
+    quick_names = set(quick)
+    return [
+        pytest.param(name, marks=[] if name in quick_names else pytest.mark.slow) for name in names
+    ]

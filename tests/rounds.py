@@ -1,4 +1,4 @@
-"""What tests of methods share: rounds of a server and of clients without an engine between them."""
+"""Rounds between a server and clients without an engine."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from fedsynth.privacy.plans import FIRST, PHASES
 
 
 def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
-    """The messages of a group's step by client number."""
+    """Returns the messages of a group's step by client number."""
     return {k: message for k, (message, _) in zip(clients.ids, results, strict=True)}
 
 
-def play(
+def play_round(
     server: Server,
     groups: Sequence[ClientGroup] | Callable[[str], Sequence[ClientGroup]],
     memories: MutableMapping[int, Memory],
     context: RoundContext,
 ) -> dict[int, Any]:
-    """One round, with its first exchange if it has one.
+    """Plays one round, with its first exchange if it has one.
 
     Args:
         server: its state is the next one afterwards.
-        groups: the clients of the round; the steps of each group are taken together. Where clients
-            are charged for each exchange, what makes the groups of a phase.
-        memories: of the clients by number ({} for one that is not there); replaced by the new ones.
+        groups: the clients of the round; the steps of each group are taken together. A function of
+            the phase where clients are charged for each exchange.
+        memories: of the clients by number ({} where missing); replaced by the new ones.
 
     Returns:
         The uploads by client number, of the types that the method declares.
@@ -43,8 +43,8 @@ def play(
         replies = {}
         for group in groups(phase) if callable(groups) else groups:
             step = server.method.first_step if phase == FIRST else server.method.client_step
-            own = [memories.get(k, {}) for k in group.ids]
-            results = step(request, group, own, context)
+            group_memories = [memories.get(k, {}) for k in group.ids]
+            results = step(request, group, group_memories, context)
             replies.update(uploads_of(group, results))
             memories.update(zip(group.ids, (memory for _, memory in results), strict=True))
         assert server.check(phase, replies, context).rejected == {}

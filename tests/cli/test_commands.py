@@ -36,7 +36,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
-from tests.interrupted import interrupted_in_round
+from tests.interruption import interrupt_in_round
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 
@@ -303,7 +303,7 @@ def test_a_run_that_gets_a_signal_ends_in_order(number: int, code: int, tmp_path
 def test_resume_ends_a_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same folder as any run, and a report that verifies."""
     small = f"--device cpu --output {tmp_path / 'out'} --set iterations=1 --subset 0.2 --width 8"
-    with interrupted_in_round(2, monkeypatch):
+    with interrupt_in_round(2, monkeypatch):
         cut = fedsynth(f"train {small} --dp-sigma 3")
     assert cut.code == 130
     left = cut.folder

@@ -13,7 +13,7 @@ import pytest
 from fedsynth.cli.application import PACKAGE
 from tests.cli.conftest import Call
 from tests.fuzz.mutations import CommandFailedError, at_most, command
-from tests.special import special_file
+from tests.special_files import make_special_file
 
 READ = tuple(line.strip() for line in """
     train --config={}
@@ -68,7 +68,7 @@ def test_names_that_no_file_can_have(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize("line", READ)
 def test_special_files_are_refused(tmp_path: Path, line: str) -> None:
     for kind in ("pipe", "device", "large"):
-        refused(line, str(special_file(tmp_path / "x.py", kind)))
+        refused(line, str(make_special_file(tmp_path / "x.py", kind)))
 
 
 def test_a_name_that_is_not_utf8(train: Call, tmp_path: Path) -> None:

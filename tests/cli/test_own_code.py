@@ -17,7 +17,7 @@ from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
 from fedsynth.methods import _CUSTOM
 from fedsynth.own_code import load_own
 from tests.cli.conftest import Call
-from tests.interrupted import interrupted_in_round
+from tests.interruption import interrupt_in_round
 
 NET = """
 from torch import nn
@@ -149,7 +149,7 @@ def test_a_killed_run_is_resumed_with_its_own_file_only(
     whole = fedsynth(line)
     accuracy = json.loads((whole.folder / "summary.json").read_text())["test_accuracy"]
     shutil.rmtree(code / "out")
-    with interrupted_in_round(2, monkeypatch):
+    with interrupt_in_round(2, monkeypatch):
         assert fedsynth(line).code == 130
     (left,) = (code / "out").iterdir()
     forget()
@@ -168,7 +168,7 @@ def test_a_killed_run_is_resumed_with_its_own_file_only(
 
 def test_resuming_adds_no_file(code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a file that changes the run, or that is left out without an error."""
-    with interrupted_in_round(2, monkeypatch):
+    with interrupt_in_round(2, monkeypatch):
         assert fedsynth(f"{base(code, 2)} --method fedstats").code == 130
     (left,) = (code / "out").iterdir()
     for option in OPTIONS.values():

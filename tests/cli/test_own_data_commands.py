@@ -11,8 +11,8 @@ from fedsynth import FedAvg, ModelSettings, PrivacySettings, RunSettings, load_s
 from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.report.formatting import format_epsilon
 from tests.cli.conftest import Call
-from tests.interrupted import interrupted_in_round
-from tests.own_images import make_folder, write_image
+from tests.image_folders import make_image_folder, write_image
+from tests.interruption import interrupt_in_round
 
 SHORT = (
     "--rounds 1 --width 4 --depth 2 --ipc 1 --device cpu --set iterations=1 --set server_epochs=1 "
@@ -22,7 +22,7 @@ SHORT = (
 
 def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     """The documentation's way: describe, sign, synthesize, load."""
-    folder = make_folder(tmp_path / "scans")
+    folder = make_image_folder(tmp_path / "scans")
     share = tmp_path / "share"
     runs = f"--output {tmp_path / 'runs'}"
     synthesize = f"synthesize --data {folder} --dp-epsilon 8 --out {share} {SHORT} {runs}"
@@ -56,7 +56,7 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
 
 
 def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
-    folder = make_folder(tmp_path / "scans")
+    folder = make_image_folder(tmp_path / "scans")
     (folder / "north" / "ill" / "00.png").write_bytes(b"x")
     write_image(folder / "north" / "ill" / "big.png", 1, (20, 20))
     line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
@@ -102,7 +102,7 @@ def test_a_run_that_ends_early_prints_its_cost_and_folder(
     assert f". Spent: ε = {spent} at δ" in line
     assert line.endswith(f". The results are in {result.folder}")
 
-    with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+    with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
         simulate(quick(privacy=private), output=tmp_path / "cut")
     line = capsys.readouterr().err.splitlines()[-1]
     (left,) = (tmp_path / "cut").iterdir()

@@ -17,7 +17,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.formatting import format_epsilon
 from tests.cli.conftest import Call
-from tests.interrupted import interrupted_in_round
+from tests.interruption import interrupt_in_round
 
 FAST = "--clients 3 --width 4 --device cpu --set iterations=2 --set server_epochs=1 --set ipc=1"
 REASON = "a round of real (none): a run on the same data without differential privacy"
@@ -148,7 +148,7 @@ def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
 
 
 def test_unfinished_runs(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with interrupted_in_round(2, monkeypatch):
+    with interrupt_in_round(2, monkeypatch):
         folder = fedsynth(f"train {FAST} --rounds 3 --dp-sigma 3 --output {tmp_path}/out").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
     shown = fedsynth(f"privacy report {folder}")

@@ -23,7 +23,7 @@ from fedsynth.errors import MessageError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedfm import AnchorState
 from fedsynth.models.registry import ModelSettings, build_model
-from tests.messages import example, kinds
+from tests.message_examples import message_types, random_message
 
 
 def assert_same(a: Packed, b: Packed) -> None:
@@ -49,7 +49,7 @@ def declared(name: str) -> set[type[Packed]]:
 
 def test_declared_metrics_are_known_and_have_unique_names() -> None:
     """A type is told by its name: two with one name could be taken for each other."""
-    known = set(kinds())
+    known = set(message_types())
     assert set().union(*(declared(name) for name in METHODS)) <= known
     assert len({kind.__name__ for kind in known}) == len(known)
     assert sum(issubclass(kind, ServerState) for kind in known) >= 10
@@ -75,10 +75,10 @@ def test_what_is_moved_is_the_same_elsewhere() -> None:
     assert Scored({}, score=0.5).to("meta").score == 0.5
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", message_types())
 def test_a_received_message_equals_the_sent_one(kind: type[Packed]) -> None:
     for seed in range(8):
-        message = example(kind, random.Random(seed))
+        message = random_message(kind, random.Random(seed))
         assert_same(message, kind.from_bytes(message.to_bytes()))
 
 

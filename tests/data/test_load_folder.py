@@ -17,12 +17,12 @@ from fedsynth.data.folder_settings import read_declaration
 from fedsynth.data.load_folder import site_names
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from tests.data.conftest import png
-from tests.own_images import declare, make_folder, write_image
+from tests.image_folders import make_image_folder, write_declaration, write_image
 
 
 def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
     """Catches: images under another label or at another site than their folders say."""
-    found = load_folder(make_folder(tmp_path, each=2))
+    found = load_folder(make_image_folder(tmp_path, per_class=2))
     assert found.names == ("north", "south")
     assert [part.tolist() for part in found.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found.train.labels.tolist() == [0, 0, 1, 1] * 2
@@ -37,7 +37,7 @@ def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
 
 
 def test_sizes_that_differ_ask_for_one_and_one_colour_image_makes_all_so(tmp_path: Path) -> None:
-    make_folder(tmp_path)
+    make_image_folder(tmp_path)
     write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20), mode="RGB")
     with pytest.raises(DataError, match=r"2 different sizes. Most are 16×16.*data.image_size=64"):
         load_folder(tmp_path)
@@ -73,7 +73,7 @@ def test_photographs_are_upright(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
-    make_folder(tmp_path)
+    make_image_folder(tmp_path)
     bad = tmp_path / "north" / "well" / "03.png"
     bad.write_bytes(bad.read_bytes()[:60])
     (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
@@ -134,7 +134,7 @@ def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
 @pytest.mark.parametrize("name", damages(Path()))
 def test_files_that_are_not_images_are_counted_and_refused(tmp_path: Path, name: str) -> None:
     """Catches: half an archive, a site or a class that vanishes behind one note."""
-    make_folder(tmp_path / "scans", ("north",))
+    make_image_folder(tmp_path / "scans", ("north",))
     (tmp_path / "empty").mkdir()
     damage, counted = damages(tmp_path)[name]
     damage()
@@ -150,8 +150,8 @@ def test_files_that_are_not_images_are_counted_and_refused(tmp_path: Path, name:
 
 def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     """Catches: a site on another disk that is left out, and the run is of one site."""
-    make_folder(tmp_path / "disk", ("south",))
-    make_folder(tmp_path / "scans", ("north",))
+    make_image_folder(tmp_path / "disk", ("south",))
+    make_image_folder(tmp_path / "scans", ("north",))
     (tmp_path / "scans/south").symlink_to(tmp_path / "disk/south")
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
     found = load_folder(tmp_path / "scans")
@@ -165,7 +165,7 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
 
 
 def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
-    declare(make_folder(tmp_path), ledger="kept/here")
+    write_declaration(make_image_folder(tmp_path), ledger="kept/here")
     for place in ("fedsynth-ledger/north.jsonl", "kept/here/north.jsonl", ".git/config"):
         (tmp_path / place).parent.mkdir(parents=True)
         (tmp_path / place).write_text("x")
@@ -181,7 +181,7 @@ def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- what trains does not test
 def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
     """Catches: `--data N5`, where N5 has train/ and test/, which trains on the test images."""
-    folder = make_folder(tmp_path, ("train", "test"))
+    folder = make_image_folder(tmp_path, ("train", "test"))
     with pytest.raises(DataError, match="folders test, train, which would become sites"):
         load_folder(folder, test_folder=folder / "test")
     found = load_folder(folder / "train", test_folder=folder / "test")
@@ -189,7 +189,7 @@ def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_trains_does_not_test(tmp_path: Path) -> None:
-    make_folder(tmp_path / "scans")
+    make_image_folder(tmp_path / "scans")
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
     for test in ("scans", "link"):
         with pytest.raises(DataError, match=r"(12|24) of \1 test images are also training"):
@@ -198,7 +198,7 @@ def test_a_file_that_trains_does_not_test(tmp_path: Path) -> None:
 
 def test_people_on_both_sides_are_counted(tmp_path: Path) -> None:
     for part, people in (("train", "ABCD"), ("test", "DEFG")):
-        folder = make_folder(tmp_path / part, sites=(), each=2)
+        folder = make_image_folder(tmp_path / part, sites=(), per_class=2)
         images = [one.relative_to(folder).as_posix() for one in sorted(folder.rglob("*.png"))]
         rows = [f"{path},{who}" for path, who in zip(images, people, strict=True)]
         (folder / "users.csv").write_text("\n".join(["image,patient", *rows]))
@@ -277,7 +277,7 @@ def test_tables_of_spreadsheets(tmp_path: Path, saved: Callable[[str], bytes], n
 
 # -------------------------------------------------------------------------------- declarations
 def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
-    declare(make_folder(tmp_path))
+    write_declaration(make_image_folder(tmp_path))
     found = load_folder(tmp_path)
     assert found.train.spec.name == "clinic"
     assert found.train.spec.train_size == 50  # declared, and not the 24 that there are
@@ -309,20 +309,20 @@ def test_what_is_not_declared_is_refused(
 ) -> None:
     for folder in folders:
         write_image(tmp_path / folder / "1.png", 1)
-    declare(tmp_path, sites)
+    write_declaration(tmp_path, sites)
     with pytest.raises(DataError, match=error):
         load_folder(tmp_path)
 
 
 def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     """Catches: δ checked against a wrong bound; an archive of which a part is missing."""
-    declare(make_folder(tmp_path / "many", each=26))
+    write_declaration(make_image_folder(tmp_path / "many", per_class=26))
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
         load_folder(tmp_path / "many")
-    declare(make_folder(tmp_path / "few", each=3))
+    write_declaration(make_image_folder(tmp_path / "few", per_class=3))
     with pytest.raises(DataError, match=r"12 images, but sizes.images .* is 50"):
         load_folder(tmp_path / "few")
-    declare(make_folder(tmp_path / "one"), users=20)
+    write_declaration(make_image_folder(tmp_path / "one"), users=20)
     rows = [f"{p.relative_to(tmp_path / 'one').as_posix()},A" for p in tmp_path.rglob("one/*/*/*")]
     (tmp_path / "one" / "users.csv").write_text("path,user\n" + "\n".join(rows))
     with pytest.raises(DataError, match=r"1 users, but sizes.users .* is 20"):
@@ -343,7 +343,7 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_declarations_name_the_key(tmp_path: Path, old: str, new: str, error: str) -> None:
-    path = declare(tmp_path)
+    path = write_declaration(tmp_path)
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(DataFilesCorruptError, match=error) as caught:
         read_declaration(path)
@@ -352,7 +352,7 @@ def test_damaged_declarations_name_the_key(tmp_path: Path, old: str, new: str, e
 
 def test_a_proposal_has_round_numbers_and_is_not_signed(tmp_path: Path) -> None:
     """Catches: the exact number of images in a file that is to be public."""
-    make_folder(tmp_path, each=23)
+    make_image_folder(tmp_path, per_class=23)
     found = describe_folder(FolderSettings(str(tmp_path)), lambda text: None)
     facts = tomllib.loads(found.toml)
     assert facts["sizes"] == {"images": 100, "most_images": 200, "users": 0}
@@ -385,7 +385,7 @@ def test_settings_that_cannot_be() -> None:
 
 def test_hostile_image_files_are_refused(tmp_path: Path) -> None:
     """Catches: a decompression bomb that is decoded, a pipe that is waited for."""
-    make_folder(tmp_path)
+    make_image_folder(tmp_path)
     (tmp_path / "north" / "ill" / "bomb.png").write_bytes(png(9_000, 9_000))
     os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")
     with pytest.raises(FedsynthError, match=r"9000×9000, but may .*/pipe.png \(not a reg"):

@@ -19,8 +19,8 @@ from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.privacy import randomness
 from fedsynth.privacy.ledger import read_ledger
+from tests.quick_settings import quick_settings
 from tests.simulation.test_unchanged import RepeatableNoise
-from tests.small import small_settings
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
@@ -33,7 +33,7 @@ def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
         "run": {**run, **more.pop("run", {})},
         "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "batch" if name == "fedbn" else "instance"},
-        "method": small_settings(name),
+        "method": quick_settings(name),
         **more,
     }
 

@@ -56,7 +56,7 @@ from tests.deployment.place import (
     simulated,
 )
 from tests.families import by_family
-from tests.small import small_settings
+from tests.quick_settings import quick_settings
 
 PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]
@@ -64,7 +64,7 @@ METHODS = ["fedstats", "fedsum"]
 
 def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
     """Two rounds on the digits, with sums that the server alone does not see the parts of."""
-    given = {**small_settings(name), "aggregation": "secure", **more.pop("method", {})}
+    given = {**quick_settings(name), "aggregation": "secure", **more.pop("method", {})}
     if name == "fedsum":
         given["networks"] = 2
     run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}

@@ -20,7 +20,7 @@ from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.verification import unfinished_report, verify_run
-from tests.notes import Notes
+from tests.observers import NoteRecorder
 from tests.simulation.test_unchanged import HERE, differences, fingerprint, ledger_rows
 
 CLIENTS = 5
@@ -87,7 +87,7 @@ def test_a_step_without_noise_so_far_is_repeated_in_smaller_groups(
     """With the same numbers, and in a private run on the charge that it has paid."""
     expected = run(**sections)
     done = runs_out(monkeypatch, "pairs", more_than(2))
-    notes = Notes()
+    notes = NoteRecorder()
     found = run(notes, tmp_path, **sections)
     assert done == [2, 2, 1] * 3  # five, then three, do not fit; later rounds begin with two
     said = [line for line in notes.lines if "ran out of memory" in line]

@@ -32,7 +32,7 @@ from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.families import by_family
-from tests.small import small_settings
+from tests.quick_settings import quick_settings
 
 WORDS = "position of an example"
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def settings(
 ) -> RunSettings:
     given: dict[str, Any] = {
         "run": {"method": method, "rounds": 2},
-        "method": {} if method == "fedstats" else small_settings(method),
+        "method": {} if method == "fedstats" else quick_settings(method),
         "model": model,
         "partition": {"clients": 2},
     }
@@ -138,7 +138,7 @@ def test_a_mechanism_without_a_guarantee_gives_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moving(monkeypatch, "features")
-    given = {"run": {"method": "feddm"}, "method": small_settings("feddm")}
+    given = {"run": {"method": "feddm"}, "method": quick_settings("feddm")}
     run = resolve({**given, "privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}})
     assert not warned(run)
 
@@ -171,7 +171,7 @@ def test_fedstats_is_tried_with_what_a_server_may_send(monkeypatch: pytest.Monke
 
 def test_each_kind_of_network_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trial of the run's own network only, where clients have others."""
-    given = {"method": small_settings("dense"), "privacy": {"noise_multiplier": 1.0}}
+    given = {"method": quick_settings("dense"), "privacy": {"noise_multiplier": 1.0}}
     model = {"name": "linear", "clients": "lenet5,mlp"}
     run = resolve({**given, "run": {"method": "dense", "rounds": 1}, "model": model})
     run = replace(run, dataset="mnist")
@@ -198,7 +198,7 @@ def test_a_step_ends_with_its_last_release(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(feddm, "split_uploads", fails)
     moving(monkeypatch, "features")
-    given = {"method": small_settings("feddm"), "run": {"method": "feddm"}}
+    given = {"method": quick_settings("feddm"), "run": {"method": "feddm"}}
     run = resolve({**given, "privacy": {"noise_multiplier": 1.0, "mechanism": "features"}})
     [warning] = warned(run)
     assert WORDS in warning

@@ -47,8 +47,8 @@ from tests.fuzz.mutations import (
     json_bytes,
     other_content,
 )
-from tests.messages import DTYPES, choices_of, example, kinds
-from tests.special import SPECIAL, special_file
+from tests.message_examples import DTYPES, field_types, message_types, random_message
+from tests.special_files import SPECIAL_KINDS, make_special_file
 
 STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
 
@@ -296,12 +296,12 @@ def checkpoints(bench: Faults) -> None:
         assert sorted(path.iterdir()) == list(contents)
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 def test_a_special_file_in_a_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
     write_checkpoint(tmp_path)
     for file in sorted(tmp_path.iterdir()):
         content = file.read_bytes()
-        special_file(file, kind)
+        make_special_file(file, kind)
         with pytest.raises(CheckpointError):
             CheckpointFolder(tmp_path, "run").read(METHOD)
         file.rmdir() if kind == "folder" else file.unlink()
@@ -436,7 +436,7 @@ def wrong(made: Packed, sent: bytes) -> str:
     declared = {name: one for name, one in header.items() if name != "__metadata__"}
     for f in fields(made):
         value = getattr(made, f.name)
-        choices = choices_of(hints[f.name])
+        choices = field_types(hints[f.name])
         if isinstance(value, bool) or (type(value) is float and float not in choices):
             return f"{f.name} is {value!r}"
         if isinstance(value, int | float) and not math.isfinite(value):
@@ -456,12 +456,12 @@ def wrong(made: Packed, sent: bytes) -> str:
 
 def messages(bench: Faults) -> None:
     """Exactly the types, shapes and names that its own header declares."""
-    all_kinds = kinds()
+    all_kinds = message_types()
     assert len(all_kinds) > 25
     for number, rng in bench.cases():
         kind = all_kinds[number % len(all_kinds)]
         case = f"{number} {kind.__name__}"
-        sent = damaged_message(example(kind, rng).to_bytes(), rng)
+        sent = damaged_message(random_message(kind, rng).to_bytes(), rng)
         made = bench.of(case, kind.from_bytes, sent)
         fault = "" if made is None else wrong(made, sent)
         bench.unless(not fault, case, fault)

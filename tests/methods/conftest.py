@@ -1,4 +1,4 @@
-"""What tests of methods share."""
+"""Fixtures of the tests of methods."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedsynth.models import convnet as frozen
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions that torch.compile is asked for, and does not compile.
+    """Records the names of functions passed to torch.compile, which compiles nothing.
 
-    Passes hold two images of digits at a ConvNet's width of 4: with ipc 2 all are whole ones.
+    Passes hold two images of digits at a ConvNet's width of 4, so with ipc 2 no pass is partial.
     """
     names: list[str] = []
 
@@ -26,6 +26,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch, "compile", spy)
     monkeypatch.setattr("fedsynth.synthesizer.condensation.matching.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
-    # a cache of the test's own: what it keeps is not compiled
+    # a separate cache: its functions are not compiled
     monkeypatch.setattr(frozen, "_parts", functools.cache(frozen._parts.__wrapped__))
     return names

@@ -28,24 +28,24 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
-from tests.methods import tiny
-from tests.methods.tiny import (
+from tests.methods import tiny_problem
+from tests.methods.tiny_problem import (
     FULL,
     LABELS,
     PARTS,
     SIZES,
     Array,
-    Deep,
+    TwoLayerNetwork,
     context,
     cross_entropy,
-    descended,
     embeddings,
-    flat,
+    flatten_parameters,
+    gradient_descent,
     label_losses,
     softmax,
 )
 
-X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
+X = np.concatenate([tiny_problem.X, np.ones((9, 1))], axis=1)  # a last column for the bias
 ALL = (0, 1, 2)
 
 
@@ -58,7 +58,7 @@ def joined(parameters: dict[str, Array]) -> Array:
     return np.column_stack([parameters["classifier.weight"], parameters["classifier.bias"]])
 
 
-START = joined(tiny.as_arrays(network().state_dict()))
+START = joined(tiny_problem.as_arrays(network().state_dict()))
 
 
 def rounds(
@@ -67,7 +67,10 @@ def rounds(
     """The global model after each round; the same whether clients are trained one after another or
     in one pass."""
     with patch("fedsynth.training.many_clients.FEW", 1):
-        runs = [tiny.rounds(method, network, device, active, grouped) for grouped in (True, False)]
+        runs = [
+            tiny_problem.run_rounds(method, network, device, active, grouped)
+            for grouped in (True, False)
+        ]
     grouped, separate = ([joined(model) for model in models] for models, *_ in runs)
     np.testing.assert_allclose(grouped, separate, atol=2e-6)
     return grouped
@@ -237,52 +240,60 @@ def cosine(a: Array, b: Array) -> Array:
 
 def test_moon(device: torch.device) -> None:
     """Eq. 3, with each client's own last model; in its first round that is the global one."""
-    w_t, last, expected = tiny.START, [tiny.START] * 3, []
+    w_t, last, expected = tiny_problem.START, [tiny_problem.START] * 3, []
     for _ in range(2):
 
         def loss(w: Array, k: int, w_t: Array = w_t, last: Any = tuple(last)) -> float:
-            x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
+            x, y = tiny_problem.X[PARTS[k]], LABELS[PARTS[k]]
             z = embeddings(w, x)
             to_global, to_last = (np.exp(cosine(z, embeddings(v, x)) / 0.5) for v in (w_t, last[k]))
             contrast = float(np.log(to_global / (to_global + to_last)).mean())
             return cross_entropy(w, x, y) - 2.0 * contrast
 
-        last = [descended(w_t, partial(loss, k=k)) for k in range(3)]
+        last = [gradient_descent(w_t, partial(loss, k=k)) for k in range(3)]
         w_t = np.average(last, axis=0, weights=SIZES)
         expected.append(w_t)
-    models, *_ = tiny.rounds(Moon(**FULL, mu=2.0), partial(Deep, False), device)
-    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
-    plain, *_ = tiny.rounds(Moon(**FULL, mu=0.0), partial(Deep, False), device)
-    assert np.abs(flat(plain[1]) - expected[1]).max() > 0.01  # the term does something
+    models, *_ = tiny_problem.run_rounds(
+        Moon(**FULL, mu=2.0), partial(TwoLayerNetwork, False), device
+    )
+    np.testing.assert_allclose([flatten_parameters(model) for model in models], expected, atol=5e-5)
+    plain, *_ = tiny_problem.run_rounds(
+        Moon(**FULL, mu=0.0), partial(TwoLayerNetwork, False), device
+    )
+    assert (
+        np.abs(flatten_parameters(plain[1]) - expected[1]).max() > 0.01
+    )  # the term does something
 
 
 def test_fedbn(device: torch.device) -> None:
     """Batch norm of the inputs, whose statistics are then constants: γ, β and they stay with each
     client, the rest is averaged by 1/K."""
-    shared, norms, expected = tiny.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
+    shared, norms, expected = tiny_problem.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
     for _ in range(2):
         trained = []
         for k in range(3):
-            x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
+            x, y = tiny_problem.X[PARTS[k]], LABELS[PARTS[k]]
             x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
 
             def loss(w: Array, x: Array = x, y: Array = y) -> float:
                 return cross_entropy(w[:24], x * w[24:28] + w[28:], y)
 
-            trained.append(descended(np.concatenate([shared, norms[k]]), loss))
+            trained.append(gradient_descent(np.concatenate([shared, norms[k]]), loss))
         shared, norms = np.mean(trained, axis=0)[:24], [w[24:] for w in trained]
         expected.append(shared)
     method = FedBN(**FULL)
-    models, state, memories = tiny.rounds(method, partial(Deep, True), device)
-    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
+    models, state, memories = tiny_problem.run_rounds(
+        method, partial(TwoLayerNetwork, True), device
+    )
+    np.testing.assert_allclose([flatten_parameters(model) for model in models], expected, atol=5e-5)
     assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
     for k in range(3):
-        personal = tiny.as_arrays(method.personal_parameters(state.parameters, memories[k]))
+        personal = tiny_problem.as_arrays(method.personal_parameters(state.parameters, memories[k]))
         assert personal.keys() == models[1].keys()
         batch_norm = np.concatenate([personal["norm.weight"], personal["norm.bias"]])
         np.testing.assert_allclose(batch_norm, norms[k], atol=5e-5)
         # running statistics: momentum 0.1, six steps
-        running = tiny.X[PARTS[k]].mean(0) * (1 - 0.9**6)
+        running = tiny_problem.X[PARTS[k]].mean(0) * (1 - 0.9**6)
         np.testing.assert_allclose(personal["norm.running_mean"], running, atol=1e-5)
     with pytest.raises(SettingError, match=r"model\.norm must be batch"):
         method.check_model(network())
@@ -290,13 +301,19 @@ def test_fedbn(device: torch.device) -> None:
 
 def test_solo(device: torch.device) -> None:
     """Each client continues with its model; the common one stays unchanged."""
-    models, _, memories = tiny.rounds(Solo(**FULL), partial(Deep, False), device)
+    models, _, memories = tiny_problem.run_rounds(
+        Solo(**FULL), partial(TwoLayerNetwork, False), device
+    )
     for k in range(3):
-        w = tiny.START
+        w = tiny_problem.START
         for _ in range(2):
-            w = descended(w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
-        np.testing.assert_allclose(flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
-    np.testing.assert_allclose(flat(models[1]), tiny.START, atol=1e-6)
+            w = gradient_descent(
+                w, lambda v, k=k: cross_entropy(v, tiny_problem.X[PARTS[k]], LABELS[PARTS[k]])
+            )  # type: ignore[misc]
+        np.testing.assert_allclose(
+            flatten_parameters(tiny_problem.as_arrays(memories[k])), w, atol=5e-5
+        )
+    np.testing.assert_allclose(flatten_parameters(models[1]), tiny_problem.START, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["qffl", "fedbn", "solo"])

@@ -26,8 +26,7 @@ from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.distillation.stratification import stratified_weights
-from tests.digits import SPEC, convnet, digits
-from tests.digits import context as some_context
+from tests.digits import SPEC, convnet, digits, round_context
 
 TINY: dict[str, Any] = {
     "server_epochs": 2,
@@ -71,7 +70,7 @@ def test_heterogeneous_clients(tmp_path: Path) -> None:
 
 
 def context(**changes: Any) -> RoundContext:
-    return some_context(nominal=6.0, **{"clients": 2, "participants": (0, 1), **changes})
+    return round_context(nominal=6.0, **{"clients": 2, "participants": (0, 1), **changes})
 
 
 def uploads() -> dict[int, ModelParameters]:
@@ -93,9 +92,9 @@ def proxy_of(pixels: np.ndarray) -> ProxyImages:
 def test_without_a_step_the_student_is_where_it_starts(method: EnsembleDistillation) -> None:
     """The n_k-weighted average (FedAvg, one shot), or the server's model."""
     assert method.start == ("server" if method.name == "dense" else "average")
-    round_context = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
+    proxy_context = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
     for kind, expected in (("average", average(uploads())), ("server", start().parameters)):
-        made = replace(method, start=kind).server_step(start(), uploads(), round_context)  # type: ignore[type-var]
+        made = replace(method, start=kind).server_step(start(), uploads(), proxy_context)  # type: ignore[type-var]
         assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
 
 

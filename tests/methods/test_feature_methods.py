@@ -49,33 +49,32 @@ from fedsynth.training.feature_statistics import (
     symmetric_divergence,
 )
 from fedsynth.training.loop import load_tensors
-from tests.digits import context as some_context
-from tests.digits import convnet, digits
-from tests.methods import tiny
-from tests.methods.tiny import (
+from tests.digits import convnet, digits, round_context
+from tests.methods import tiny_problem
+from tests.methods.tiny_problem import (
     FULL,
     LABELS,
     PARTS,
     SIZES,
     START,
     Array,
-    Deep,
+    TwoLayerNetwork,
     X,
     cross_entropy,
-    descended,
     embeddings,
-    flat,
+    flatten_parameters,
+    gradient_descent,
     label_losses,
     logits,
     softmax,
 )
-from tests.rounds import play
+from tests.rounds import play_round
 
 CPU = torch.device("cpu")
 
 
 def context(number: int, device: torch.device = CPU) -> RoundContext:
-    return tiny.context(number, device, Deep())
+    return tiny_problem.context(number, device, TwoLayerNetwork())
 
 
 def rounds(
@@ -84,8 +83,8 @@ def rounds(
     active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
 ) -> tuple[list[Array], Any]:
     """The global model after each round, and the last state."""
-    models, state, _ = tiny.rounds(method, Deep, device, active)
-    return [flat(model) for model in models], state
+    models, state, _ = tiny_problem.run_rounds(method, TwoLayerNetwork, device, active)
+    return [flatten_parameters(model) for model in models], state
 
 
 def close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
@@ -108,7 +107,7 @@ def trained(w: Array, k: int, anchors: Array | None = None, kind: str = "contras
         apart = label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
         return plain + 0.7 * float(apart.mean())
 
-    return descended(w, loss)
+    return gradient_descent(w, loss)
 
 
 def class_means(models: dict[int, Array], previous: Array | None = None) -> Array:
@@ -208,7 +207,7 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
         with torch.no_grad():
             return generator(labels, noise).cpu().double().numpy()  # type: ignore[no-any-return]
 
-    results = method.client_step(message, tiny.clients(device), [{}, {}, {}], ctx)
+    results = method.client_step(message, tiny_problem.clients(device), [{}, {}, {}], ctx)
     for k, (upload, _) in enumerate(results):
         asked = torch.arange(3, device=device).repeat_interleave(POOL)
         pool = generated(asked, torch_generator(0, "fedgen pool", 2, k, device=device))
@@ -223,8 +222,8 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
             step = partial(
                 generators_loss, x=x, y=y, target=target, made=made, drawn=drawn.cpu().numpy()
             )
-            w = descended(w, step, steps=1)
-        actual = flat(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
+            w = gradient_descent(w, step, steps=1)
+        actual = flatten_parameters(tiny_problem.as_arrays(upload.parameters))  # type: ignore[attr-defined]
         np.testing.assert_allclose(actual, w, atol=5e-5)
         assert upload.counts.tolist() == np.bincount(y, minlength=3).tolist()  # type: ignore[attr-defined]
 
@@ -234,7 +233,7 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     ctx = context(1, device)
     state: Any = method.initial_state(ctx.architecture.to(device).state_dict())
-    clients = tiny.clients(device)
+    clients = tiny_problem.clients(device)
     results = method.client_step(method.broadcast(state, ctx), clients, [{}] * 3, ctx)
     sent: Any = {k: upload for k, (upload, _) in enumerate(results)}
     generator = latent_generator().to(device)
@@ -271,7 +270,7 @@ def test_a_fedgen_examples_loss_is_its_own_and_of_classes_that_clients_have_had(
     task = method.task(0, method.broadcast(state, ctx), {}, ctx)
     assert task.loss is not None
     x = torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2)
-    net, y = Deep(), torch.tensor(LABELS)
+    net, y = TwoLayerNetwork(), torch.tensor(LABELS)
     together, plain = task.loss(net, x, y), cross_entropies(net, x, y)
     separate = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
     torch.testing.assert_close(separate, together[[4, 0]])
@@ -289,7 +288,7 @@ def test_anchors_exist_for_classes_clearly_above_the_noise() -> None:
     only_first = [True] + [False] * 9
     nothing = FeatureSums(torch.zeros(10, 16), torch.zeros(10))
     for k in (1, 9):
-        ctx = some_context(privacy, noise=noise, clients=k)
+        ctx = round_context(privacy, noise=noise, clients=k)
         floor = COUNT_DEVIATIONS * 2.0 * sigma * k**0.5
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
@@ -301,7 +300,7 @@ def test_anchors_exist_for_classes_clearly_above_the_noise() -> None:
         assert later.has_anchor.tolist() == only_first
         assert torch.equal(later.anchors[0], heard.anchors[0])
     one = FeatureSums(torch.ones(10, 16), torch.eye(10)[0])
-    exact: Any = method.first_aggregate(begun, {0: one}, some_context(clients=1))
+    exact: Any = method.first_aggregate(begun, {0: one}, round_context(clients=1))
     assert exact.has_anchor.tolist() == only_first
 
 
@@ -344,8 +343,8 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     )
     server, memories = Server(method, dict(network().state_dict())), dict[int, Any]()
     for number in (1, 2):
-        ctx = some_context(None, number, network=network(), nominal=4.0, clients=2)
-        uploads = play(server, [clients], memories, ctx)
+        ctx = round_context(None, number, network=network(), nominal=4.0, clients=2)
+        uploads = play_round(server, [clients], memories, ctx)
         assert all(type(u) is StatisticsUp for u in uploads.values())
 
     net, pi = network(), None

@@ -24,9 +24,8 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
-from tests.digits import CPU, SPEC, charged, convnet, digits, sent
-from tests.digits import context as some_context
-from tests.rounds import play
+from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
+from tests.rounds import play_round
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
 PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; nobody has 3 … 9
@@ -42,7 +41,7 @@ def data(device: torch.device = CPU) -> ImageData:
 def context(
     number: int = 1, privacy: PrivacySettings | None = None, device: torch.device = CPU, **more: Any
 ) -> RoundContext:
-    return some_context(privacy, number, device=device, nominal=6.0, clients=2, **more)
+    return round_context(privacy, number, device=device, nominal=6.0, clients=2, **more)
 
 
 def rounds(
@@ -55,7 +54,7 @@ def rounds(
     memories: dict[int, Any] = {}
     for number in range(1, count + 1):
         views = [ExactClientView(ids, data(device), [PARTS[k] for k in ids]) for ids in groups]
-        uploads = play(server, views, memories, context(number, device=device))
+        uploads = play_round(server, views, memories, context(number, device=device))
     return server.state, [uploads[0], uploads[1]]
 
 
@@ -217,7 +216,7 @@ def test_classes_of_absent_clients_are_remembered() -> None:
         known = []
         for number, k in ((1, 0), (2, 1)):
             clients = ExactClientView([k], data(), [PARTS[k]])
-            play(server, [clients], {}, replace(context(number), participants=(k,)))
+            play_round(server, [clients], {}, replace(context(number), participants=(k,)))
             state: Any = server.state
             known.append((state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone()))
         assert known[0][0] == known[1][0] == [0, 1, 2]
@@ -226,7 +225,7 @@ def test_classes_of_absent_clients_are_remembered() -> None:
 
 def private(sigma: float) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=PrivacySettings(noise_multiplier=sigma)), Ledger("0")
-    (upload,) = sent(FAST, ctx, charged(FAST, ctx, data(), ledgers=[ledger]))
+    (upload,) = client_uploads(FAST, ctx, private_clients(FAST, ctx, data(), ledgers=[ledger]))
     return upload, list(ledger.releases)
 
 

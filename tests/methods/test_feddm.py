@@ -32,8 +32,8 @@ from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from fedsynth.training.loop import NullCheckpointer
-from tests.digits import SPEC, charged, context, convnet, digits, sent
-from tests.rounds import play
+from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context
+from tests.rounds import play_round
 
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
 PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
@@ -49,7 +49,7 @@ def upload(
     method: Any, ctx: RoundContext, group: ExactClientView | PrivateClientView, **memory: Any
 ) -> SyntheticSet:
     """Of the group's first client."""
-    first = sent(method, ctx, group, [memory for _ in group.ids])[0]
+    first = client_uploads(method, ctx, group, [memory for _ in group.ids])[0]
     assert isinstance(first, SyntheticSet)
     return first
 
@@ -57,14 +57,14 @@ def upload(
 def private(
     method: FedDM, ctx: RoundContext, ledger: Ledger | None = None, part: torch.Tensor = PARTS[0]
 ) -> PrivateClientView:
-    return charged(method, ctx, digits(LABELS), [part], ledger and [ledger])
+    return private_clients(method, ctx, digits(LABELS), [part], ledger and [ledger])
 
 
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
-    actual = upload(FAST, context(), clients(0))
+    actual = upload(FAST, round_context(), clients(0))
     assert actual.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
     assert actual.nbytes == 4 * 64 * 4 + 4 * 8
-    every = upload(replace(FAST, min_examples=1), context(), clients(0))
+    every = upload(replace(FAST, min_examples=1), round_context(), clients(0))
     assert every.labels.unique().tolist() == [0, 1, 2]
 
 
@@ -72,7 +72,7 @@ def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
 def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> None:
     """Catches: exact class list."""
     ledger = Ledger("0")
-    ctx = context(replace(NOISY, mechanism=mechanism))
+    ctx = round_context(replace(NOISY, mechanism=mechanism))
     actual = upload(FAST, ctx, private(FAST, ctx, ledger))
     assert actual.labels.tolist() == [c for c in range(10) for _ in range(2)]
     rows = [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases]
@@ -81,7 +81,7 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
 
 def test_private_start_has_nothing_of_the_data() -> None:
     """Catches: real-image start."""
-    still, ctx = replace(FAST, iterations=1, image_lr=0.0), context(NOISY)
+    still, ctx = replace(FAST, iterations=1, image_lr=0.0), round_context(NOISY)
     first, other = (upload(still, ctx, private(still, ctx, part=part)).images for part in PARTS)
     assert torch.equal(first, other)
 
@@ -125,7 +125,7 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     ball, all written out plainly."""
     slow = replace(FAST, iterations=4, server_epochs=2, server_batch=5, server_lr=0.05)
     method = replace(slow, min_examples=1, **change)  # type: ignore[arg-type]
-    group, base = clients(0, 1), context()
+    group, base = clients(0, 1), round_context()
     x = normalise(digits(LABELS).images, SPEC)
     server, memories = Server(method, base.architecture.state_dict()), dict[int, Memory]()
     model: Any = base.load(server.state.parameters)
@@ -138,7 +138,7 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
         torch.nn.utils.vector_to_parameters(center + offset * scale, network.parameters())
 
     for number in (1, 2):
-        uploads = play(server, [group], memories, replace(base, round=number))
+        uploads = play_round(server, [group], memories, replace(base, round=number))
         generator = torch_generator(0, "parameter perturbation", number)
         velocity = [torch.zeros_like(s) for s in S]
         start = flatten(model)
@@ -182,7 +182,7 @@ def draws(
     variant: str, radius: float = 5.0, steps: int = 8, period: int | None = None
 ) -> tuple[Tensor, Tensor]:
     model = convnet()
-    networks: Any = perturbed(model, radius, variant, context(), period)  # type: ignore[arg-type]
+    networks: Any = perturbed(model, radius, variant, round_context(), period)  # type: ignore[arg-type]
     center = flatten(model)
     assert not any(p.requires_grad for p in next(networks).parameters())
     assert all(p.requires_grad for p in model.parameters())
@@ -225,10 +225,10 @@ class Keeps(NullCheckpointer):
 def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
     """Catches: means that only the first M steps make."""
     keeper = Keeps(at)
-    method, ctx = replace(FAST, iterations=7, networks_per_round=3), context(keeper=keeper)
-    complete = sent(method, ctx, clients(0, 1))
+    method, ctx = replace(FAST, iterations=7, networks_per_round=3), round_context(keeper=keeper)
+    complete = client_uploads(method, ctx, clients(0, 1))
     assert keeper.kept is not None
-    repeated = sent(method, ctx, clients(0, 1))
+    repeated = client_uploads(method, ctx, clients(0, 1))
     assert all(torch.equal(a.images, b.images) for a, b in zip(complete, repeated, strict=True))
 
 
@@ -248,14 +248,14 @@ def test_real_sends_the_same_images_of_the_clients_in_every_round() -> None:
     """Those that FedDM starts from."""
     data = digits(LABELS)
     method = Real(ipc=2, min_examples=2)
-    first, second = (upload(method, context(number=number), clients(0)) for number in (1, 2))
+    first, second = (upload(method, round_context(number=number), clients(0)) for number in (1, 2))
     images = normalise(data.images, SPEC).flatten(1)
     match = (first.images.flatten(1)[:, None] == images[None]).all(dim=2)
     assert match.any(dim=1).all()
     assert torch.equal(data.labels[match.int().argmax(dim=1)], first.labels)
     assert torch.equal(first.images, second.images)
     still = FedDM(ipc=2, min_examples=2, iterations=1, image_lr=0.0)
-    assert torch.equal(upload(still, context(), clients(0)).images, first.images)
+    assert torch.equal(upload(still, round_context(), clients(0)).images, first.images)
 
 
 OWN: dict[str, Any] = runpy.run_path(
@@ -273,12 +273,12 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
     for mechanism in method.dp_mechanisms:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         if mechanism != "paper":  # which sees open clients, and guarantees nothing
-            ctx = context(privacy, compiled=True)
-            sent(method, ctx, charged(method, ctx, data))
+            ctx = round_context(privacy, compiled=True)
+            client_uploads(method, ctx, private_clients(method, ctx, data))
     clients = ExactClientView([0], data, [torch.arange(30)])
-    sent(method, context(compiled=False), clients)
+    client_uploads(method, round_context(compiled=False), clients)
     assert compiled == []  # nor anybody who did not ask for it
-    sent(method, context(compiled=True), clients)
+    client_uploads(method, round_context(compiled=True), clients)
     client = ["_embed"] if name == "fedsum" else ["_back", "_between", "_embed"]
     assert sorted(compiled) == client
 
@@ -288,4 +288,4 @@ def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() 
     privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
     method = method_class("feddm").from_mapping(TINY)
     with pytest.raises(SettingError, match=r"privacy\.mechanism"):
-        method.release_plans(privacy, context(privacy))
+        method.release_plans(privacy, round_context(privacy))

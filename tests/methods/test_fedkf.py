@@ -23,8 +23,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import make_generator
-from tests.digits import CPU, SPEC, charged, convnet, digits, sent
-from tests.digits import context as some_context
+from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
 
 GENERATOR: dict[str, Any] = {"generator_batch": 5, "latent": 6, "generator_width": 4}
 WEIGHTS = {"distillation": 0.7, "one_hot_weight": 0.3, "activation_weight": 0.2}
@@ -35,7 +34,7 @@ FAST = FedKF(
 
 def context(number: int = 1, device: torch.device = CPU, **changes: Any) -> RoundContext:
     federation = {"clients": 3, "sizes": (10, 20, 30), **changes}
-    return some_context(number=number, device=device, nominal=6.0, **federation)
+    return round_context(number=number, device=device, nominal=6.0, **federation)
 
 
 def scalar(value: float, weight: float, device: torch.device = CPU) -> ModelParameters:
@@ -172,7 +171,7 @@ def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
     both, one = (replace(FAST, teacher=kind).broadcast(state, context()) for kind in ("oca", "aca"))
     assert both.floats == 2 * one.floats == 8
     a, b = (
-        sent(method, context(), clients())[0].parameters
+        client_uploads(method, context(), clients())[0].parameters
         for method in (
             replace(FAST, plain_rounds=1),
             FedAvg(local_epochs=2, batch=4, lr=0.1, momentum=0.0),
@@ -188,7 +187,7 @@ def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data
     ctx = context(2, privacy=PrivacySettings(noise_multiplier=1.0, sample_rate=0.5), sizes=None)
     state = AveragingState(convnet().state_dict(), overall=convnet(seed=5).state_dict())
     for size in (10, 4):
-        group = charged(FAST, ctx, digits(np.arange(size) % 2))
+        group = private_clients(FAST, ctx, digits(np.arange(size) % 2))
         ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), group, [{}], ctx)
         memories.append(memory)
     one, two = memories

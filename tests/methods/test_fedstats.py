@@ -38,8 +38,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results.verification import verify_run
-from tests.digits import SPEC, digits
-from tests.digits import context as some_context
+from tests.digits import SPEC, digits, round_context
 from tests.privacy.support import guard
 
 PIXELS = FedStats(features="pixels", second_moments="yes")
@@ -71,7 +70,7 @@ def context(
 ) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
     federation = {"rounds": 3, "clients": 2, **other}
-    return some_context(privacy, number, network=network(method), nominal=20.0, **federation)
+    return round_context(privacy, number, network=network(method), nominal=20.0, **federation)
 
 
 def step(
@@ -81,8 +80,8 @@ def step(
     message = ModelParameters(network(method).state_dict(), 1.0)
     take = method.first_step if phase == FIRST else method.client_step
     # without privacy nothing is whitened, and no covariances are sent
-    round_context = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
-    replies = take(message, clients, [{} for _ in clients.ids], round_context)
+    call_context = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
+    replies = take(message, clients, [{} for _ in clients.ids], call_context)
     return torch.stack([getattr(reply, field).double() for reply, _ in replies])
 
 
@@ -246,7 +245,7 @@ SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
 def image_context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
     network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
-    return some_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
+    return round_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
 
 
 def begun() -> FedStatsState:
@@ -348,7 +347,7 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=3.0)
     network = FeatureLinear(method.map_of(SPEC), SPEC)
-    ctx = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
+    ctx = round_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
     plans = {plan.name: plan for plan in method.release_plans(privacy, ctx)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
     crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)

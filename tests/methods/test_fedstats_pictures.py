@@ -38,8 +38,7 @@ from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
 from fedsynth.methods.statistics.whitening import released_roots, white_signal
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.products import Grams
-from tests.digits import SPEC
-from tests.digits import context as some_context
+from tests.digits import SPEC, round_context
 
 METHOD = FedStats(features="pixels", ipc=2, image_steps=1, second_moments="no")
 WIDTH = 65  # 8×8 cells and the constant
@@ -53,7 +52,7 @@ def context(
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
     network = FeatureLinear(METHOD.map_of(SPEC), SPEC)
     federation = {"rounds": rounds, "clients": 2, **other}
-    return some_context(privacy, number, network=network, nominal=20.0, **federation)
+    return round_context(privacy, number, network=network, nominal=20.0, **federation)
 
 
 @given(

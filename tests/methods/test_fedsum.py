@@ -35,8 +35,15 @@ from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
-from tests.digits import HOSTILE, SPEC, charged, convnet, digits, sent
-from tests.digits import context as some_context
+from tests.digits import (
+    HOSTILE,
+    SPEC,
+    client_uploads,
+    convnet,
+    digits,
+    private_clients,
+    round_context,
+)
 from tests.privacy.support import guard
 
 WIDTH = 4 * 4 + 10
@@ -48,7 +55,7 @@ def data(n: int = 60) -> ImageData:
 
 
 def context(privacy: PrivacySettings | None = None, **other: Any) -> RoundContext:
-    return some_context(privacy, nominal=60.0, **other)
+    return round_context(privacy, nominal=60.0, **other)
 
 
 def linear() -> nn.Module:
@@ -129,7 +136,7 @@ def test_server_and_clients_look_through_the_same_networks(perturbation: str, au
     clients = ExactClientView([0], digits(np.repeat(np.arange(10), 2)), [torch.arange(20)])
     pixels = clients.images(torch.arange(20))
     state = replace(start(ctx), images=pixels, condensed=torch.ones(10, dtype=torch.bool))
-    (upload,) = sent(method, ctx, clients, state=state)
+    (upload,) = client_uploads(method, ctx, clients, state=state)
     assert upload.sums.abs().max() < 1e-4
     after = method.server_step(state, {0: upload}, ctx)
     torch.testing.assert_close(after.images, pixels, atol=1e-3, rtol=0)
@@ -137,7 +144,7 @@ def test_server_and_clients_look_through_the_same_networks(perturbation: str, au
 
 def test_without_noise_and_clipping_private_sums_are_the_open_ones() -> None:
     method, ctx = FedSum(**TINY), context(PrivacySettings(noise_multiplier=1e-12, clip=1e6))
-    (upload,) = sent(method, ctx, charged(method, ctx, data()))
+    (upload,) = client_uploads(method, ctx, private_clients(method, ctx, data()))
     exact = uploads(method, context(), data(), [torch.arange(60)])[0]
     torch.testing.assert_close(upload.sums, exact.sums, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(upload.counts, exact.counts, atol=1e-4, rtol=0)
@@ -157,7 +164,7 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
         return original(self)
 
     monkeypatch.setattr(GaussianSumMechanism, "release", spy)
-    sent(method, ctx, charged(method, ctx, data(), ledgers=[ledger]))
+    client_uploads(method, ctx, private_clients(method, ctx, data(), ledgers=[ledger]))
     rows = {row.quantity: row for row in ledger.releases}
     sums, counts = rows["class sums of features"], rows["class counts"]
     assert (sums.steps, sums.dimension) == (3, 10 * WIDTH)
@@ -186,7 +193,7 @@ def released_sums(
     part_N = torch.tensor(part, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsynth.core.method.charge_round", partial(charge_round, make_series=Spy))
-        sent(method, ctx, charged(method, ctx, images, [part_N]))
+        client_uploads(method, ctx, private_clients(method, ctx, images, [part_N]))
     return sums
 
 

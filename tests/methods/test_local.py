@@ -32,9 +32,8 @@ from fedsynth.models.small import Linear
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import Learner, train_together
-from tests.digits import SPEC, charged, convnet, digits, sent
-from tests.digits import context as some_context
-from tests.rounds import play
+from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context
+from tests.rounds import play_round
 
 PARTS = torch.arange(40).split([8, 1, 15, 5, 11])
 LOCAL: dict[str, Any] = {"batch": 4, "lr": 0.2, "momentum": 0.0, "local_epochs": 2}
@@ -49,7 +48,7 @@ def data() -> ImageData:
 def context(number: int = 1, clients: int = 5, **changes: Any) -> RoundContext:
     sizes = tuple(len(part) for part in PARTS[:clients])
     federation = {"nominal": 8.0, "network": LINEAR, "sizes": sizes, **changes}
-    return some_context(federation.pop("privacy", None), number, clients=clients, **federation)
+    return round_context(federation.pop("privacy", None), number, clients=clients, **federation)
 
 
 def group(clients: int = 5) -> ExactClientView:
@@ -74,7 +73,7 @@ def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memo
     monkeypatch.setattr("fedsynth.methods.shared.client_training.train_together", spy)
     for kind in (*PLAIN, FedGKD):
         passes.clear()
-        sent(kind(**LOCAL, stragglers=0.4), context(), group())
+        client_uploads(kind(**LOCAL, stragglers=0.4), context(), group())
         assert passes == ([] if kind is FedGKD else [5]), kind
     private = PrivacySettings(noise_multiplier=1.0)
     for name in METHODS:
@@ -96,7 +95,7 @@ def test_a_round_without_counted_clients_changes_nothing(kind: Any) -> None:
     method = kind(**LOCAL)
     server, memories = Server(method, LINEAR.state_dict()), dict[int, Any]()
     for number in (1, 2):
-        uploads = play(server, [group()], memories, context(number))
+        uploads = play_round(server, [group()], memories, context(number))
     dropped = {k: replace(u, weight=0.0) for k, u in uploads.items()}
     next_state = method.server_step(server.state, dropped, context(3))
     old, new = dict(server.state.numbers()), dict(next_state.numbers())
@@ -108,10 +107,10 @@ def test_local_steps_are_the_same_for_every_client() -> None:
     """Whatever their sizes; and a client without an example takes none, and keeps SCAFFOLD's
     control."""
     three = {**LOCAL, "local_steps": 3}
-    assert [u.norm for u in sent(FedNova(**three), context(), group())] == [3.0] * 5
+    assert [u.norm for u in client_uploads(FedNova(**three), context(), group())] == [3.0] * 5
     one_step = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
     clients, net = group(1), context().load(LINEAR.state_dict())
-    (uploaded,) = vectors(sent(one_step, context(clients=1), clients))
+    (uploaded,) = vectors(client_uploads(one_step, context(clients=1), clients))
     nn.functional.cross_entropy(net(clients.images(PARTS[0])), clients.labels(PARTS[0])).backward()  # type: ignore[no-untyped-call]
     expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters()])
     torch.testing.assert_close(uploaded, expected.detach(), atol=1e-6, rtol=1e-5)
@@ -153,11 +152,11 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
         }
         for k in range(3)
     ]
-    clients = charged(method, ctx, data(), PARTS[:3])
-    together = vectors(sent(method, ctx, clients, memories))
+    clients = private_clients(method, ctx, data(), PARTS[:3])
+    together = vectors(client_uploads(method, ctx, clients, memories))
     for k in range(3):
-        alone = charged(method, ctx, data(), [PARTS[k]])
-        (single,) = vectors(sent(method, ctx, alone, [memories[k]]))
+        alone = private_clients(method, ctx, data(), [PARTS[k]])
+        (single,) = vectors(client_uploads(method, ctx, alone, [memories[k]]))
         torch.testing.assert_close(together[k], single, atol=1e-4, rtol=1e-4)
     assert float((together[0] - together[2]).norm()) > 0.1
 

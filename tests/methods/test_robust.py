@@ -33,7 +33,7 @@ from fedsynth.methods.shared.aggregation import (
     robust_uploads,
     update_cache,
 )
-from tests.digits import context as some_context
+from tests.digits import round_context
 from tests.families import by_family
 
 FloatArray = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ def context_with(
     rule: str, network: nn.Module, clients: int = 5, share: float = 0.2
 ) -> RoundContext:
     rules = {"robust": rule, "robust_share": share}
-    return some_context(network=network, nominal=100.0, clients=clients, **rules)
+    return round_context(network=network, nominal=100.0, clients=clients, **rules)
 
 
 def network_with_batch_norm() -> nn.Module:

@@ -24,7 +24,7 @@ from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import build_network
 from tests.digits import SPEC, digits
 from tests.families import by_family
-from tests.small import small_settings
+from tests.quick_settings import quick_settings
 
 PIXELS = feature_map("pixels", SPEC.image_shape)
 
@@ -116,7 +116,7 @@ def settings_of(method: str, **model: Any) -> RunSettings:
         {
             "run": {"method": method, "rounds": 1},
             "partition": {"local_test": 0.2 if method == "solo" else 0.0, "clients": 2},
-            "method": small_settings(method),
+            "method": quick_settings(method),
             "model": {"features": "pixels", **model},
         }
     )

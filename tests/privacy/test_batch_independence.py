@@ -21,7 +21,7 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.privacy.batch_independence import dependence_on_batch
-from tests.small import small_settings
+from tests.quick_settings import quick_settings
 
 CPU = torch.device("cpu")
 SHAPE = (1, 8, 8)
@@ -118,7 +118,7 @@ class Counting(Net):
 
 
 def private(name: str, tmp_path: Path, **sections: Any) -> Any:
-    small = small_settings(name) if name == "fedsum" else {"local_steps": 2, "batch": 128}
+    small = quick_settings(name) if name == "fedsum" else {"local_steps": 2, "batch": 128}
     given = {
         "run": {"method": name, "rounds": 1, "device": "cpu"},
         "partition": {"clients": 2},

@@ -19,16 +19,16 @@ from fedsynth.privacy.files import (
     read_regular,
     write_whole,
 )
-from tests.special import SPECIAL, special_file
+from tests.special_files import SPECIAL_KINDS, make_special_file
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("read", [read_regular, load_json, load_toml])
 def test_special_files_are_refused(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
     with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, but at most"):
-        read(special_file(tmp_path / "special", kind))
+        read(make_special_file(tmp_path / "special", kind))
 
 
 def test_the_size_limit_is_exact(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from tests.digits import charged, context, digits
+from tests.digits import digits, private_clients, round_context
 
 
 def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any) -> list[Tensor]:
@@ -36,10 +36,10 @@ def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any)
     data = digits(np.arange(60) % 10)
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
     found = []
-    for ctx in (context(None, nominal=240.0), context(settings, nominal=240.0)):
+    for ctx in (round_context(None, nominal=240.0), round_context(settings, nominal=240.0)):
         clients: ClientGroup = ExactClientView([0], data, [torch.arange(60)])
         if ctx.privacy is not None:
-            clients = charged(method, ctx, data)
+            clients = private_clients(method, ctx, data)
         message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
         ((upload, _),) = method.client_step(message, clients, [memory], ctx)
         arrays = dict(upload.arrays())

@@ -22,7 +22,7 @@ from fedsynth.privacy.passes import Units
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
 from tests.conftest import NO_CUDA
-from tests.digits import context, digits
+from tests.digits import digits, round_context
 from tests.privacy.support import private_step, release, series
 
 CLIP, GROUPS, WIDTH = 2.0, 3, 4
@@ -158,7 +158,7 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     """A user with 50 of 90 records, of all classes."""
     method = method_class(name).from_mapping(values)
     given_ = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    ctx = context(given_, nominal=1.0)
+    ctx = round_context(given_, nominal=1.0)
     message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
     users = torch.arange(90).clamp(max=40)
     data = digits(np.random.default_rng(1).integers(0, 10, 90))

@@ -34,8 +34,8 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.export import Share, readme
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
-from tests.own_images import declare, make_folder
-from tests.small import small_settings
+from tests.image_folders import make_image_folder, write_declaration
+from tests.quick_settings import quick_settings
 
 TINY = {
     "run": {"rounds": 1, "device": "cpu"},
@@ -50,7 +50,9 @@ REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
 def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of sites whose names, and whose path, nobody may see."""
     place = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
-    declaration = declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
+    declaration = write_declaration(
+        make_image_folder(place, ("tardis", "gallifrey"), per_class=23), sites=()
+    )
     words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
     declaration.write_text(words)
     return place
@@ -234,7 +236,7 @@ def digits_run(tmp_path: Path, method: str = "feddm", **privacy: Any) -> tuple[P
     given = {
         "run": {"method": method, "rounds": 1, "device": "cpu"},
         "partition": {"clients": 2},
-        "method": {**small_settings(method), "ipc": 1} if method != "fedavg" else {},
+        "method": {**quick_settings(method), "ipc": 1} if method != "fedavg" else {},
         "model": {"width": 4, "depth": 2},
         "privacy": privacy,
     }
@@ -318,7 +320,7 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
 def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    make_folder(tmp_path / "undeclared")
+    make_image_folder(tmp_path / "undeclared")
     none = {"ipc": 0, "drawn_ipc": 0}
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PrivacySettingError, "privacy.epsilon", {"privacy": {}}),

@@ -28,7 +28,7 @@ from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
-from tests.special import special_file
+from tests.special_files import make_special_file
 
 SPEC = dataclasses.replace(
     dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl")
@@ -76,7 +76,7 @@ def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, k
     if kind == "link":
         file.symlink_to(tmp_path / "elsewhere")
     else:
-        special_file(file, kind)
+        make_special_file(file, kind)
     with pytest.raises(OutputError, match=f"{name} is neither a plain file nor a folder"):
         RunFolder.reopen(folder.path)
     if kind == "pipe":

@@ -24,8 +24,8 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.verification import is_unfinished, unfinished_report, verify_run
 from fedsynth.simulation.simulate import simulate
+from tests.quick_settings import quick_settings
 from tests.results.private_runs import found, run, settings
-from tests.small import small_settings
 
 # ----------------------------------------------------------------------- honest runs of many kinds
 
@@ -79,7 +79,7 @@ HONEST: dict[str, dict[str, Any] | Callable[[Path], Path]] = {
     ),
     "own test splits": changed("fedavg", 2, partition={"local_test": 0.2, "subset": 0.5}),
     "architectures": changed(
-        "feddf", run=ROUND, model={"clients": "convnet,linear"}, method=small_settings("feddf")
+        "feddf", run=ROUND, model={"clients": "convnet,linear"}, method=quick_settings("feddf")
     ),
     "generated images": changed(
         "fedkf", method={"generator_width": 4, "generator_batch": 8, "latent": 8}
@@ -101,7 +101,7 @@ def test_honest_runs_verify(kind: str, tmp_path: Path) -> None:
 
 
 def test_matrices_are_verified_by_their_shape(tmp_path: Path) -> None:
-    folder = run(tmp_path, changed("fedhydra", 2, run=ROUND, method=small_settings("fedhydra")))
+    folder = run(tmp_path, changed("fedhydra", 2, run=ROUND, method=quick_settings("fedhydra")))
     assert found(folder) == []
     file = folder / "artefacts.json"
     matrices = json.loads(file.read_text())

@@ -17,8 +17,8 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.results.verification import verify_run
-from tests.notes import Notes
-from tests.small import small_settings
+from tests.observers import NoteRecorder
+from tests.quick_settings import quick_settings
 
 OUTPUTS = "fedsynth.results"
 
@@ -32,7 +32,7 @@ def settings_of(method: str, **sections: Any) -> RunSettings:
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"kind": "iid", "clients": 2, "local_test": 0.2},
         "model": {"width": 4, "depth": 1},
-        "method": {**small_settings(method), "ipc": 1} if method == "feddm" else {},
+        "method": {**quick_settings(method), "ipc": 1} if method == "feddm" else {},
     }
     return resolve({**given, **sections})
 
@@ -52,7 +52,7 @@ def test_a_figure_that_fails_costs_only_itself(
 ) -> None:
     """Catches: an error after the round's charge, so that `--resume` charges and fails again."""
     monkeypatch.setattr(target, fail)
-    notes = Notes()
+    notes = NoteRecorder()
     settings = settings_of("feddm", privacy={"noise_multiplier": 2.0})
     result = simulate(settings, output=tmp_path, observer=notes)
     assert result.folder is not None
@@ -124,7 +124,7 @@ def test_stratification_of_one_client_and_one_class_is_drawn(tmp_path: Path) -> 
         {
             "run": {"method": "fedhydra", "rounds": 1, "device": "cpu"},
             "model": {"width": 4, "depth": 1},
-            "method": small_settings("fedhydra"),
+            "method": quick_settings("fedhydra"),
         }
     )
     assert isinstance(settings.method, FedHydra)

@@ -29,7 +29,7 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
-from tests.notes import Notes
+from tests.observers import NoteRecorder
 
 OWN = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
@@ -193,7 +193,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
     method: str, tmp_path: Path
 ) -> None:
     """Catches: raw images are published, and the next report on the same data says ε = 2."""
-    ledgers, notes = tmp_path / "ledgers", Notes()
+    ledgers, notes = tmp_path / "ledgers", NoteRecorder()
     open_run = tiny(method, run={"rounds": 2}, privacy={"ledger": str(ledgers)})
     assert open_run.privacy is None
     result = simulate(open_run, data=(scans(), None), parts=PARTS, observer=notes)

@@ -17,8 +17,8 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections
-from tests.interrupted import interrupted_in_round
-from tests.own_images import declare, make_folder
+from tests.image_folders import make_image_folder, write_declaration
+from tests.interruption import interrupt_in_round
 
 BUDGET = {"noise_multiplier": 3.0}
 
@@ -34,12 +34,12 @@ def tiny(folder: Path, **sections: Any) -> RunSettings:
 @pytest.fixture
 def clinic(tmp_path: Path) -> Path:
     """A folder of two sites, with a signed declaration."""
-    declare(make_folder(tmp_path / "clinic"))
+    write_declaration(make_image_folder(tmp_path / "clinic"))
     return tmp_path / "clinic"
 
 
 def test_each_site_is_a_client(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, ("a", "b", "c"))
+    folder = make_image_folder(tmp_path, ("a", "b", "c"))
     result = simulate(tiny(folder), quiet=True)
     assert sorted(result.uploads) == [0, 1, 2]
     assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
@@ -52,7 +52,7 @@ def test_each_site_is_a_client(tmp_path: Path) -> None:
 
 
 def test_only_classes_need_a_partition(tmp_path: Path) -> None:
-    make_folder(tmp_path, sites=())
+    make_image_folder(tmp_path, sites=())
     with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
         simulate(tiny(tmp_path), quiet=True)
     result = simulate(tiny(tmp_path, partition={"kind": "iid", "clients": 2}), quiet=True)
@@ -61,17 +61,17 @@ def test_only_classes_need_a_partition(tmp_path: Path) -> None:
 
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Catches: sizes, classes or shape of private images that become public unasked."""
-    folder = make_folder(tmp_path)
+    folder = make_image_folder(tmp_path)
     with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then") as caught:
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="needs a declaration"):
         simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
-    declare(folder, by="")
+    write_declaration(folder, by="")
     with pytest.raises(DataError, match=r"is not signed. "):
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
-    declare(folder, ledger="")
+    write_declaration(folder, ledger="")
     with pytest.raises(PrivacySettingError, match="ledger must be the folder"):
         simulate(tiny(folder, privacy=BUDGET), quiet=True)
 
@@ -107,7 +107,7 @@ def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -
     said = []
     for each in (5, 9):
         folder = tmp_path / f"{each}" / "clinic"
-        declare(make_folder(folder, each=each))
+        write_declaration(make_image_folder(folder, per_class=each))
         run = simulate(tiny(folder, privacy=BUDGET), output=tmp_path / f"{each}", quiet=True)
         report: Any = run.privacy
         # the folder's name has the time; hashes are of files that hold released noise
@@ -130,7 +130,7 @@ def test_test_images_are_what_they_are_declared_to_be(
     clinic: Path, tmp_path: Path, kind: str, given: str | None
 ) -> None:
     """test_own_data.py has where the accuracy then stands."""
-    folder = make_folder(tmp_path / "test", sites=(), each=3)
+    folder = make_image_folder(tmp_path / "test", sites=(), per_class=3)
     data = {"test_folder": str(folder), "test": kind}
     result = simulate(tiny(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert result.folder is not None
@@ -149,8 +149,8 @@ def test_test_images_that_also_train_are_counted(
 ) -> None:
     """Catches: copies of training images under other names in the test folder; a public data set
     has such images as it came, and is not looked at."""
-    make_folder(tmp_path / "scans")
-    make_folder(tmp_path / "test", sites=(), each=2)  # drawn from the same seeds
+    make_image_folder(tmp_path / "scans")
+    make_image_folder(tmp_path / "test", sites=(), per_class=2)  # drawn from the same seeds
     simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
     assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
     train, test = load_dataset("digits")
@@ -165,7 +165,7 @@ def test_test_images_that_also_train_are_counted(
 def test_what_was_skipped_is_said_at_the_end_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_folder(tmp_path)
+    folder = make_image_folder(tmp_path)
     (folder / "north" / "ill" / "00.png").write_bytes(b"x")
     (folder / "north" / "ill" / "07.dcm").write_bytes(b"x")
     simulate(tiny(folder, data={"skip_corrupt": True, "skip_other": True, "image_size": "16"}))
@@ -193,7 +193,7 @@ def test_a_published_data_set_with_a_part_missing_is_said(
 # ------------------------------------------------------------------------------------- settings
 def test_own_images_have_no_published_name(tmp_path: Path) -> None:
     """Catches: a report that takes a user's own folder for MNIST."""
-    folder = make_folder(tmp_path / "mnist")
+    folder = make_image_folder(tmp_path / "mnist")
     with pytest.raises(SettingError, match=r"data.dataset is the name of a published data set"):
         tiny(folder, data={"dataset": "mnist"})
     assert tiny(folder).dataset == "own mnist"
@@ -201,7 +201,7 @@ def test_own_images_have_no_published_name(tmp_path: Path) -> None:
 
 def test_only_training_images_are_refused_with_a_message(tmp_path: Path) -> None:
     """Catches: "cannot unpack non-iterable ImageData object"."""
-    train: ImageData = load_folder(make_folder(tmp_path)).train
+    train: ImageData = load_folder(make_image_folder(tmp_path)).train
     for wrong in (train, [1, 2, 3], "digits"):
         with pytest.raises(DataError, match=r"data must be a tuple \(train, test\)") as caught:
             simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
@@ -227,8 +227,8 @@ def test_an_audit_goes_by_the_declaration_and_reads_no_image(clinic: Path) -> No
 # ------------------------------------------------------------------------- users, and going on
 def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> None:
     """Catches: users.csv that nobody reads, and so a guarantee for images alone."""
-    folder = make_folder(tmp_path / "clinic")
-    declare(folder, users=20)
+    folder = make_image_folder(tmp_path / "clinic")
+    write_declaration(folder, users=20)
     by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
     with pytest.raises(DataError, match="must state the user of each record"):
         simulate(tiny(folder, privacy=by_user), quiet=True)
@@ -244,7 +244,7 @@ def test_a_run_on_a_folder_resumes(
 ) -> None:
     """Catches: a resumed run whose declaration has filled other settings than config.toml's."""
     settings = tiny(clinic, run={"rounds": 2}, privacy=BUDGET)
-    with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+    with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
         simulate(settings, output=tmp_path / "runs", quiet=True)
     (left,) = (tmp_path / "runs").iterdir()
     again = resolve(read_sections(left / "config.toml"))

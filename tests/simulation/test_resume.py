@@ -35,8 +35,8 @@ from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.families import by_family
-from tests.notes import Notes
-from tests.small import small_settings
+from tests.observers import NoteRecorder
+from tests.quick_settings import quick_settings
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
@@ -64,7 +64,7 @@ def sections(method: str, /, **more: dict[str, Any]) -> Sections:
         "run": run,
         "partition": {"clients": 4, "subset": 0.2, "alpha": 1.0},
         "model": {"width": 4, "depth": 2, "norm": "batch" if method == "fedbn" else "instance"},
-        "method": small_settings(method),
+        "method": quick_settings(method),
     }
     for name, values in more.items():
         found.setdefault(name, {}).update(values)
@@ -363,7 +363,7 @@ def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
-    notes = Notes()
+    notes = NoteRecorder()
     left = cut(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
     assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds. Spent: ε = ")
     assert str(left) in notes.lines[-1]

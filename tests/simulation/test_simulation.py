@@ -24,7 +24,7 @@ from fedsynth.privacy.errors import BudgetExceededError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.simulation.simulate import simulate
-from tests.notes import Notes
+from tests.observers import NoteRecorder
 
 
 def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
@@ -168,7 +168,7 @@ def test_your_own_clients() -> None:
 
 def test_a_class_that_no_client_sends_is_noted() -> None:
     data = random_images(np.concatenate([np.arange(180) % 9, [9, 9]]))
-    notes = Notes()
+    notes = NoteRecorder()
     simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=notes)
     assert notes.lines[0].startswith("no differential privacy")
     assert "no client sends images of these classes: 9" in notes.lines[1]

@@ -43,7 +43,7 @@ from fedsynth.own_code import load_own
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.saved_model import Architecture, images_of_model, write_model
 from fedsynth.simulation.student import real_images, student_of_set
-from tests.own_images import make_folder
+from tests.image_folders import make_image_folder
 
 BRIEF = StudentSettings(steps=3, views=1)
 LINEAR = ModelSettings("linear")
@@ -257,7 +257,7 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
 ) -> None:
     spec = load_synthetic(share).spec
     assert real_images(spec) is None
-    scans = make_folder(tmp_path / "scans", ("a",), each=3)
+    scans = make_image_folder(tmp_path / "scans", ("a",), per_class=3)
     student = partial(student_of_set, share, LINEAR, BRIEF)
     images = partial(real_images, spec)
     cases: list[tuple[type[Exception], str, Callable[..., Any], dict[str, Any]]] = [

@@ -22,7 +22,7 @@ from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import FeatureSumMatcher
 from fedsynth.synthesizer.condensation.sets import BatchIndices
-from tests.digits import charged, context, convnet, digits
+from tests.digits import convnet, digits, private_clients, round_context
 from tests.privacy.support import series
 
 N, IPC, WIDTH = 60, 2, 4 * 4 + 10
@@ -99,9 +99,9 @@ def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
     """Half of the classes are not there: with little noise exactly the others are sent; the start
     of the next round has all."""
     method = FedDM(ipc=IPC, iterations=4, networks=2, min_examples=10)
-    ctx = context(PrivacySettings(noise_multiplier=0.01, mechanism="features"), nominal=60.0)
+    ctx = round_context(PrivacySettings(noise_multiplier=0.01, mechanism="features"), nominal=60.0)
     message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
-    clients = charged(method, ctx, digits(np.arange(200) % 5))
+    clients = private_clients(method, ctx, digits(np.arange(200) % 5))
     ((upload, memory),) = method.client_step(message, clients, [{}], ctx)
     assert dict(upload.arrays())["labels"].tolist() == [c for c in range(5) for _ in range(IPC)]
     assert memory["images"].shape == (10 * IPC, 1, 8, 8)
@@ -113,11 +113,11 @@ def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() ->
     3, 10 at δ = 1e-5, in one round; counts take 1/(1 + count_noise²) of μ²."""
     method = FedDM(networks=16, iterations=100, count_noise=3.0)
     privacy = PrivacySettings(noise_multiplier=8.0, mechanism="features")
-    sums, counts = (plan.release(1, 8.0) for plan in method.release_plans(privacy, context()))
+    sums, counts = (plan.release(1, 8.0) for plan in method.release_plans(privacy, round_context()))
     assert (sums.steps, counts.steps, counts.sensitivity, counts.dimension) == (16, 1, 1.0, 10)
     assert sums.sample_rate == counts.sample_rate == 1
     assert counts.noise_multiplier == pytest.approx(3 * 8 / 4)
-    few = replace(method, iterations=5).release_plans(privacy, context())[0]
+    few = replace(method, iterations=5).release_plans(privacy, round_context())[0]
     assert few.steps == 5  # a network that no step uses is not released
     for target, factor in ((1.0, 3.73), (3.0, 1.39), (10.0, 0.50)):
         row = replace(sums, noise_multiplier=factor * 4)

@@ -1,4 +1,4 @@
-"""Nine images of four pixels, three clients, and rounds on them: small enough for NumPy."""
+"""Nine images of four pixels, three clients and their rounds, small enough for NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.server import Server
 from fedsynth.methods.shared.local import TrainsLocally
-from tests.rounds import play
+from tests.rounds import play_round
 
 Array = npt.NDArray[np.float64]
 SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
@@ -45,24 +45,24 @@ def context(
     )
 
 
-def rounds(
+def run_rounds(
     method: TrainsLocally,
     network: Callable[[], nn.Module],
     device: torch.device,
     active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
     grouped: bool = True,
 ) -> tuple[list[dict[str, Array]], Any, dict[int, Any]]:
-    """The global model after each round, the last state, and the clients' memories.
+    """Returns the global model after each round, the last state, and the clients' memories.
 
     Args:
-        grouped: whether all clients of a round are trained in one group, or each by itself.
+        grouped: trains all clients of a round in one group, or each separately if false.
     """
     server = Server(method, {n: v.to(device) for n, v in network().state_dict().items()})
     memories: dict[int, Any] = {}
     models = []
     for number, ids in enumerate(active, 1):
-        groups = [clients(device, some) for some in ([ids] if grouped else [(k,) for k in ids])]
-        play(server, groups, memories, context(number, device, network(), ids))
+        groups = [clients(device, group) for group in ([ids] if grouped else [(k,) for k in ids])]
+        play_round(server, groups, memories, context(number, device, network(), ids))
         models.append(as_arrays(server.state.parameters))
     return models, server.state, memories
 
@@ -71,9 +71,8 @@ def as_arrays(parameters: Any) -> dict[str, Array]:
     return {name: value.detach().cpu().double().numpy() for name, value in parameters.items()}
 
 
-class Deep(nn.Module):
-    """z = A x (after batch norm of x, if asked for), logits = W z + b; the weights are the same in
-    each."""
+class TwoLayerNetwork(nn.Module):
+    """z = A x (optionally after batch norm of x), logits = W z + b, with fixed weights."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -92,13 +91,13 @@ class Deep(nn.Module):
         return logits
 
 
-def flat(parameters: dict[str, Array]) -> Array:
-    """[24]: A, W and b of `Deep`."""
+def flatten_parameters(parameters: dict[str, Array]) -> Array:
+    """Returns [24]: A, W and b of `TwoLayerNetwork`."""
     names = ("body.weight", "classifier.weight", "classifier.bias")
     return np.concatenate([parameters[name].ravel() for name in names])
 
 
-START = flat(as_arrays(Deep().state_dict()))
+START = flatten_parameters(as_arrays(TwoLayerNetwork().state_dict()))
 
 
 def embeddings(w: Array, x: Array) -> Array:
@@ -115,7 +114,7 @@ def softmax(z: Array) -> Array:
 
 
 def label_losses(z: Array, y: npt.NDArray[np.int64]) -> Array:
-    """The cross-entropy of each row of logits."""
+    """Returns the cross-entropy of each row of logits."""
     return -np.log(softmax(z)[np.arange(len(y)), y])
 
 
@@ -123,8 +122,8 @@ def cross_entropy(w: Array, x: Array, y: npt.NDArray[np.int64]) -> float:
     return float(label_losses(logits(w, embeddings(w, x)), y).mean())
 
 
-def descended(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
-    """Steps of gradient descent at a rate of 0.5, by central differences."""
+def gradient_descent(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
+    """Takes steps of gradient descent at a rate of 0.5, by central differences."""
     for _ in range(steps):
         unit = np.eye(len(w)) * 1e-5
         w = w - 0.5 * np.array([(loss(w + e) - loss(w - e)) / 2e-5 for e in unit])

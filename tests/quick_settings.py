@@ -1,10 +1,10 @@
-"""The least that a method does in a test: a few steps, where its own settings are the paper's."""
+"""Settings of methods for quick tests: a few steps instead of the papers' values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SMALL: dict[str, dict[str, Any]] = {
+QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "fedaf": {"iterations": 3, "ipc": 2, "server_epochs": 2},
     "fedsum": {"iterations": 3, "ipc": 2, "server_epochs": 2},
@@ -21,6 +21,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small_settings(method: str) -> dict[str, Any]:
-    """Of `METHODS[method]`: a copy, for a test to change."""
-    return dict(SMALL.get(method, {"local_epochs": 1}))
+def quick_settings(method: str) -> dict[str, Any]:
+    """Returns a copy of a method's settings for quick tests."""
+    return dict(QUICK_SETTINGS.get(method, {"local_epochs": 1}))

@@ -1,4 +1,4 @@
-"""Files that nothing may read: pipes, devices and others that do not end."""
+"""Files that must never be read: pipes, devices and other endless files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def special_file(path: Path, kind: str) -> Path:
-    """Makes a file of a kind that nothing may read."""
+def make_special_file(path: Path, kind: str) -> Path:
+    """Creates a file of a kind that must never be read."""
     path.unlink(missing_ok=True)
     match kind:
         case "pipe":
@@ -16,7 +16,7 @@ def special_file(path: Path, kind: str) -> Path:
             path.mkdir()
         case "device":
             path.symlink_to("/dev/zero")
-        case "proc":  # a regular file without a size, of which some never end
+        case "proc":  # a regular file without a size; some are endless
             path.symlink_to("/proc/cpuinfo")
         case "large":
             with path.open("wb") as file:
@@ -24,4 +24,4 @@ def special_file(path: Path, kind: str) -> Path:
     return path
 
 
-SPECIAL = ("pipe", "folder", "device", "proc", "large")
+SPECIAL_KINDS = ("pipe", "folder", "device", "proc", "large")

@@ -1,4 +1,4 @@
-"""Small folders of images of a user's own, for tests."""
+"""Small image folders of a user, for tests."""
 
 from __future__ import annotations
 
@@ -36,34 +36,36 @@ date = "2026-11-22"
 
 
 def write_image(path: Path, seed: int, size: tuple[int, int] = (16, 16), mode: str = "L") -> None:
-    """An image of random pixels; a class is as bright as its folder's name says."""
+    """Writes an image of random pixels; those of the class `ill` are brighter."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     shape = size if mode == "L" else (*size, 3)
-    bright = 120 if path.parent.name == "ill" else 0
-    Image.fromarray((rng.integers(0, 120, shape) + bright).astype(np.uint8)).save(path)
+    brightness = 120 if path.parent.name == "ill" else 0
+    Image.fromarray((rng.integers(0, 120, shape) + brightness).astype(np.uint8)).save(path)
 
 
-def make_folder(root: Path, sites: Sequence[str] = ("north", "south"), each: int = 6) -> Path:
-    """SITE/CLASS/NN.png, or CLASS/NN.png without sites; `each` of a class at a site."""
+def make_image_folder(
+    root: Path, sites: Sequence[str] = ("north", "south"), per_class: int = 6
+) -> Path:
+    """Writes SITE/CLASS/NN.png, or CLASS/NN.png without sites: `per_class` images per class and site."""
     seed = 0
     for site in sites or ("",):
         for name in CLASSES:
-            for number in range(each):
+            for number in range(per_class):
                 seed += 1
                 write_image(root / site / name / f"{number:02d}.png", seed)
     return root
 
 
-def declare(
+def write_declaration(
     root: Path,
     sites: Sequence[str] = ("north", "south"),
     by: str = "A. Keller",
     ledger: str = "fedsynth-ledger",
     users: int = 0,
 ) -> Path:
-    """A signed declaration of the images in a folder."""
-    listed = "[" + ", ".join(f'"{site}"' for site in sites) + "]"
-    text = DECLARATION.format(sites=listed, by=by, ledger=ledger, users=users)
+    """Writes a signed declaration of the images in a folder."""
+    site_list = "[" + ", ".join(f'"{site}"' for site in sites) + "]"
+    text = DECLARATION.format(sites=site_list, by=by, ledger=ledger, users=users)
     (root / "fedsynth.toml").write_text(text, encoding="utf-8")
     return root / "fedsynth.toml"

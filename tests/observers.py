@@ -1,11 +1,11 @@
-"""An observer that collects a run's notes."""
+"""An observer that records a run's notes."""
 
 from __future__ import annotations
 
 from fedsynth.federation.protocol import Observer
 
 
-class Notes(Observer):
+class NoteRecorder(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
