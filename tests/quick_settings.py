@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from fedsynth import RunResult
+from fedsynth.results.verification import verify_run
 
 QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     "feddm": {"iterations": 3, "ipc": 2, "server_epochs": 2},
@@ -24,3 +28,23 @@ QUICK_SETTINGS: dict[str, dict[str, Any]] = {
 def quick_settings(method: str) -> dict[str, Any]:
     """Returns a copy of a method's settings for quick tests."""
     return dict(QUICK_SETTINGS.get(method, {"local_epochs": 1}))
+
+
+def quick_sections(method: str, /, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Two rounds on a fifth of the digits; the sections given add to this run's."""
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"method": method, "rounds": 2, "device": "cpu"},
+        "partition": {"clients": 3, "subset": 0.2, "alpha": 1.0},
+        "model": {"width": 4, "depth": 2, "norm": "batch" if method == "fedbn" else "instance"},
+        "method": quick_settings(method),
+    }
+    for name, values in more.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    return sections
+
+
+def verified(result: RunResult) -> Path:
+    """The folder of a run, which verifies."""
+    assert result.folder is not None
+    assert verify_run(result.folder).problems == []
+    return result.folder

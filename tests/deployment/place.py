@@ -14,28 +14,21 @@ import torch
 from fedsynth import resolve, simulate
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import DatasetPart, Node
+from fedsynth.deployment.node import DatasetPart, Node, Source
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.privacy import randomness
-from fedsynth.privacy.ledger import read_ledger
-from tests.quick_settings import quick_settings
+from fedsynth.privacy import randomness, read_ledger
+from tests.quick_settings import quick_sections
 from tests.simulation.test_unchanged import RepeatableNoise
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
 
 
-def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """Two rounds of a method on the digits, with a subset and small steps."""
-    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
-    return {
-        "run": {**run, **more.pop("run", {})},
-        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
-        "model": {"width": 4, "depth": 2, "norm": "batch" if name == "fedbn" else "instance"},
-        "method": quick_settings(name),
-        **more,
-    }
+def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
+    """Two rounds of a method, which are evaluated once."""
+    run = {"evaluate_every": 2, **more.pop("run", {})}
+    return quick_sections(name, run=run, partition={"clients": clients}, **more)
 
 
 class StoppedError(Exception):
@@ -49,12 +42,15 @@ class Hand:
     Args:
         nodes_: by their number, 100 and more.
         change: of (node, question, answer) what arrives; None: nothing.
+
+    Attributes:
+        seen: what nodes were asked and have answered.
     """
 
     nodes_: dict[int, Node]
     change: Callable[[int, Frame, bytes], bytes | str | None] = lambda node, asked, answer: answer
     run: str = ""
-    asked: list[tuple[int, str]] = field(default_factory=list)
+    seen: list[tuple[int, Frame, bytes]] = field(default_factory=list)
 
     def nodes(self) -> Sequence[int]:
         return list(self.nodes_)
@@ -63,8 +59,9 @@ class Hand:
         found: dict[int, bytes | str] = {}
         for node, sent in messages.items():
             asked = Frame.from_bytes(sent)
-            self.asked.append((node, asked.kind))
-            arrived = self.change(node, asked, self.nodes_[node].answer(self.run, sent))
+            answer = self.nodes_[node].answer(self.run, sent)
+            self.seen.append((node, asked, answer))
+            arrived = self.change(node, asked, answer)
             if arrived is not None:
                 found[node] = arrived
         return found
@@ -77,10 +74,21 @@ class Place:
     folder: Path
     said: list[str] = field(default_factory=list)
 
-    def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
-        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
-        home = self.folder / f"owner-{number}"
-        return Node(number, home, DatasetPart(), owner, device="cpu", say=self.said.append, **more)
+    def node(
+        self,
+        number: int,
+        policy: Policy | None = None,
+        *,
+        home: str = "",
+        approved: str = ANY,
+        source: Source | None = None,
+        **more: Any,
+    ) -> Node:
+        """A node of an owner with a policy, or of one who approves of an agreement."""
+        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({approved}))
+        folder = self.folder / (home or f"owner-{number}")
+        records = source or DatasetPart()
+        return Node(number, folder, records, owner, device="cpu", say=self.said.append, **more)
 
     def hand(self, *nodes: Node) -> Hand:
         return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
@@ -93,8 +101,9 @@ class Place:
         run.run()
         return run
 
-    def ledger(self, number: int) -> tuple[Any, ...]:
-        return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
+    def ledger(self, number: int, home: str = "") -> tuple[Any, ...]:
+        folder = self.folder / (home or f"owner-{number}")
+        return read_ledger(folder / f"client-{number:03d}.jsonl").releases
 
 
 def injected(number: int) -> Callable[[], randomness.SecretGenerator]:

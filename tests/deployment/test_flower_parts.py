@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 from fedsynth.deployment.flower import joining
 from fedsynth.deployment.flower.joining import ServerConnection
-from fedsynth.deployment.flower.processes import FlowerError, Gate, allowed
+from fedsynth.deployment.flower.processes import FlowerError, Gate
 from fedsynth.deployment.flower.serving import SuperLinkSettings, write_app
 from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
@@ -50,31 +50,18 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------- the mapping
 
 
-@pytest.mark.usefixtures("in_a_run")
-def test_a_message_comes_back_as_it_was_sent() -> None:
-    from flwr.app import Message
-
-    from fedsynth.deployment.flower.executor import KIND, from_record, to_record
-
-    sent = os.urandom(70_000)
-    message = Message(to_record("a" * 16, sent), 7, KIND, ttl=30.0)
-    assert (message.metadata.dst_node_id, message.metadata.ttl) == (7, 30.0)
-    assert from_record(message.content) == ("a" * 16, sent)
-
-
-@pytest.mark.parametrize(
-    "records",
-    [{}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}}],
-)
-def test_a_foreign_record_is_not_a_message(records: dict[str, Any]) -> None:
+def test_a_foreign_record_is_not_a_message() -> None:
     flwr()
     from flwr.app import ConfigRecord, RecordDict
 
     from fedsynth.deployment.flower.executor import from_record
 
-    content = RecordDict({name: ConfigRecord(record) for name, record in records.items()})
-    with pytest.raises(MessageError, match="a fedsynth message needs"):
-        from_record(content)
+    records: tuple[dict[str, Any], ...]
+    records = ({}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}})
+    for record in records:
+        content = RecordDict({name: ConfigRecord(values) for name, values in record.items()})
+        with pytest.raises(MessageError, match="a fedsynth message needs"):
+            from_record(content)
 
 
 @pytest.mark.usefixtures("in_a_run")
@@ -85,7 +72,9 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     from flwr.app.error import Error
 
     from fedsynth.deployment.flower import server_app
-    from fedsynth.deployment.flower.executor import to_record
+    from fedsynth.deployment.flower.executor import from_record, to_record
+
+    large = os.urandom(70_000)
 
     class Grid:
         """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""
@@ -93,13 +82,15 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
         def push_messages(self, messages: Any) -> list[str]:
             self.sent = {}
             for number, message in enumerate(messages):
+                assert message.metadata.dst_node_id == number
+                assert from_record(message.content) == ("mine", b"?")
                 message.metadata.__dict__["_message_id"] = f"m{number}"
                 self.sent[f"m{number}"] = message
             return [*list(self.sent)[:-1], ""]
 
         def pull_messages(self, names: list[str]) -> list[Any]:
             answers = {
-                "m0": lambda to: Message(to_record("mine", b"yes"), reply_to=to),
+                "m0": lambda to: Message(to_record("mine", large), reply_to=to),
                 "m1": lambda to: Message(to_record("other", b"yes"), reply_to=to),
                 "m2": lambda to: Message(Error(1, "it broke"), reply_to=to),
             }
@@ -111,7 +102,7 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     started = time.monotonic()
     found = transport.ask(dict.fromkeys(range(5), b"?"), 0.3)
     assert time.monotonic() - started < 5
-    assert found[0] == b"yes"
+    assert found[0] == large
     assert found[1] == "the node answered for another run: 'other'"
     assert "it broke" in found[2]
     assert 3 not in found
@@ -121,12 +112,15 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
 # -------------------------------------------------------------------------- what a SuperLink answers
 
 
+AWAY = ("192.0.2.7", 1)
+
+
 @pytest.mark.parametrize(
     ("path", "client", "answered"),
     [
-        ("/v1/fleet/pull-messages", ("192.0.2.7", 1), True),
-        ("/v1/control/start-run", ("192.0.2.7", 1), False),
-        ("/v1/fleet/../control/start-run", ("192.0.2.7", 1), False),
+        ("/v1/fleet/pull-messages", AWAY, True),
+        ("/v1/control/start-run", AWAY, False),
+        ("/v1/fleet/../control/start-run", AWAY, False),
         ("/v1/fleetcontrol", ("2001:db8::1", 1), False),
         ("/v1/control/start-run", None, False),
         ("/v1/control/start-run", ("localhost.example.org", 1), False),
@@ -136,10 +130,9 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
 def test_control_is_for_the_machine_itself(
     path: str, client: tuple[str, int] | None, answered: bool
 ) -> None:
-    assert allowed(path, client) == answered
     state = SimpleNamespace(enable_supernode_auth=False)
-    statuses, read = through_gate(path, client, state)
-    assert (read, statuses) == ((True, []) if answered else (False, [403, None]))
+    expected = ([], True) if answered else ([403, None], False)
+    assert through_gate(path, client, state) == expected
 
 
 def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple[list[Any], bool]:
@@ -163,19 +156,9 @@ def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("headers", "answered"),
-    [
-        ("known", True),
-        ("none", False),
-        ("unknown key", False),
-        ("another's signature", False),
-        ("old", False),
-        ("no base64", False),
-    ],
+    "headers", ["known", "none", "unknown key", "another's signature", "old", "no base64"]
 )
-def test_a_strangers_request_is_refused_before_its_body_is_read(
-    headers: str, answered: bool
-) -> None:
+def test_a_strangers_request_is_refused_before_its_body_is_read(headers: str) -> None:
     flwr()
     from flwr.supercore.date import now
     from flwr.supercore.primitives.asymmetric import (
@@ -194,16 +177,14 @@ def test_a_strangers_request_is_refused_before_its_body_is_read(
         b"flwr-timestamp": at.encode(),
         b"flwr-signature": b64encode(signed),
     }
-    linkstate = SimpleNamespace(
-        get_node_id_by_public_key={public_key_to_bytes(public): 7}.get,
-    )
+    linkstate = SimpleNamespace(get_node_id_by_public_key={public_key_to_bytes(public): 7}.get)
     state = SimpleNamespace(
         enable_supernode_auth=True,
         linkstate_factory=SimpleNamespace(state=lambda: linkstate),
     )
     sent = [] if headers == "none" else fields.items()
-    statuses, read = through_gate("/v1/fleet/push-object", ("192.0.2.7", 1), state, sent)
-    assert (read, statuses) == ((True, []) if answered else (False, [401, None]))
+    expected = ([], True) if headers == "known" else ([401, None], False)
+    assert through_gate("/v1/fleet/push-object", AWAY, state, sent) == expected
 
 
 # ---------------------------------------------------------------------------------- connecting
@@ -246,8 +227,6 @@ WORKS = ("", "", True)
 @pytest.mark.parametrize(
     ("outcomes", "said", "seconds"),
     [
-        ([WORKS], [], 100),
-        ([NOBODY, NOBODY, WORKS], ["no server listens"], 106),
         ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
         ([NOBODY], ["no server listens", "no connection"], 60),
@@ -305,13 +284,7 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-@pytest.mark.parametrize(
-    ("host", "valid"),
-    [("federation.example.org", True), ("localhost", True), ("elsewhere.example.org", False)],
-)
-def test_a_servers_certificate_is_its_cas_and_has_its_names(
-    keys: Path, host: str, valid: bool
-) -> None:
+def test_a_servers_certificate_is_its_cas_and_has_its_names(keys: Path) -> None:
     from cryptography import x509
     from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
@@ -319,12 +292,12 @@ def test_a_servers_certificate_is_its_cas_and_has_its_names(
         x509.load_pem_x509_certificate((keys / name).read_bytes())
         for name in ("ca.crt", "server.crt")
     )
-    verifier = PolicyBuilder().store(Store([authority])).build_server_verifier(x509.DNSName(host))
-    if valid:
+    policy = PolicyBuilder().store(Store([authority]))
+    for host in ("federation.example.org", "localhost"):
+        verifier = policy.build_server_verifier(x509.DNSName(host))
         assert verifier.verify(server, []) == [server, authority]
-    else:
-        with pytest.raises(VerificationError):
-            verifier.verify(server, [])
+    with pytest.raises(VerificationError):
+        policy.build_server_verifier(x509.DNSName("elsewhere.example.org")).verify(server, [])
 
 
 def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) -> None:
@@ -384,10 +357,7 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
     [
         (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data"),
         (["server"], "--keys is required"),
-        (
-            ["deploy", "init", "A", "--spec", "/nothing.toml"],
-            "must be the specification of a data set",
-        ),
+        (["deploy", "init", "A", "--spec", "/nothing.toml"], "must be the specification"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:

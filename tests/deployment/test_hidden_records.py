@@ -13,9 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fedsynth import resolve
-from fedsynth.data.images import ImageData
-from fedsynth.data.registry import DatasetSpec
+from fedsynth import DatasetSpec, ImageData, register_model, resolve
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
@@ -25,7 +23,6 @@ from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from fedsynth.models.registry import register_model
 from tests.deployment.place import Hand, injected
 
 SPEC = DatasetSpec(
@@ -134,21 +131,7 @@ def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
 def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
     """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
     and what its owner was told; with noise that can be repeated."""
-    seen: list[Any] = []
     told: list[str] = []
-    payloads: list[bytes] = []
-    # "features" sends the classes whose released counts are above a floor
-    fixed_size = given["privacy"].get("mechanism") != "features"
-
-    def look(number: int, asked: Frame, answer: bytes) -> bytes:
-        if number == 100:
-            frame = Frame.from_bytes(answer)
-            facts = {key: value for key, value in frame.facts.items() if key != "history"}
-            sized = fixed_size or frame.kind != "answer"
-            seen.append((frame.kind, facts, len(answer) if sized else 0))
-            payloads.append(frame.payload)
-        return answer
-
     says = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
     owner = Owner(Policy(**says))
     nodes = {}
@@ -157,8 +140,19 @@ def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[
         home = folder / str(k)
         nodes[100 + k] = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
     proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
-    post = Connection(Hand(nodes, look), Timeouts(join=0.2, answer=60, poll=0.05))
+    hand = Hand(nodes)
+    post = Connection(hand, Timeouts(join=0.2, answer=60, poll=0.05))
     NetworkedRun(proposal, post, folder / "runs").run()
+    seen: list[Any] = []
+    payloads: list[bytes] = []
+    # "features" sends the classes whose released counts are above a floor
+    fixed_size = given["privacy"].get("mechanism") != "features"
+    for answer in (answer for number, _, answer in hand.seen if number == 100):
+        frame = Frame.from_bytes(answer)
+        facts = {key: value for key, value in frame.facts.items() if key != "history"}
+        sized = fixed_size or frame.kind != "answer"
+        seen.append((frame.kind, facts, len(answer) if sized else 0))
+        payloads.append(frame.payload)
     return seen, payloads, "\n".join(told)
 
 

@@ -5,33 +5,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from fedsynth import Observer, resolve, simulate
+from fedsynth import resolve, simulate
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.errors import CheckpointError
-from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy import epsilon
 from fedsynth.results.verification import verify_run
-from tests.deployment.place import CLIENTS, PRIVATE, Hand, Place, killed, sections
+from tests.deployment.place import CLIENTS, PRIVATE, Hand, Place, close, killed, sections
+from tests.observers import NoteRecorder
 
 LAST = CLIENTS - 1
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
 
 
 def covers_everybody(place: Place, served: NetworkedRun, ever: Sequence[int]) -> None:
@@ -56,7 +47,7 @@ def test_a_client_that_does_not_join_again_stays_in_the_report(
 ) -> None:
     """Killed in round 2, before and after the last client took its step: it may be charged more
     than its last statement says, and the report counts it. Killed after all rounds, the server
-    repeats no request."""
+    repeats no request. A report that drops such a client is noticed."""
     given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
     folder = killed(place, given, place.hand(), count, kind=kind)
     served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
@@ -68,7 +59,12 @@ def test_a_client_that_does_not_join_again_stays_in_the_report(
         return
     assert all("did not join" in row["lost"][str(LAST)] for row in served.record.rows[1:])
     assert any(f"client {LAST} has not stated its ledger" in text for text in deviations)
-    assert not any("did not take part" in text for text in deviations)
+    file = served.folder.path / "privacy_report.json"
+    report = json.loads(file.read_text())
+    *events, unstated = report["events"]
+    for other in ({"rounds": [1]}, {"client": "7"}):  # the client stated its ledger in round 1
+        file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
+        assert verify_run(served.folder.path).problems
 
 
 def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place: Place) -> None:
@@ -113,38 +109,15 @@ def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) 
     covers_everybody(place, served, range(CLIENTS))
 
 
-def test_a_report_that_drops_such_a_client_is_noticed(place: Place) -> None:
-    """And so is one that names another round, in which the client was there."""
-    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
-    folder = killed(place, given, place.hand(), 2 * CLIENTS)
-    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
-    file = served.folder.path / "privacy_report.json"
-    report = json.loads(file.read_text())
-    *events, unstated = report["events"]
-    assert (unstated["kind"], unstated["rounds"]) == ("unstated", [2])
-    for other in ({"rounds": [1]}, {"client": "7"}):
-        file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
-        assert verify_run(served.folder.path).problems
-
-
-@pytest.mark.parametrize("size", [True, False])
-def test_an_open_run_keeps_the_terms_that_it_began_with(place: Place, size: bool) -> None:
+def test_an_open_run_keeps_the_terms_that_it_began_with(place: Place) -> None:
     """The sizes of those that are away, by which clients are drawn, are still what they were."""
-    run = {"rounds": 3, "sampling": "size", "participation": 0.67} if size else {"rounds": 3}
-    given = sections("fedavg", run={**run, "quorum": 0.3})
-    hand = place.hand()
-    told: list[Any] = []
-
-    def look(node: int, asked: Frame, answer: bytes) -> bytes:
-        told.extend([tuple(asked.facts["sizes"])] if asked.kind == "step" else [])
-        return answer
-
-    hand.change = look
-    folder = killed(place, given, hand, LAST + 1 if size else CLIENTS + 1)
-    again = place.hand(*map(place.node, range(LAST)))
-    again.change = look
+    run = {"rounds": 3, "sampling": "size", "participation": 0.67, "quorum": 0.3}
+    given = sections("fedavg", run=run)
+    hand, again = place.hand(), place.hand(*map(place.node, range(LAST)))
+    folder = killed(place, given, hand, LAST + 1)
     place.serve(given, again, resume=folder)
-    assert len(set(told)) == 1
+    steps = [asked for _, asked, _ in [*hand.seen, *again.seen] if asked.kind == "step"]
+    assert len({tuple(asked.facts["sizes"]) for asked in steps}) == 1
 
 
 # --------------------------------------------------------------------------------- coming back
@@ -165,26 +138,20 @@ def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
     assert not any("lost" in row for row in served.record.rows[2:])
 
 
-@pytest.mark.parametrize("share", [1.0, 0.34])
-def test_a_resumed_run_equals_an_uninterrupted_run(place: Place, share: float) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(place: Place) -> None:
     """With partial participation most clients have no memory of the round before the restart."""
-    given = sections("scaffold", run={"rounds": 6, "participation": share})
-    together = simulate(resolve(given))
-    hand = place.hand()
-    folder = killed(place, given, hand, 5)
+    given = sections("scaffold", run={"rounds": 6, "participation": 0.34})
+    folder = killed(place, given, place.hand(), 5)
     served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
     assert not any("lost" in row for row in served.record.rows)
-    assert any("resumed after" in one for one in served.record.deviations)
-    for name, value in together.model.state_dict().items():
-        torch.testing.assert_close(
-            served.server.final_parameters()[name], value, rtol=1e-5, atol=1e-6
-        )
+    assert any("resumed after" in text for text in served.record.deviations)
+    close(served, simulate(resolve(given)))
 
 
 # ------------------------------------------------------------------------- two clients, one key
 
 
-@pytest.mark.parametrize("how", ["fresh", "copy of an earlier time"])
+@pytest.mark.parametrize("how", ["fresh", "earlier"])
 def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place, how: str) -> None:
     """After a restart it is asked first: its ledger is not the one that was charged. It leaves, and
     the first one joins."""
@@ -198,9 +165,7 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
 
     hand.change = copies
     folder = killed(place, given, hand, 2 * CLIENTS + 1)
-    first = hand.nodes_[100]
-    home = place.folder / ("earlier" if how == "copy of an earlier time" else "fresh")
-    second = Node(0, home, first.source, first.owner, device="cpu", say=place.said.append)
+    first, second = hand.nodes_[100], place.node(0, home=how)
 
     class Taken(Hand):
         """Where one is connected, the other one is not."""
@@ -239,34 +204,30 @@ def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
     assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda node: setattr(node, "name", "client-001"), "another client of the run"),
-        (lambda node: setattr(node, "number", 7), "must be below 3, got 7"),
-    ],
-)
-def test_a_refused_client_receives_the_reason(
-    place: Place, change: Callable[[Node], None], why: str
-) -> None:
+def test_a_refused_client_receives_the_reason(place: Place) -> None:
     nodes = [place.node(k) for k in range(CLIENTS)]
-    change(nodes[2])
-    hand = Hand(dict(enumerate(nodes, 100)))
-    notes = Notes()
+    nodes[2].name = "client-001"
+    notes = NoteRecorder()
+    hand = place.hand(*nodes)
     served = place.serve(sections("feddm", privacy=PRIVATE), hand, observer=notes)
     assert "lost" in served.record.rows[0]
-    assert why in "\n".join([*notes.said, *place.said])
+    assert "another client of the run" in "\n".join([*notes.lines, *place.said])
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "edited"])
-def test_a_damaged_file_of_clients_ends_the_resumption(place: Place, damage: str) -> None:
+def test_a_run_resumes_only_with_its_settings_and_its_whole_checkpoint(place: Place) -> None:
     given = sections("feddm", privacy=PRIVATE)
     folder = killed(place, given, place.hand(), CLIENTS + 1)
+    with pytest.raises(CheckpointError, match="settings have changed"):
+        place.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()
-    if damage == "gone":
-        file.unlink()
-    else:
-        file.write_text(text[:-9] if damage == "cut" else text.replace('"steps": ', '"steps": 1'))
+    for damaged in (text[:-9], text.replace('"steps": ', '"steps": 1')):
+        file.write_text(damaged)
+        with pytest.raises(CheckpointError):
+            place.serve(given, resume=folder)
+    file.unlink()
     with pytest.raises(CheckpointError):
+        place.serve(given, resume=folder)
+    shutil.rmtree(folder / "checkpoint")
+    with pytest.raises(CheckpointError, match="is missing"):
         place.serve(given, resume=folder)

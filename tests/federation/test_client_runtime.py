@@ -12,34 +12,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
+from fedsynth import (
+    FedAvg,
+    FedFMLite,
+    ImageData,
+    Message,
+    ModelParameters,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RoundContext,
+    RunSettings,
+    Solo,
+    resolve,
+)
 from fedsynth.core.client import PrivateClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.data.images import ImageData
-from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
-from fedsynth.federation.in_process import (
-    evaluate_together,
-    step_alone,
-    step_together,
-    view,
-)
+from fedsynth.federation.in_process import evaluate_together, step_alone, step_together, view
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.fedavg import FedAvg, Solo
-from fedsynth.methods.fedfm import FedFMLite
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear
+from fedsynth.privacy import Ledger
 from fedsynth.privacy.errors import UnplannedReleaseError
-from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
-from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import CPU, SPEC, digits
 
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
@@ -91,10 +90,9 @@ def test_a_request_of_another_type_is_refused_before_any_data_are_read() -> None
     class Stranger(Message):
         """Of no method."""
 
-    nobody: Any = None
     for name in METHODS:
         method = method_class(name)()
-        client = client_of(0, method, nobody)
+        client = client_of(0, method)
         declared = {MAIN: method.downlink, FIRST: method.first_downlink}
         wrong = ModelParameters({}, 1.0) if method.downlink is not ModelParameters else Stranger()
         for phase in PHASES:
@@ -134,8 +132,7 @@ def test_a_client_keeps_its_own_memory() -> None:
 def test_an_unsound_request_is_refused_by_an_answer() -> None:
     """Not by an exception: the server is elsewhere. Nothing was asked of the data."""
     ctx = context(privacy=PrivacySettings(noise_multiplier=1.0, max_request_norm=1.0), sizes=None)
-    nobody: Any = None
-    client = client_of(2, FedAvg(), nobody, noise_multiplier=1.0, max_request_norm=1.0)
+    client = client_of(2, FedAvg(), noise_multiplier=1.0, max_request_norm=1.0)
     for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
         parameters = {
             name: torch.full_like(own, value) for name, own in ctx.architecture.state_dict().items()

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import simulate
-from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
+from fedsynth import RunSettings, resolve, simulate
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.feature_map import two_sided
 from fedsynth.federation import position_leak_check
@@ -40,16 +38,16 @@ Rows = Callable[..., Tensor]
 
 
 def settings(
-    method: str, dataset: str = "digits", private: bool = True, **model: Any
+    method: str, dataset: str = "digits", privacy: dict[str, Any] | None = None, **model: Any
 ) -> RunSettings:
-    given: dict[str, Any] = {
-        "run": {"method": method, "rounds": 2},
+    given = {
+        "run": {"method": method, "rounds": 1 if method == "dense" else 2},
         "method": {} if method == "fedstats" else quick_settings(method),
         "model": model,
         "partition": {"clients": 2},
+        "privacy": {"noise_multiplier": 1.0} if privacy is None else privacy,
     }
-    privacy = {"privacy": {"noise_multiplier": 1.0}} if private else {}
-    return replace(resolve({**given, **privacy}), dataset=dataset)
+    return replace(resolve(given), dataset=dataset)
 
 
 def warned(run: RunSettings, device: torch.device = CPU) -> list[str]:
@@ -83,7 +81,8 @@ def test_a_doubt_is_on_the_console_and_in_the_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     moving(monkeypatch, "gradients")
-    result = simulate(settings("fedavg", private=private, width=8, depth=2), output=tmp_path)
+    privacy: dict[str, Any] | None = None if private else {}
+    result = simulate(settings("fedavg", privacy=privacy, width=8, depth=2), output=tmp_path)
     assert capsys.readouterr().err.count(WORDS) == private
     if result.privacy is None or result.folder is None:
         return
@@ -93,9 +92,8 @@ def test_a_doubt_is_on_the_console_and_in_the_verdict(
     assert verify_run(result.folder).problems == []
     start = json.loads((result.folder / "privacy_start.json").read_text())
     (result.folder / "privacy_start.json").write_text(json.dumps({**start, "warnings": []}))
-    assert verify_run(result.folder).problems == [
-        "verdict.warnings has 1 entries, but should have 0"
-    ]
+    [problem] = verify_run(result.folder).problems
+    assert "verdict.warnings" in problem
 
 
 @pytest.mark.parametrize(
@@ -138,12 +136,11 @@ def test_a_mechanism_without_a_guarantee_gives_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moving(monkeypatch, "features")
-    given = {"run": {"method": "feddm"}, "method": quick_settings("feddm")}
-    run = resolve({**given, "privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}})
-    assert not warned(run)
+    privacy = {"noise_multiplier": 1.0, "mechanism": "paper"}
+    assert not warned(settings("feddm", privacy=privacy))
 
 
-@pytest.mark.parametrize("dataset", ["mnist", pytest.param("cifar10", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dataset", by_family(("digits", "mnist", "cifar10"), ("digits",)))
 @pytest.mark.parametrize(
     ("method", "model"),
     [("fedstats", {}), ("fedavg", {"features": "whitened-scattering", "name": "linear"})],
@@ -171,10 +168,7 @@ def test_fedstats_is_tried_with_what_a_server_may_send(monkeypatch: pytest.Monke
 
 def test_each_kind_of_network_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trial of the run's own network only, where clients have others."""
-    given = {"method": quick_settings("dense"), "privacy": {"noise_multiplier": 1.0}}
-    model = {"name": "linear", "clients": "lenet5,mlp"}
-    run = resolve({**given, "run": {"method": "dense", "rounds": 1}, "model": model})
-    run = replace(run, dataset="mnist")
+    run = settings("dense", "mnist", name="linear", clients="lenet5,mlp")
     tried: list[str] = []
     original = dpsgd._per_example_gradients
 
@@ -198,9 +192,8 @@ def test_a_step_ends_with_its_last_release(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(feddm, "split_uploads", fails)
     moving(monkeypatch, "features")
-    given = {"method": quick_settings("feddm"), "run": {"method": "feddm"}}
-    run = resolve({**given, "privacy": {"noise_multiplier": 1.0, "mechanism": "features"}})
-    [warning] = warned(run)
+    privacy = {"noise_multiplier": 1.0, "mechanism": "features"}
+    [warning] = warned(settings("feddm", privacy=privacy))
     assert WORDS in warning
 
 
@@ -212,9 +205,9 @@ def test_a_trial_that_fails_is_in_the_verdict_and_ends_nothing(
 
     monkeypatch.setattr(position_leak_check, "_trials", fails)
     report: Any = simulate(settings("fedavg", width=8, depth=2)).privacy
-    assert "other examples failed: out of memory.\n" in capsys.readouterr().err
+    assert "out of memory" in capsys.readouterr().err
     [warning] = report["verdict"]["warnings"]
-    assert warning.endswith("other examples failed: out of memory.")
+    assert "out of memory" in warning
 
 
 def test_as_many_records_are_tried_as_a_step_has_and_memory_allows() -> None:

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Method
-from fedsynth.data.registry import dataset_spec
+from fedsynth import Message, Method, ModelParameters, RoundContext, ServerState
+from fedsynth.core.messages import public, released
 from fedsynth.errors import DivergedError
-from fedsynth.federation.server import Server, check_declared
-from fedsynth.methods import METHODS, method_class
+from fedsynth.federation.server import Server
 from fedsynth.privacy.plans import FIRST, MAIN
+from tests.digits import CPU, SPEC
 
 
 @dataclass(frozen=True)
@@ -81,23 +79,15 @@ class Trace(Method):
 
 
 def context(number: int = 1) -> RoundContext:
-    return RoundContext(
-        number,
-        0,
-        torch.device("cpu"),
-        dataset_spec("digits"),
-        torch.nn.Linear(1, 1),
-        5.0,
-        clients=4,
-    )
+    return RoundContext(number, 0, CPU, SPEC, torch.nn.Linear(1, 1), 5.0, clients=4)
 
 
 def words(*numbers: int, value: float = 1.0) -> dict[int, Message]:
     return {k: Word(torch.tensor([value])) for k in numbers}
 
 
-def server(method: Method | None = None) -> Server:
-    return Server(method or Trace(), {"w": torch.ones(1)})
+def server() -> Server:
+    return Server(Trace(), {"w": torch.ones(1)})
 
 
 def test_replies_are_ordered_by_client_and_a_state_changes_at_a_rounds_end() -> None:
@@ -158,9 +148,8 @@ def test_a_reply_that_is_not_finite_is_rejected(phase: str, value: float) -> Non
     made.request(phase, context(2))
     before = made.state
     checked = made.check(phase, {**words(3, value=value), **words(1, 0)}, context(2))
-    assert {client: str(error) for client, error in checked.rejected.items()} == {
-        3: "value is not finite"
-    }
+    assert list(checked.rejected) == [3]
+    assert "value is not finite" in str(checked.rejected[3])
     assert list(checked.accepted) == [0, 1]
     assert made.state is before
 
@@ -172,16 +161,3 @@ def test_a_non_finite_model_is_not_the_next_state() -> None:
     with pytest.raises(DivergedError, match="round 1: w of the server's model is not finite"):
         made.receive(MAIN, words(1, value=-1.0), context(1))  # its logarithm
     assert made.state is before
-
-
-def test_a_method_takes_the_messages_that_it_declares() -> None:
-    """Of every method: the exact type, and no other message, nor a first exchange without one."""
-    for name in METHODS:
-        method = method_class(name)()
-        if method.first_downlink is None:
-            assert method.first_request(method.initial_state({}), context(3)) is None, name
-        for declared in (method.downlink, method.upload):
-            check_declared(method, object.__new__(declared), declared)
-            for wrong in (Word, type("Sub", (declared,), {})):
-                with pytest.raises(TypeError, match=f"{name} must send .*{declared.__name__}, got"):
-                    check_declared(method, object.__new__(wrong), declared)

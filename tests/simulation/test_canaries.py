@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy import Ledger, PrivacyError, Release
 from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
-from fedsynth.simulation.canaries import (
-    COLUMNS,
-    Canaries,
-    draw_directions,
-    log_likelihood_ratios,
-)
+from fedsynth.simulation.canaries import COLUMNS, Canaries, draw_directions, log_likelihood_ratios
 
 
 def canaries(count: int = 20, rest: int = 30) -> Canaries:

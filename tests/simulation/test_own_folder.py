@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth import ImageData, load_dataset, load_folder, resolve, simulate
-from fedsynth.config.settings import RunSettings
+from fedsynth import RunSettings, load_dataset, load_folder, resolve, simulate
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.context import plan_of
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
-from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections
 from tests.image_folders import make_image_folder, write_declaration
 from tests.interruption import interrupt_in_round
+from tests.quick_settings import verified
 
 BUDGET = {"noise_multiplier": 3.0}
 
@@ -31,6 +30,9 @@ def tiny(folder: Path, **sections: Any) -> RunSettings:
     return resolve({"run": run, "data": data, "method": method, "model": model, **sections})
 
 
+LINEAR = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+
+
 @pytest.fixture
 def clinic(tmp_path: Path) -> Path:
     """A folder of two sites, with a signed declaration."""
@@ -38,33 +40,25 @@ def clinic(tmp_path: Path) -> Path:
     return tmp_path / "clinic"
 
 
-def test_each_site_is_a_client(tmp_path: Path) -> None:
-    folder = make_image_folder(tmp_path, ("a", "b", "c"))
+def test_each_site_is_a_client_and_classes_need_a_partition(tmp_path: Path) -> None:
+    folder = make_image_folder(tmp_path / "sites", ("a", "b", "c"))
     result = simulate(tiny(folder), quiet=True)
     assert sorted(result.uploads) == [0, 1, 2]
     assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
-    run = {"method": "fedavg", "rounds": 1}
-    settings = resolve({"run": run, "model": {"name": "linear"}, "partition": {"kind": "iid"}})
+    linear = replace(LINEAR, partition=replace(LINEAR.partition, kind="iid", clients=5))
     found = load_folder(folder)
-    assert len(simulate(settings, data=found, quiet=True).uploads) == 3
-    divided = simulate(settings, data=(found.train, None), quiet=True)
-    assert len(divided.uploads) == settings.partition.clients
-
-
-def test_only_classes_need_a_partition(tmp_path: Path) -> None:
-    make_image_folder(tmp_path, sites=())
+    assert len(simulate(linear, data=found, quiet=True).uploads) == 3
+    assert len(simulate(linear, data=(found.train, None), quiet=True).uploads) == 5
+    pooled = make_image_folder(tmp_path / "pooled", sites=())
     with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
-        simulate(tiny(tmp_path), quiet=True)
-    result = simulate(tiny(tmp_path, partition={"kind": "iid", "clients": 2}), quiet=True)
-    assert len(result.uploads) == 2
+        simulate(tiny(pooled), quiet=True)
 
 
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Catches: sizes, classes or shape of private images that become public unasked."""
     folder = make_image_folder(tmp_path)
-    with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then") as caught:
+    with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then"):
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
-    assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="needs a declaration"):
         simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
     write_declaration(folder, by="")
@@ -82,8 +76,7 @@ def test_a_private_run_goes_by_the_declaration(clinic: Path, tmp_path: Path) -> 
     assert report["max_records"] == 100
     assert report["public_items"]["nominal records of a client"].startswith("25 ")  # 50 over 2
     assert set(report["guarantee"]["epsilon_by_client"]) == {"north", "south"}
-    assert result.folder is not None
-    assert verify_run(result.folder).problems == []
+    verified(result)
     assert (clinic / "fedsynth-ledger" / "north.jsonl").exists()
     # the images stand where they stood: the ledgers among them are none
     again: Any = simulate(tiny(clinic, privacy=BUDGET), quiet=True).privacy
@@ -94,10 +87,9 @@ def test_another_ledger_than_the_declared_one_is_refused(clinic: Path, tmp_path:
     """Catches: images whose budget is spent, and a run that begins at nothing beside it."""
     elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
     with pytest.raises(
-        SettingError, match="must be the ledger folder of the declaration"
-    ) as caught:
+        SettingError, match=r"ledger.* must be the ledger folder of the declaration"
+    ):
         simulate(tiny(clinic, privacy=elsewhere), output=tmp_path / "runs", quiet=True)
-    assert (caught.value.section, caught.value.key) == ("privacy", "ledger")
     same = {**BUDGET, "ledger": str(clinic / "fedsynth-ledger")}
     assert simulate(tiny(clinic, privacy=same), quiet=True).privacy is not None
 
@@ -116,16 +108,20 @@ def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -
     assert said[0] == said[1]
 
 
-def test_a_dry_run_reads_only_the_declaration(clinic: Path) -> None:
+def test_plans_and_audits_go_by_the_declaration_and_read_no_image(clinic: Path) -> None:
     for image in clinic.rglob("*.png"):
         image.unlink()
     plan = plan_of(tiny(clinic, privacy={"epsilon": 8.0}))
     assert (plan.run.partition.clients, plan.max_records, plan.nominal_size) == (2, 100, 25)
-    assert [one.client for one in plan.histories] == ["north", "south"]
+    assert [history.client for history in plan.histories] == ["north", "south"]
+    settings = tiny(clinic, privacy=BUDGET)
+    found = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
+    assert 0 < found.epsilon < 20
+    assert not (clinic / "fedsynth-ledger").exists()
 
 
 # ------------------------------------------------------------------------------ the test images
-@pytest.mark.parametrize(("kind", "given"), [("public", None), ("none", "none"), ("", "private")])
+@pytest.mark.parametrize(("kind", "given"), [("public", None), ("", "private")])
 def test_test_images_are_what_they_are_declared_to_be(
     clinic: Path, tmp_path: Path, kind: str, given: str | None
 ) -> None:
@@ -133,15 +129,13 @@ def test_test_images_are_what_they_are_declared_to_be(
     folder = make_image_folder(tmp_path / "test", sites=(), per_class=3)
     data = {"test_folder": str(folder), "test": kind}
     result = simulate(tiny(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
-    assert result.folder is not None
-    assert verify_run(result.folder).problems == []
+    verified(result)
     assert (result.summary["test_accuracy"] is not None) == (kind == "public")
     assert result.summary.get("test_data") == given
 
 
 def test_public_test_images_can_be_left_out() -> None:
-    settings = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
-    assert simulate(settings, test="none", quiet=True).accuracy is None
+    assert simulate(LINEAR, test="none", quiet=True).accuracy is None
 
 
 def test_test_images_that_also_train_are_counted(
@@ -154,25 +148,11 @@ def test_test_images_that_also_train_are_counted(
     simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
     assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
     train, test = load_dataset("digits")
-    linear = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
-    simulate(linear, data=(train, test.subset(np.arange(5))))
+    simulate(LINEAR, data=(train, test.subset(np.arange(5))))
     assert "are identical" not in capsys.readouterr().err
     own = replace(train, spec=replace(train.spec, name="mine"))
-    simulate(linear, data=(own, own.subset(np.arange(5))))
+    simulate(LINEAR, data=(own, own.subset(np.arange(5))))
     assert "5 of 5 test images are identical" in capsys.readouterr().err
-
-
-def test_what_was_skipped_is_said_at_the_end_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_image_folder(tmp_path)
-    (folder / "north" / "ill" / "00.png").write_bytes(b"x")
-    (folder / "north" / "ill" / "07.dcm").write_bytes(b"x")
-    simulate(tiny(folder, data={"skip_corrupt": True, "skip_other": True, "image_size": "16"}))
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        "excluded from the data: 1 images that cannot be read, .dcm: 1 (north/ill/07.dcm)"
-    )
 
 
 def test_a_published_data_set_with_a_part_missing_is_said(
@@ -181,12 +161,11 @@ def test_a_published_data_set_with_a_part_missing_is_said(
     train, test = load_dataset("digits")
     few = (train.subset(np.arange(1000)), test)
     monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
-    sections = {"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}}
-    simulate(resolve(sections))
+    simulate(LINEAR)
     assert (
         "has 1,000 training images, but the published version has 1,438" in capsys.readouterr().err
     )
-    simulate(resolve({**sections, "privacy": {"noise_multiplier": 3.0}}))
+    simulate(resolve({**LINEAR.to_mapping(), "privacy": {"noise_multiplier": 3.0}}))
     assert "missing" not in capsys.readouterr().err  # it depends on private data
 
 
@@ -194,18 +173,9 @@ def test_a_published_data_set_with_a_part_missing_is_said(
 def test_own_images_have_no_published_name(tmp_path: Path) -> None:
     """Catches: a report that takes a user's own folder for MNIST."""
     folder = make_image_folder(tmp_path / "mnist")
-    with pytest.raises(SettingError, match=r"data.dataset is the name of a published data set"):
+    with pytest.raises(SettingError, match=r"data.dataset cannot be mnist, which is a published"):
         tiny(folder, data={"dataset": "mnist"})
     assert tiny(folder).dataset == "own mnist"
-
-
-def test_only_training_images_are_refused_with_a_message(tmp_path: Path) -> None:
-    """Catches: "cannot unpack non-iterable ImageData object"."""
-    train: ImageData = load_folder(make_image_folder(tmp_path)).train
-    for wrong in (train, [1, 2, 3], "digits"):
-        with pytest.raises(DataError, match=r"data must be a tuple \(train, test\)") as caught:
-            simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
-        assert "\n" not in str(caught.value)
 
 
 def test_one_owners_cost_is_counted_at_the_sites(clinic: Path) -> None:
@@ -213,15 +183,6 @@ def test_one_owners_cost_is_counted_at_the_sites(clinic: Path) -> None:
     simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
     with pytest.raises(LedgerError, match=r"records of ledger .*client-000.jsonl"):
         simulate(tiny(clinic, privacy=BUDGET), quiet=True)
-
-
-def test_an_audit_goes_by_the_declaration_and_reads_no_image(clinic: Path) -> None:
-    for image in clinic.rglob("*.png"):
-        image.unlink()
-    settings = tiny(clinic, privacy=BUDGET)
-    found = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
-    assert 0 < found.epsilon < 20
-    assert not (clinic / "fedsynth-ledger").exists()
 
 
 # ------------------------------------------------------------------------- users, and going on
@@ -250,6 +211,5 @@ def test_a_run_on_a_folder_resumes(
     again = resolve(read_sections(left / "config.toml"))
     done = simulate(again, resume=left, quiet=True)
     assert len(done.metrics) == 2
-    assert done.folder is not None
-    assert verify_run(done.folder).problems == []
+    verified(done)
     assert len(done.deviations) == 1

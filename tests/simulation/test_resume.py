@@ -19,24 +19,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedsynth import load_dataset, resolve, simulate
-from fedsynth.core.messages import ModelParameters
+from fedsynth import RunResult, load_dataset, resolve, simulate
 from fedsynth.errors import CheckpointError, FedsynthError, OutputError
 from fedsynth.methods import METHODS
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy import PrivacyError, read_ledger
 from fedsynth.privacy.files import write_whole
-from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results import checkpoint as checkpoints
 from fedsynth.results import run_checkpoints
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from fedsynth.results.run_checkpoints import LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
-from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.families import by_family
 from tests.observers import NoteRecorder
-from tests.quick_settings import quick_settings
+from tests.quick_settings import quick_sections, verified
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
@@ -55,20 +52,9 @@ def one_thread() -> Iterator[None]:
 
 def sections(method: str, /, **more: dict[str, Any]) -> Sections:
     """Three rounds in which three of four clients take part."""
-    run: dict[str, Any] = {"method": method, "rounds": 3, "device": "cpu"}
-    if method in ONE_SHOT:
-        run["rounds"] = 1
-    else:
-        run["participation"] = 0.75
-    found: Sections = {
-        "run": run,
-        "partition": {"clients": 4, "subset": 0.2, "alpha": 1.0},
-        "model": {"width": 4, "depth": 2, "norm": "batch" if method == "fedbn" else "instance"},
-        "method": quick_settings(method),
-    }
-    for name, values in more.items():
-        found.setdefault(name, {}).update(values)
-    return found
+    rounds = {"rounds": 1} if method in ONE_SHOT else {"rounds": 3, "participation": 0.75}
+    run = {**rounds, **more.pop("run", {})}
+    return quick_sections(method, run=run, partition={"clients": 4}, **more)
 
 
 def run(given: Sections, output: Path, **values: Any) -> RunResult:
@@ -94,10 +80,10 @@ def interrupted(
     original = getattr(owner, name)
 
     def stopping(self: Any, *arguments: Any) -> None:
-        if before and when(*arguments):
-            raise KeyboardInterrupt
-        original(self, *arguments)
-        if when(*arguments):
+        stops = before and when(*arguments)
+        if not stops:
+            original(self, *arguments)
+        if stops or when(*arguments):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,24 +106,16 @@ def cut(given: Sections, output: Path, **values: Any) -> Path:
 
 def assert_same(one: RunResult, other: RunResult) -> None:
     """Bit for bit, except for times."""
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name]), name
-    assert timeless(one.metrics) == timeless(other.metrics)
-    assert one.accuracy == other.accuracy
     assert one.folder is not None
     assert other.folder is not None
-    for name in ("model.safetensors", "synthetic.safetensors"):
-        if (one.folder / name).exists():
-            assert_same_tensors(one.folder / name, other.folder / name)
+    assert timeless(one.metrics) == timeless(other.metrics)
     assert timeless(read_rows(one.folder)) == timeless(read_rows(other.folder))
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    expected = load_file(one)
-    found = load_file(other)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
+    assert one.accuracy == other.accuracy
+    for file in one.folder.glob("*.safetensors"):
+        expected, found = load_file(file), load_file(other.folder / file.name)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]), name
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,9 +129,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------- the same numbers
 
 
-@pytest.mark.parametrize(
-    "method", by_family(METHODS, ("scaffold", "feddm", "fedaf", "fedbn", "fedkf"))
-)
+@pytest.mark.parametrize("method", by_family(METHODS, ("scaffold", "feddm", "fedkf")))
 def test_an_interrupted_run_resumes_with_identical_numbers(method: str, tmp_path: Path) -> None:
     given = sections(method)
     whole = run(given, tmp_path / "whole")
@@ -236,11 +212,8 @@ def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("feddm", 2, {"iterations": 8, "image_momentum": 0.5, "matching": "energy"}, 8 + 5, 5),
         ("fedaf", 2, {"iterations": 8, "local_weight": 0.5, "distance": "rows"}, 8 + 5, 5),
         ("fedavg", 1, {"local_epochs": 3}, 3 + 2, 2),  # of the second client
-        ("scaffold", 1, {"local_epochs": 3}, 3 + 3 + 1, 1),
         ("fedkf", 1, {"local_epochs": 3, "plain_rounds": 0}, 3 + 2, 2),
-        ("fedfa-plus", 1, {"local_epochs": 3}, 3 + 2, 2),
         ("fedgen", 2, {"local_epochs": 3, "generator_steps": 3}, 4 * 3 + 3 + 3 + 2, 2),
-        ("fedgen", 1, {"local_epochs": 3, "generator_steps": 3}, 4 * 3 + 2, 2),
         ("fedhydra", 1, {"local_epochs": 3, "server_epochs": 3}, 4 * 3 + 1, 1),
         ("dense", 1, {"local_epochs": 3, "server_epochs": 3}, 4 * 3 + 2, 2),
         ("feddf", 1, {"local_epochs": 3, "server_steps": 5}, 4 * 3 + 3, 3),
@@ -269,7 +242,7 @@ def test_condensation_training_and_distillation_resume_inside_a_round(
     assert each_step == once
 
 
-@pytest.mark.parametrize("method", ["feddm", "fedavg", "fedkf", "dense"])
+@pytest.mark.parametrize("method", ["feddm", "dense"])
 def test_loops_of_private_runs_are_not_checkpointed(
     method: str, tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
@@ -305,46 +278,37 @@ def ledgers(folder: Path) -> list[list[int]]:
 def test_a_repeated_round_is_charged_again_and_reported(
     method: str, kept: bool, tmp_path: Path
 ) -> None:
-    given = sections(
-        method, privacy={**PRIVATE, **({"ledger": str(tmp_path / "kept")} if kept else {})}
-    )
+    ledger = {"ledger": str(tmp_path / "kept")} if kept else {}
+    given = sections(method, privacy={**PRIVATE, **ledger})
     with interrupted_at(2, before=True):  # its noise is drawn, and no checkpoint has the round
         run(given, tmp_path / "runs")
     folder = unfinished(tmp_path / "runs")
     before = ledgers(tmp_path / "kept" if kept else folder / "ledger")
     unfinished_report(folder)
     found = resumed(given, tmp_path / "runs")
-    assert found.folder is not None
-    after = ledgers(tmp_path / "kept" if kept else found.folder / "ledger")
+    after = ledgers(tmp_path / "kept" if kept else verified(found) / "ledger")
     assert any(2 in rounds for rounds in before)
     for old, new in zip(before, after, strict=True):
         assert new[: len(old)] == old  # never rewound
         assert new.count(2) == 2 * old.count(2)
         assert new.count(3) <= old.count(2) or old.count(2) == 0
-    assert verify_run(found.folder).problems == []
     (deviation,) = found.deviations
-    assert deviation == (
-        "resumed after 1 of 3 rounds: earlier releases in round 2 are charged; the round is "
-        "charged again"
-    )
+    assert deviation.startswith("resumed after 1 of 3 rounds: earlier releases in round 2 are")
 
 
 def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     given = sections("feddm", privacy=PRIVATE)
     with interrupted_at(1, before=True):
         run(given, tmp_path)
-    folder = resumed(given, tmp_path).folder
-    assert folder is not None
-    assert verify_run(folder).problems == []
+    folder = verified(resumed(given, tmp_path))
     stated = (folder / RESUMED).read_text()
     (folder / RESUMED).unlink()
     assert any(
         "does not follow from config.toml" in problem for problem in verify_run(folder).problems
     )
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
-    assert any(
-        "lacks a resumption that resumed.json states" in one for one in verify_run(folder).problems
-    )
+    problems = "\n".join(verify_run(folder).problems)
+    assert "lacks a resumption that resumed.json states" in problems
 
 
 def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
@@ -358,42 +322,35 @@ def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
     assert len(ended.metrics) == 1
     assert ended.metrics[-1]["epsilon"] <= 4.0
     assert len(ended.deviations) == 3
-    assert ended.folder is not None
-    assert verify_run(ended.folder).problems == []
+    verified(ended)
 
 
 def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
     notes = NoteRecorder()
     left = cut(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
-    assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds. Spent: ε = ")
+    assert "interrupted after 2 of 3 rounds" in notes.lines[-1]
     assert str(left) in notes.lines[-1]
     folder = left / "simulation_only" / "checkpoint"
-    assert (folder / POINTER).exists()
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
-    assert kinds <= {"state", "memory", "upload", POINTER}
+    assert POINTER in kinds <= {"state", "memory", "upload", POINTER}
     for path in folder.iterdir():
         content = path.read_bytes().lower()
         for word in (b"generator", b"secret", b"chacha", b"quantity"):
             assert word not in content, path
 
 
-@pytest.mark.parametrize("moment", ["write_private_start", "write_model", "finish"])
-def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(
-    moment: str, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(tmp_path: Path) -> None:
     """Its checkpoint is removed last: without it all rounds would be repeated, and charged again."""
-    given = sections("fedavg", privacy=PRIVATE)
-    whole = run(given, tmp_path / "whole").folder
-    killed(given, tmp_path / "cut", partial(kill_in, moment))
-    found = resumed(given, tmp_path / "cut")
-    folder = found.folder
-    assert folder is not None
-    assert whole is not None
-    assert len(found.deviations) == (moment == "write_private_start")
-    assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
-    assert verify_run(folder).problems == []
-    left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
-    assert left == expected
+    given = sections("feddm", privacy=PRIVATE)
+    whole = verified(run(given, tmp_path / "whole"))
+    for moment in ("write_private_start", "write_model", "finish"):
+        killed(given, tmp_path / moment, partial(kill_in, moment))
+        found = resumed(given, tmp_path / moment)
+        folder = verified(found)
+        assert len(found.deviations) == (moment == "write_private_start")
+        assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
+        left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
+        assert left == expected
 
 
 def kill_in(name: str) -> None:
@@ -417,8 +374,7 @@ def test_a_resumed_run_that_is_killed_while_it_finishes_reports_its_resumption(
     killed(given, tmp_path, partial(kill_in, "finish"))
     found = resumed(given, tmp_path)
     assert len(found.deviations) == 1
-    assert found.folder is not None
-    assert verify_run(found.folder).problems == []
+    verified(found)
 
 
 # ------------------------------------------------------------------------------------- full disk
@@ -439,9 +395,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="then resume the run") as error:
+        with pytest.raises(OutputError, match="then resume the run"):
             run(given, tmp_path / "cut")
-    assert "\n" not in str(error.value)
     assert_same(whole, resumed(given, tmp_path / "cut"))
 
 
@@ -477,18 +432,16 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
         simulate(settings, resume=finished)
 
 
-@pytest.mark.parametrize(("kept", "loss"), [(False, "folder"), (True, "file"), (False, "rows")])
-def test_a_run_with_a_truncated_ledger_is_not_resumed(
-    kept: bool, loss: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("loss", ["folder", "file", "row"])
+def test_a_run_with_a_truncated_ledger_is_not_resumed(loss: str, tmp_path: Path) -> None:
     """Catches: a run that forgets what it has spent, and exceeds its cap."""
-    privacy = {"epsilon": 20.0, **({"ledger": str(tmp_path / "kept")} if kept else {})}
-    given = sections("feddm", privacy=privacy, run={"participation": 1.0})
+    ledger = {"ledger": str(tmp_path / "kept")} if loss == "file" else {}
+    given = sections("feddm", privacy={"epsilon": 20.0, **ledger}, run={"participation": 1.0})
     folder = cut(given, tmp_path / "runs")
-    ledger = tmp_path / "kept" if kept else folder / "ledger"
-    file = ledger / "client-001.jsonl"
+    rows = Path(ledger.get("ledger", folder / "ledger"))
+    file = rows / "client-001.jsonl"
     if loss == "folder":
-        shutil.rmtree(ledger)
+        shutil.rmtree(rows)
     elif loss == "file":
         file.unlink()
     else:
@@ -501,7 +454,6 @@ def test_a_run_without_its_checkpoint_does_not_start_again(tmp_path: Path) -> No
     given = sections("feddm", privacy=PRIVATE)
     folder = cut(given, tmp_path)
     rows = (folder / "metrics.jsonl").read_text()
-    assert len(rows.splitlines()) >= 1
     shutil.rmtree(folder / "simulation_only" / "checkpoint")
     with pytest.raises(CheckpointError, match=r"the checkpoint in .* is missing"):
         resumed(given, tmp_path)
@@ -549,6 +501,5 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
     result = run(given, tmp_path)
     assert max(held[:-1]) <= 1
     assert len(loaded) <= sum(len(row["participants"]) for row in result.metrics)
-    assert isinstance(next(iter(result.uploads.values())), ModelParameters)
     for name, value in without.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[name]), name

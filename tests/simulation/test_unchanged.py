@@ -231,13 +231,13 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> RunResult:
     try:
         if sections["privacy"].get("unit") == "user":
             parts = list(np.arange(320).reshape(CLIENTS, 80))
-            return simulate(_settings(sections), data=people(), parts=parts)
-        return simulate(_settings(sections))
+            return simulate(settings_of(sections), data=people(), parts=parts)
+        return simulate(settings_of(sections))
     finally:
         torch.set_num_threads(threads)
 
 
-def _settings(sections: Sections) -> Any:
+def settings_of(sections: Sections) -> Any:
     given = {
         name: {key: value for key, value in values.items() if value is not None}
         for name, values in sections.items()
@@ -395,7 +395,7 @@ def test_a_small_change_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "feddm, open"
     before = numbers(run(name, monkeypatch))
     assert not list(differences(name, before, numbers(run(name, monkeypatch)), 0.0, 0.0))
-    rate = _settings(CASES[name]).method.image_lr
+    rate = settings_of(CASES[name]).method.image_lr
     monkeypatch.setitem(CASES, name, case("feddm", method={"image_lr": rate * 1.0001}))
     assert list(differences(name, before, numbers(run(name, monkeypatch)), *HERE))
 

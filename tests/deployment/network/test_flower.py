@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
-from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results.verification import verify_run
 from tests.deployment.network.conftest import (
     BOUNDED,
@@ -41,11 +40,6 @@ PRIVATE = {"noise_multiplier": 5.0}
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """A run's rows of metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def ledger(federation: Federation, number: int) -> tuple[Any, ...]:
-    """What stands in a data owner's ledger."""
-    return read_ledger(federation.home(number) / f"client-{number:03d}.jsonl").releases
 
 
 def same_model(folder: Path, given: Any) -> None:
@@ -80,21 +74,6 @@ def test_a_private_run_charges_each_owners_ledger_as_a_simulation(federation: Fe
         assert "privacy: ε = " in federation.log(number)
 
 
-def test_an_exhausted_budget_declines_and_the_run_continues(federation: Federation) -> None:
-    """Its owner's policy has a cap that the run's settings do not: the server's word is not
-    asked."""
-    before = ledger(federation, BOUNDED)
-    folder = federation.run(sections("feddm", privacy=PRIVATE)).ended()
-    rows = rows_of(folder)
-    lost = [row.get("lost", {}).get(str(BOUNDED), "") for row in rows]
-    assert not lost[0]  # ε = 1.95 before it, and the first round of two is within 2.6
-    assert lost[1].startswith("declines: ")
-    assert len(ledger(federation, BOUNDED)) == len(before) + len(before) // 2
-    assert len(rows[1]["client_upload_bytes"]) == CLIENTS
-    assert [bool(sent) for sent in rows[1]["client_upload_bytes"]] == [True, True, False]
-    assert len(ledger(federation, 0)) == 2 * len(before)
-
-
 def test_open_runs_end_with_the_model_of_one_process(federation: Federation) -> None:
     runs: dict[str, tuple[Any, Run]] = {}
     for method in ("feddm", "fedaf", "fedstats"):
@@ -106,14 +85,6 @@ def test_open_runs_end_with_the_model_of_one_process(federation: Federation) -> 
         folder = run.ended()
         assert not any("lost" in row for row in rows_of(folder))
         same_model(folder, given)
-
-
-def test_who_declines_takes_no_part(federation: Federation) -> None:
-    """A method that one owner's policy does not allow."""
-    folder = federation.run(sections("fedavg", run={"quorum": 0.3})).ended()
-    for row in rows_of(folder):
-        assert "the owner allows only" in row["lost"][str(BOUNDED)]
-    assert "declines: the owner allows only" in federation.log(BOUNDED)
 
 
 def test_a_server_resumes_from_its_checkpoint(federation: Federation) -> None:
@@ -192,15 +163,6 @@ def test_a_node_killed_in_a_sum_drops_out_and_the_others_continue(
     assert set(rows[-1]["lost"]) == {str(BOUNDED)}
     assert not any("not_counted" in row for row in rows)
     assert [bool(sent) for sent in rows[-1]["client_upload_bytes"]] == [True, True, False]
-
-
-def test_what_the_server_may_know_holds_no_record(federation: Federation) -> None:
-    """Owners' lists of records, and their memories, are readable by themselves alone."""
-    for number in range(CLIENTS):
-        private = federation.home(number) / "private"
-        assert private.stat().st_mode & 0o077 == 0
-        for folder in (federation.home(number) / "runs").iterdir():
-            assert folder.stat().st_mode & 0o077 == 0
 
 
 def test_the_last_one_nothing_left_the_machine_and_no_process_is_left(
