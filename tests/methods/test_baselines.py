@@ -1,5 +1,4 @@
-"""The baselines: rounds of each on tiny networks against NumPy, their degenerate cases, and what
-each refuses."""
+"""The baselines: their rounds on tiny networks against NumPy, special cases and refusals."""
 
 from __future__ import annotations
 
@@ -28,24 +27,24 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
-from tests.methods import tiny_problem
+from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import (
     FULL,
     LABELS,
     PARTS,
     SIZES,
     Array,
-    TwoLayerNetwork,
+    TwoLayers,
     context,
     cross_entropy,
     embeddings,
-    flatten_parameters,
+    flat_weights,
     gradient_descent,
     label_losses,
     softmax,
 )
 
-X = np.concatenate([tiny_problem.X, np.ones((9, 1))], axis=1)  # a last column for the bias
+X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
 ALL = (0, 1, 2)
 
 
@@ -53,25 +52,23 @@ def network() -> nn.Module:
     return build_model(ModelSettings("linear"), (1, 2, 2), 3, 0)
 
 
-def joined(parameters: dict[str, Array]) -> Array:
-    """[3, 5]: weights and bias."""
+def weight_matrix(parameters: dict[str, Array]) -> Array:
+    """Returns [3, 5]: weights and bias."""
     return np.column_stack([parameters["classifier.weight"], parameters["classifier.bias"]])
 
 
-START = joined(tiny_problem.as_arrays(network().state_dict()))
+START = weight_matrix(tiny.as_arrays(network().state_dict()))
 
 
-def rounds(
+def run_rounds(
     method: TrainsLocally, device: torch.device, active: Sequence[tuple[int, ...]] = (ALL, ALL)
 ) -> list[Array]:
-    """The global model after each round; the same whether clients are trained one after another or
-    in one pass."""
+    """Returns the global model after each round; training clients in one pass changes nothing."""
     with patch("fedsynth.training.many_clients.FEW", 1):
         runs = [
-            tiny_problem.run_rounds(method, network, device, active, grouped)
-            for grouped in (True, False)
+            tiny.run_rounds(method, network, device, active, grouped) for grouped in (True, False)
         ]
-    grouped, separate = ([joined(model) for model in models] for models, *_ in runs)
+    grouped, separate = ([weight_matrix(model) for model in models] for models, *_ in runs)
     np.testing.assert_allclose(grouped, separate, atol=2e-6)
     return grouped
 
@@ -85,12 +82,12 @@ def loss(W: Array, k: int) -> float:
 
 
 def gradient(W: Array, examples: Tensor) -> Array:
-    """Of the mean loss of these examples."""
+    """Returns the gradient of these examples' mean loss."""
     x, y = X[examples.numpy()], LABELS[examples.numpy()]
     return np.asarray((softmax(x @ W.T) - np.eye(3)[y]).T @ x / len(x))
 
 
-def local(
+def train_locally(
     W: Array, k: int, steps: int = 3, extra: Callable[[Array], Array] = lambda W: W * 0
 ) -> Array:
     for _ in range(steps):
@@ -98,63 +95,63 @@ def local(
     return W
 
 
-def close(actual: list[Array], expected: list[Array]) -> None:
+def assert_close(actual: list[Array], expected: list[Array]) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-5)
-    assert np.abs(expected[-1] - START).max() > 0.05  # something happened
+    assert np.abs(expected[-1] - START).max() > 0.05  # training has moved the weights
 
 
-def fedavg(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
+def fedavg_rounds(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
     W, out = START, []
     for _ in range(2):
-        local_models = [local(W, k, extra=lambda V: decay * V) for k in range(3)]
+        local_models = [train_locally(W, k, extra=lambda V: decay * V) for k in range(3)]
         W = np.average(local_models, axis=0, weights=weights)
         out.append(W)
     return out
 
 
-def test_fedavg_and_every_degenerate_case(device: torch.device) -> None:
-    """A method also decides whether clients are weighted by n_k or uniformly."""
-    by_size, even = fedavg(SIZES), fedavg((1, 1, 1))
-    close(rounds(FedAvg(**FULL), device), by_size)
-    close(rounds(FedAvg(**FULL, weight_decay=0.1), device), fedavg(SIZES, 0.1))
-    close(rounds(FedAvgM(**FULL, server_momentum=0.0), device), by_size)
-    close(rounds(FedGKD(**FULL, gamma=0.0), device), by_size)
-    close(rounds(FedNova(**FULL), device), by_size)  # equally many steps
-    close(rounds(FedProx(**FULL, mu=0.0), device), by_size)
-    close(rounds(FedDyn(**FULL, alpha=0.0), device), even)
-    close(rounds(QFFL(**FULL, q=0.0), device), even)
-    close(rounds(Scaffold(**FULL), device, (ALL,)), even[:1])
+def test_special_cases_equal_fedavg(device: torch.device) -> None:
+    """Methods weight clients by n_k or uniformly."""
+    by_size, even = fedavg_rounds(SIZES), fedavg_rounds((1, 1, 1))
+    assert_close(run_rounds(FedAvg(**FULL), device), by_size)
+    assert_close(run_rounds(FedAvg(**FULL, weight_decay=0.1), device), fedavg_rounds(SIZES, 0.1))
+    assert_close(run_rounds(FedAvgM(**FULL, server_momentum=0.0), device), by_size)
+    assert_close(run_rounds(FedGKD(**FULL, gamma=0.0), device), by_size)
+    assert_close(run_rounds(FedNova(**FULL), device), by_size)  # equally many steps
+    assert_close(run_rounds(FedProx(**FULL, mu=0.0), device), by_size)
+    assert_close(run_rounds(FedDyn(**FULL, alpha=0.0), device), even)
+    assert_close(run_rounds(QFFL(**FULL, q=0.0), device), even)
+    assert_close(run_rounds(Scaffold(**FULL), device, (ALL,)), even[:1])
 
 
-def test_fedavgm(device: torch.device) -> None:
+def test_fedavgm_equals_numpy(device: torch.device) -> None:
     W, v, expected = START, START * 0, []
     for _ in range(2):
-        v = 0.9 * v + (W - sum(n * local(W, k) for k, n in enumerate(SIZES)) / 9)
+        v = 0.9 * v + (W - sum(n * train_locally(W, k) for k, n in enumerate(SIZES)) / 9)
         W = W - 0.8 * v
         expected.append(W)
-    close(rounds(FedAvgM(**FULL, server_lr=0.8), device), expected)
+    assert_close(run_rounds(FedAvgM(**FULL, server_lr=0.8), device), expected)
 
 
-def test_fedprox_keeps_partial_work_and_fedavg_drops_it(device: torch.device) -> None:
+def test_fedprox_averages_partial_work_of_stragglers(device: torch.device) -> None:
     method = FedProx(**FULL, mu=0.7, stragglers=0.67)
     epochs = method.straggler_epochs(context(1, device, network()))
     assert len(epochs) == 2
     assert all(1 <= passes <= 3 for passes in epochs.values())
     proximal = lambda V: 0.7 * (V - START)  # noqa: E731
-    models = [local(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
-    close(rounds(method, device, (ALL,)), [np.average(models, axis=0, weights=SIZES)])
+    models = [train_locally(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
+    assert_close(run_rounds(method, device, (ALL,)), [np.average(models, axis=0, weights=SIZES)])
     (on_time,) = set(range(3)) - set(epochs)
     dropping = FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
-    close(rounds(dropping, device, (ALL,)), [local(START, on_time)])
+    assert_close(run_rounds(dropping, device, (ALL,)), [train_locally(START, on_time)])
     with pytest.raises(SettingError, match="stragglers"):
         FedAvg(stragglers=0.5, local_steps=3)
     all_dropped = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
-    np.testing.assert_allclose(rounds(all_dropped, device, (ALL,))[0], START, atol=1e-6)
+    np.testing.assert_allclose(run_rounds(all_dropped, device, (ALL,))[0], START, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_fednova_with_unequal_steps(momentum: float, device: torch.device) -> None:
-    """Batches of two: 1, 2 and 2 steps a pass; each client's own batches are read from the seed."""
+def test_fednova_with_unequal_steps_equals_numpy(momentum: float, device: torch.device) -> None:
+    """Batches of two give 1, 2 and 2 steps per pass; the seed gives each client's batches."""
     settings = {**FULL, "batch": 2, "momentum": momentum}
     W, expected = START, []
     for number in (1, 2):
@@ -172,42 +169,44 @@ def test_fednova_with_unequal_steps(momentum: float, device: torch.device) -> No
         p = np.array(SIZES) / 9
         W = W - (p @ norms) * sum(p[k] * (W - local_models[k]) / norms[k] for k in range(3))
         expected.append(W)
-    close(rounds(FedNova(**settings), device), expected)
+    assert_close(run_rounds(FedNova(**settings), device), expected)
     assert update_norm(4, 0.0) == 4
 
 
-def test_scaffold_with_an_absent_client(device: torch.device) -> None:
+def test_scaffold_with_absent_client_equals_numpy(device: torch.device) -> None:
     active = (ALL, (0, 2), ALL)
     x, c, controls, expected = START, START * 0, [START * 0] * 3, []
     for ids in active:
         ys, change = [], START * 0
         for k in ids:
-            y = local(x, k, extra=lambda V, d=c - controls[k]: d)  # type: ignore[misc]
+            y = train_locally(x, k, extra=lambda V, d=c - controls[k]: d)  # type: ignore[misc]
             c_k = controls[k] - c + (x - y) / (3 * 0.5)
             change = change + c_k - controls[k]
             controls[k] = c_k
             ys.append(y)
         x, c = x + 0.9 * (sum(ys) / len(ys) - x), c + change / 3
         expected.append(x)
-    close(rounds(Scaffold(**FULL, server_lr=0.9), device, active), expected)
+    assert_close(run_rounds(Scaffold(**FULL, server_lr=0.9), device, active), expected)
     with pytest.raises(SettingError, match="momentum"):
         Scaffold(momentum=0.9)
 
 
-def test_feddyn_with_an_absent_client(device: torch.device) -> None:
+def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
     active, alpha = (ALL, (1, 2)), 0.3
     W, h, g, expected = START, START * 0, [START * 0] * 3, []
     for ids in active:
-        models = {k: local(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids}  # type: ignore[misc]
+        models = {
+            k: train_locally(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids
+        }  # type: ignore[misc]
         for k in ids:
             g[k] = g[k] - alpha * (models[k] - W)
         h = h - alpha / 3 * sum(models[k] - W for k in ids)
         W = sum(models.values()) / len(ids) - h / alpha
         expected.append(W)
-    close(rounds(FedDyn(**FULL, alpha=alpha), device, active), expected)
+    assert_close(run_rounds(FedDyn(**FULL, alpha=alpha), device, active), expected)
 
 
-def test_fedgkd(device: torch.device) -> None:
+def test_fedgkd_equals_numpy(device: torch.device) -> None:
     """The teacher is the average of the last two global models."""
     W, past, expected = START, [START], []
     for _ in range(3):
@@ -217,34 +216,40 @@ def test_fedgkd(device: torch.device) -> None:
             difference = probabilities(V, k) - probabilities(teacher, k)
             return np.asarray(0.8 / 2 * difference.T @ X[PARTS[k].numpy()] / SIZES[k])
 
-        W = sum(n * local(W, k, extra=lambda V, k=k: distil(V, k)) for k, n in enumerate(SIZES)) / 9  # type: ignore[misc,assignment]
+        W = (
+            sum(
+                n * train_locally(W, k, extra=lambda V, k=k: distil(V, k))
+                for k, n in enumerate(SIZES)
+            )
+            / 9
+        )  # type: ignore[misc,assignment]
         past.append(W)
         expected.append(W)
-    close(rounds(FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
+    assert_close(run_rounds(FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
 
 
-def test_qffl(device: torch.device) -> None:
+def test_qffl_equals_numpy(device: torch.device) -> None:
     W, q, L, expected = START, 0.5, 2.0, []
     for _ in range(2):
         F = [loss(W, k) + 1e-10 for k in range(3)]
-        delta = [L * (W - local(W, k)) for k in range(3)]
+        delta = [L * (W - train_locally(W, k)) for k in range(3)]
         h = [q * f ** (q - 1) * (d**2).sum() + L * f**q for f, d in zip(F, delta, strict=True)]
         W = W - sum(f**q * d for f, d in zip(F, delta, strict=True)) / sum(h)
         expected.append(W)
-    close(rounds(QFFL(**FULL, q=q), device), expected)
+    assert_close(run_rounds(QFFL(**FULL, q=q), device), expected)
 
 
 def cosine(a: Array, b: Array) -> Array:
     return np.asarray((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1))
 
 
-def test_moon(device: torch.device) -> None:
-    """Eq. 3, with each client's own last model; in its first round that is the global one."""
-    w_t, last, expected = tiny_problem.START, [tiny_problem.START] * 3, []
+def test_moon_equals_numpy(device: torch.device) -> None:
+    """Eq. 3, with each client's previous model; in the first round that is the global model."""
+    w_t, last, expected = tiny.START, [tiny.START] * 3, []
     for _ in range(2):
 
         def loss(w: Array, k: int, w_t: Array = w_t, last: Any = tuple(last)) -> float:
-            x, y = tiny_problem.X[PARTS[k]], LABELS[PARTS[k]]
+            x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             z = embeddings(w, x)
             to_global, to_last = (np.exp(cosine(z, embeddings(v, x)) / 0.5) for v in (w_t, last[k]))
             contrast = float(np.log(to_global / (to_global + to_last)).mean())
@@ -253,26 +258,20 @@ def test_moon(device: torch.device) -> None:
         last = [gradient_descent(w_t, partial(loss, k=k)) for k in range(3)]
         w_t = np.average(last, axis=0, weights=SIZES)
         expected.append(w_t)
-    models, *_ = tiny_problem.run_rounds(
-        Moon(**FULL, mu=2.0), partial(TwoLayerNetwork, False), device
-    )
-    np.testing.assert_allclose([flatten_parameters(model) for model in models], expected, atol=5e-5)
-    plain, *_ = tiny_problem.run_rounds(
-        Moon(**FULL, mu=0.0), partial(TwoLayerNetwork, False), device
-    )
-    assert (
-        np.abs(flatten_parameters(plain[1]) - expected[1]).max() > 0.01
-    )  # the term does something
+    models, *_ = tiny.run_rounds(Moon(**FULL, mu=2.0), partial(TwoLayers, False), device)
+    np.testing.assert_allclose([flat_weights(model) for model in models], expected, atol=5e-5)
+    plain, *_ = tiny.run_rounds(Moon(**FULL, mu=0.0), partial(TwoLayers, False), device)
+    assert np.abs(flat_weights(plain[1]) - expected[1]).max() > 0.01  # the term has an effect
 
 
-def test_fedbn(device: torch.device) -> None:
-    """Batch norm of the inputs, whose statistics are then constants: γ, β and they stay with each
-    client, the rest is averaged by 1/K."""
-    shared, norms, expected = tiny_problem.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
+def test_fedbn_equals_numpy(device: torch.device) -> None:
+    """Batch norm of the inputs makes their statistics constants. γ, β and the statistics stay with
+    each client; all other parameters are averaged by 1/K."""
+    shared, norms, expected = tiny.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
     for _ in range(2):
         trained = []
         for k in range(3):
-            x, y = tiny_problem.X[PARTS[k]], LABELS[PARTS[k]]
+            x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
 
             def loss(w: Array, x: Array = x, y: Array = y) -> float:
@@ -282,48 +281,42 @@ def test_fedbn(device: torch.device) -> None:
         shared, norms = np.mean(trained, axis=0)[:24], [w[24:] for w in trained]
         expected.append(shared)
     method = FedBN(**FULL)
-    models, state, memories = tiny_problem.run_rounds(
-        method, partial(TwoLayerNetwork, True), device
-    )
-    np.testing.assert_allclose([flatten_parameters(model) for model in models], expected, atol=5e-5)
+    models, state, memories = tiny.run_rounds(method, partial(TwoLayers, True), device)
+    np.testing.assert_allclose([flat_weights(model) for model in models], expected, atol=5e-5)
     assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
     for k in range(3):
-        personal = tiny_problem.as_arrays(method.personal_parameters(state.parameters, memories[k]))
+        personal = tiny.as_arrays(method.personal_parameters(state.parameters, memories[k]))
         assert personal.keys() == models[1].keys()
         batch_norm = np.concatenate([personal["norm.weight"], personal["norm.bias"]])
         np.testing.assert_allclose(batch_norm, norms[k], atol=5e-5)
         # running statistics: momentum 0.1, six steps
-        running = tiny_problem.X[PARTS[k]].mean(0) * (1 - 0.9**6)
+        running = tiny.X[PARTS[k]].mean(0) * (1 - 0.9**6)
         np.testing.assert_allclose(personal["norm.running_mean"], running, atol=1e-5)
     with pytest.raises(SettingError, match=r"model\.norm must be batch"):
         method.check_model(network())
 
 
-def test_solo(device: torch.device) -> None:
-    """Each client continues with its model; the common one stays unchanged."""
-    models, _, memories = tiny_problem.run_rounds(
-        Solo(**FULL), partial(TwoLayerNetwork, False), device
-    )
+def test_solo_clients_keep_their_models(device: torch.device) -> None:
+    """Clients continue with their models; the global model stays unchanged."""
+    models, _, memories = tiny.run_rounds(Solo(**FULL), partial(TwoLayers, False), device)
     for k in range(3):
-        w = tiny_problem.START
+        w = tiny.START
         for _ in range(2):
             w = gradient_descent(
-                w, lambda v, k=k: cross_entropy(v, tiny_problem.X[PARTS[k]], LABELS[PARTS[k]])
+                w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]])
             )  # type: ignore[misc]
-        np.testing.assert_allclose(
-            flatten_parameters(tiny_problem.as_arrays(memories[k])), w, atol=5e-5
-        )
-    np.testing.assert_allclose(flatten_parameters(models[1]), tiny_problem.START, atol=1e-6)
+        np.testing.assert_allclose(flat_weights(tiny.as_arrays(memories[k])), w, atol=5e-5)
+    np.testing.assert_allclose(flat_weights(models[1]), tiny.START, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["qffl", "fedbn", "solo"])
-def test_methods_without_a_private_form_refuse_privacy(method: str) -> None:
+def test_methods_without_private_form_refuse_privacy(method: str) -> None:
     sections = {"run": {"method": method, "rounds": 1}, "model": {"norm": "batch"}}
     with pytest.raises(UnaccountedReleaseError, match=method):
         simulate(resolve({**sections, "privacy": {"epsilon": 8.0}}))
 
 
-def test_sampling_by_size_is_refused_with_privacy_and_without_sampling() -> None:
+def test_sampling_by_size_needs_sampling_without_privacy() -> None:
     run = {"method": "fedprox", "rounds": 1, "sampling": "size"}
     with pytest.raises(SettingError, match="sampling"):
         resolve({"run": {**run, "participation": 0.5}, "privacy": {"epsilon": 8.0}})

@@ -1,5 +1,4 @@
-"""DENSE, FedHydra and FedDF as methods: one round, several, heterogeneous clients, privacy, and
-what they leave behind."""
+"""DENSE, FedHydra and FedDF as methods: rounds, heterogeneous clients, privacy and artefacts."""
 
 from __future__ import annotations
 
@@ -48,18 +47,17 @@ def run(method: str, rounds: int = 1, **model: Any) -> Any:
     return resolve({**sections, "model": {"width": 4, "depth": 2, **model}})
 
 
-def test_heterogeneous_clients(tmp_path: Path) -> None:
-    """FedHydra's server step is the most that any of them does with such clients; its U is kept,
-    and the run folder shows it."""
+def test_fedhydra_trains_on_heterogeneous_clients(tmp_path: Path) -> None:
+    """The run folder also has FedHydra's U and its plot."""
     result = simulate(run("fedhydra", clients="linear, cnn1,convnet"), output=tmp_path)
     sizes = [sum(v.numel() for v in u.parameters.values()) for u in result.uploads.values()]  # type: ignore[attr-defined]
     assert len(set(sizes)) == 3
-    assert sizes[0] == sizes[3]  # dealt out in turn to five clients
+    assert sizes[0] == sizes[3]  # assigned in turn to five clients
     assert result.folder is not None
-    kept = json.loads((result.folder / "artefacts.json").read_text())
-    assert np.array(kept["stratification"]).shape == (10, 5)
-    np.testing.assert_allclose(np.array(kept["clients_for_class"]).sum(1), 1, rtol=1e-5)
-    np.testing.assert_allclose(np.array(kept["classes_of_client"]).sum(0), 1, rtol=1e-5)
+    artefacts = json.loads((result.folder / "artefacts.json").read_text())
+    assert np.array(artefacts["stratification"]).shape == (10, 5)
+    np.testing.assert_allclose(np.array(artefacts["clients_for_class"]).sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.array(artefacts["classes_of_client"]).sum(0), 1, rtol=1e-5)
     assert (result.folder / "stratification.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SettingError, match=r"run\.rounds"):
         run("dense", 2, clients="resnet8,convnet")
@@ -80,7 +78,7 @@ def uploads() -> dict[int, ModelParameters]:
     }
 
 
-def start() -> EnsembleState:
+def initial_state() -> EnsembleState:
     return EnsembleState(convnet().state_dict())
 
 
@@ -89,85 +87,89 @@ def proxy_of(pixels: np.ndarray) -> ProxyImages:
 
 
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
-def test_without_a_step_the_student_is_where_it_starts(method: EnsembleDistillation) -> None:
-    """The n_k-weighted average (FedAvg, one shot), or the server's model."""
+def test_student_without_steps_equals_its_start(method: EnsembleDistillation) -> None:
+    """The start is the n_k-weighted average (one-shot FedAvg) or the server's model."""
     assert method.start == ("server" if method.name == "dense" else "average")
     proxy_context = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
-    for kind, expected in (("average", average(uploads())), ("server", start().parameters)):
-        made = replace(method, start=kind).server_step(start(), uploads(), proxy_context)  # type: ignore[type-var]
-        assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
+    for kind, expected in (("average", average(uploads())), ("server", initial_state().parameters)):
+        new_state = replace(method, start=kind).server_step(
+            initial_state(), uploads(), proxy_context
+        )  # type: ignore[type-var]
+        assert all(torch.equal(new_state.parameters[name], expected[name]) for name in expected)
 
 
-def test_p_weighs_by_the_rows_shares_by_hand() -> None:
-    """Two classes, two clients; logits of one image that was asked for as class 0."""
+def test_fedhydra_weights_logits_by_stratification() -> None:
+    """Two classes, two clients, and the logits of one image generated for class 0."""
     u = torch.tensor([[3.0, 1.0], [1.0, 9.0]])
-    logits, asked = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([0])
+    logits, target_class = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.tensor([0])
     columns = {
         "in-place": ([0.75 / 0.85, 0.1 / 0.85], [0.25 / 1.15, 0.9 / 1.15]),
         "raw": ([0.75, 0.25], [0.1, 0.9]),
     }
     for kind, ((a, b), (c, d)) in columns.items():
         weights = stratified_weights(u, in_place=kind == "in-place")
-        p = FedHydra(columns=kind).aggregate(*weights)(logits, asked)
+        p = FedHydra(columns=kind).aggregate(*weights)(logits, target_class)
         expected = [0.75 * 1 * a + 0.25 * 3 * c, 0.75 * 2 * b + 0.25 * 4 * d]
         assert p[0].tolist() == pytest.approx(expected)
-    separate = FedHydra(aggregation="clients").aggregate(*weights)(logits, asked)
+    separate = FedHydra(aggregation="clients").aggregate(*weights)(logits, target_class)
     assert separate[0].tolist() == pytest.approx([0.75 * 1 + 0.25 * 3, 0.75 * 2 + 0.25 * 4])
-    average = FedHydra(aggregation="average").aggregate(*weights)(logits, asked)
+    average = FedHydra(aggregation="average").aggregate(*weights)(logits, target_class)
     assert average.tolist() == [[2.0, 3.0]]
 
 
-def test_the_student_may_learn_the_average_on_images_of_p() -> None:
+def test_lessons_setting_changes_the_student() -> None:
     students = [
-        FedHydra(**HYDRA, lessons=lessons).server_step(start(), uploads(), context()).parameters
+        FedHydra(**HYDRA, lessons=lessons)
+        .server_step(initial_state(), uploads(), context())
+        .parameters
         for lessons in ("ensemble", "average")
     ]
     assert not all(torch.equal(students[0][name], students[1][name]) for name in students[0])
 
 
-def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
+def test_feddf_student_approaches_the_ensemble() -> None:
     ctx = context(proxy=proxy_of(digits(np.arange(64) % 10).images.numpy()))
     clients = [ctx.load(u.parameters).eval() for u in uploads().values()]
     x = ctx.proxy(torch.arange(64))  # type: ignore[misc]
 
-    def apart(parameters: Any) -> float:
+    def divergence(parameters: Any) -> float:
         student = ctx.load(parameters).eval()
         with torch.no_grad():
             answer = torch.stack([c(x) for c in clients]).mean(0).softmax(1)
             return float((answer * (answer.log() - student(x).log_softmax(1))).sum(1).mean())
 
     method = FedDF(server_steps=30, server_batch=32, server_lr=1e-2)
-    made = method.server_step(start(), uploads(), ctx)
-    assert apart(made.parameters) < apart(average(uploads())) / 2
+    new_state = method.server_step(initial_state(), uploads(), ctx)
+    assert divergence(new_state.parameters) < divergence(average(uploads())) / 2
     # before anything is trained or charged
     with pytest.raises(SettingError, match=r"method\.proxy must name"):
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 
 
-def test_the_clients_own_images_are_no_public_proxy() -> None:
+def test_client_images_are_refused_as_proxy() -> None:
     run = {"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": "digits"}}
     with pytest.raises(UnaccountedReleaseError, match="images come from this data set"):
         simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
 
 
-def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+def test_ensemble_excludes_models_of_zero_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    ensemble_sizes: list[int] = []
     monkeypatch.setattr(
         Dense,
         "distil",
-        lambda self, models, student, ctx: seen.append(len(models)) or EnsembleState({}),
+        lambda self, models, student, ctx: ensemble_sizes.append(len(models)) or EnsembleState({}),
     )
-    one, two = uploads().values()
-    state = start()
-    Dense().server_step(state, {0: one, 1: replace(two, weight=0.0)}, context())
-    assert seen == [1]
-    nobody = {0: replace(one, weight=0.0), 1: replace(two, weight=0.0)}
-    assert Dense().server_step(state, nobody, context()) is state
+    first, second = uploads().values()
+    state = initial_state()
+    Dense().server_step(state, {0: first, 1: replace(second, weight=0.0)}, context())
+    assert ensemble_sizes == [1]
+    excluded = {0: replace(first, weight=0.0), 1: replace(second, weight=0.0)}
+    assert Dense().server_step(state, excluded, context()) is state
     with pytest.raises(SettingError, match="final must be aca"):
         Dense(final="oca")
 
 
-def test_proxy_images_are_brought_to_the_shape() -> None:
+def test_proxy_images_are_converted_to_the_shape() -> None:
     rgb = dataset_spec("cifar10")
     pixels = np.zeros((2, 3, 32, 32), np.uint8)
     pixels[0, 0], pixels[1] = 255, 100

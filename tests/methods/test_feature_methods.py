@@ -1,5 +1,5 @@
-"""FedFM, FedGen and FedFA+: rounds on a network of two linear layers against NumPy, their losses by
-hand, degenerate cases, privacy."""
+"""FedFM, FedGen and FedFA+: rounds on two linear layers against NumPy, losses, special cases,
+privacy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from fedsynth.training.feature_statistics import (
 )
 from fedsynth.training.loop import load_tensors
 from tests.digits import convnet, digits, round_context
-from tests.methods import tiny_problem
+from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import (
     FULL,
     LABELS,
@@ -58,11 +58,11 @@ from tests.methods.tiny_problem import (
     SIZES,
     START,
     Array,
-    TwoLayerNetwork,
+    TwoLayers,
     X,
     cross_entropy,
     embeddings,
-    flatten_parameters,
+    flat_weights,
     gradient_descent,
     label_losses,
     logits,
@@ -74,26 +74,28 @@ CPU = torch.device("cpu")
 
 
 def context(number: int, device: torch.device = CPU) -> RoundContext:
-    return tiny_problem.context(number, device, TwoLayerNetwork())
+    return tiny.context(number, device, TwoLayers())
 
 
-def rounds(
+def run_rounds(
     method: TrainsLocally,
     device: torch.device = CPU,
     active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
 ) -> tuple[list[Array], Any]:
-    """The global model after each round, and the last state."""
-    models, state, _ = tiny_problem.run_rounds(method, TwoLayerNetwork, device, active)
-    return [flatten_parameters(model) for model in models], state
+    """Returns the global model after each round, and the last state."""
+    models, state, _ = tiny.run_rounds(method, TwoLayers, device, active)
+    return [flat_weights(model) for model in models], state
 
 
-def close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
+def assert_close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
     np.testing.assert_allclose(actual, expected, atol=5e-5)
-    assert np.abs(expected[-1] - START).max() > 0.01  # something happened
+    assert np.abs(expected[-1] - START).max() > 0.01  # training has moved the weights
 
 
-def trained(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive") -> Array:
-    """Client k's model after three steps from w, guided by the anchors if there are some."""
+def trained_model(
+    w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive"
+) -> Array:
+    """Returns client k's model after three steps from w, guided by optional anchors."""
     x, y = X[PARTS[k]], LABELS[PARTS[k]]
 
     def unit(rows: Array) -> Array:
@@ -104,15 +106,14 @@ def trained(w: Array, k: int, anchors: Array | None = None, kind: str = "contras
         if anchors is None:
             return plain
         f, a = unit(embeddings(v, x)), unit(anchors)
-        apart = label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
-        return plain + 0.7 * float(apart.mean())
+        anchor_loss = label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
+        return plain + 0.7 * float(anchor_loss.mean())
 
     return gradient_descent(w, loss)
 
 
 def class_means(models: dict[int, Array], previous: Array | None = None) -> Array:
-    """The anchors of clients' models, weighted by their examples; a missing class keeps the previous
-    anchor."""
+    """Returns the example-weighted anchors of clients' models; a missing class keeps its anchor."""
     f = np.concatenate([embeddings(w, X[PARTS[k]]) for k, w in models.items()])
     y = np.concatenate([LABELS[PARTS[k]] for k in models])
     anchors = np.zeros((3, 3)) if previous is None else previous.copy()
@@ -122,32 +123,32 @@ def class_means(models: dict[int, Array], previous: Array | None = None) -> Arra
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "l2"])
-def test_two_rounds_of_fedfm(kind: str, device: torch.device) -> None:
-    """Client 0, the only one in round 2, has no example of class 2, whose anchor stays."""
+def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
+    """Round 2 has only client 0, without examples of class 2, whose anchor stays."""
     method = FedFM(**FULL, weight=0.7, matching=kind, temperature=0.4)
     w, expected, anchors = START, [], None
     for ids in ((0, 1, 2), (0,)):
         anchors = class_means(dict.fromkeys(ids, w), anchors)
-        models = [trained(w, k, anchors, kind) for k in ids]
+        models = [trained_model(w, k, anchors, kind) for k in ids]
         w = np.average(models, axis=0, weights=[SIZES[k] for k in ids])
         expected.append(w)
-    models, state = rounds(method, device, ((0, 1, 2), (0,)))
-    close(models, expected)
+    models, state = run_rounds(method, device, ((0, 1, 2), (0,)))
+    assert_close(models, expected)
     np.testing.assert_allclose(state.anchors.cpu().numpy(), anchors, atol=1e-5)
 
 
-def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> None:
-    """One exchange; round 1 is plain, and each client's features are of its own trained model."""
-    models = [trained(START, k) for k in range(3)]
+def test_fedfm_lite_computes_anchors_after_training(device: torch.device) -> None:
+    """Round 1 is FedAvg; each client's features come from its trained model."""
+    models = [trained_model(START, k) for k in range(3)]
     first = np.average(models, axis=0, weights=SIZES)
     anchors = class_means(dict(enumerate(models)))
-    second = np.average([trained(first, k, anchors) for k in range(3)], axis=0, weights=SIZES)
+    second = np.average([trained_model(first, k, anchors) for k in range(3)], axis=0, weights=SIZES)
     method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
     assert method.first_request(AnchorState({}), context(1, device)) is None
-    close(rounds(method, device)[0], [first, second])
+    assert_close(run_rounds(method, device)[0], [first, second])
 
 
-def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) -> None:
+def test_anchor_losses_ignore_classes_without_anchor(device: torch.device) -> None:
     f = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     has_anchor = torch.tensor([True, False, True], device=device)
     anchors, y = torch.eye(3, device=device), torch.tensor([0, 1, 2, 1], device=device)
@@ -163,37 +164,39 @@ def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) ->
     np.testing.assert_allclose(float(q[0].detach()), expected, rtol=1e-4)
 
 
-def test_the_diversity_loss_equals_loops() -> None:
+def test_diversity_loss_equals_loops() -> None:
     rng = np.random.default_rng(0)
-    made, noise = rng.normal(size=(5, 4)), rng.normal(size=(5, 6))
+    embeddings, noise = rng.normal(size=(5, 4)), rng.normal(size=(5, 6))
     pairs = [
-        -((noise[i] - noise[j]) ** 2).mean() * np.abs(made[i] - made[j]).mean()
+        -((noise[i] - noise[j]) ** 2).mean() * np.abs(embeddings[i] - embeddings[j]).mean()
         for i in range(5)
         for j in range(5)
     ]
-    actual = diversity_loss(torch.tensor(noise), torch.tensor(made))
+    actual = diversity_loss(torch.tensor(noise), torch.tensor(embeddings))
     assert float(actual) == pytest.approx(np.exp(np.mean(pairs)))
 
 
 def latent_generator() -> LatentGenerator:
-    """FedGen's generator before its training, by the run's seed."""
+    """Returns FedGen's untrained generator of the run's seed."""
     with forked_rng(0, "latent generator initialisation"):
         return LatentGenerator(3, 3)
 
 
-def generators_loss(w: Array, x: Array, y: Array, target: Array, made: Array, drawn: Any) -> float:
-    """Of w alone: labels, the generator's averaged answers and its embeddings."""
+def generator_guided_loss(
+    w: Array, x: Array, y: Array, target: Array, drawn: Array, drawn_labels: Any
+) -> float:
+    """Returns w's loss on the labels, the generator's averaged answers and its embeddings."""
     p = softmax(logits(w, embeddings(w, x)))
     kl = -(target * np.log(p)).sum(1).mean()  # and a constant
-    ce = label_losses(logits(w, made), drawn).mean()
+    ce = label_losses(logits(w, drawn), drawn_labels).mean()
     return cross_entropy(w, x, y) + DECAY * float(0.8 * kl + 0.5 * ce)
 
 
-def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
-    """Given the generator of the server: α·CE on its embeddings (a gradient in W alone) and β·KL to
-    its averaged answers, times 0.98."""
+def test_second_fedgen_round_equals_numpy(device: torch.device) -> None:
+    """With the server's generator: α·CE on its embeddings (a gradient only in W) and β·KL to its
+    averaged answers, times 0.98."""
     method = FedGen(**FULL, alpha=0.5, beta=0.8, generator_steps=3, generator_batch=4)
-    (start,), state = rounds(method, device, ((0, 1, 2),))
+    (start,), state = run_rounds(method, device, ((0, 1, 2),))
     ctx = context(2, device)
     message = method.broadcast(state, ctx)
     assert isinstance(message, GeneratorDown)
@@ -202,56 +205,61 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
     load_tensors({"generator": generator}, message.generator)
     generator.eval()
 
-    def generated(labels: Tensor, draws: torch.Generator) -> Array:
+    def generate(labels: Tensor, draws: torch.Generator) -> Array:
         noise = torch.randn(len(labels), 32, generator=draws, device=device)
         with torch.no_grad():
             return generator(labels, noise).cpu().double().numpy()  # type: ignore[no-any-return]
 
-    results = method.client_step(message, tiny_problem.clients(device), [{}, {}, {}], ctx)
+    results = method.client_step(message, tiny.clients(device), [{}, {}, {}], ctx)
     for k, (upload, _) in enumerate(results):
-        asked = torch.arange(3, device=device).repeat_interleave(POOL)
-        pool = generated(asked, torch_generator(0, "fedgen pool", 2, k, device=device))
+        pool_labels = torch.arange(3, device=device).repeat_interleave(POOL)
+        pool = generate(pool_labels, torch_generator(0, "fedgen pool", 2, k, device=device))
         draws = torch_generator(0, "fedgen embeddings", 2, k, device=device)
         x, y, w = X[PARTS[k]], LABELS[PARTS[k]], start
         for _ in range(3):
             target = softmax(logits(w, pool)).reshape(3, POOL, 3).mean(1)[y]
             even = torch.ones(3, device=device)
-            drawn = torch.multinomial(even, 4, replacement=True, generator=draws)
-            made = generated(drawn, draws)
+            drawn_labels = torch.multinomial(even, 4, replacement=True, generator=draws)
+            drawn = generate(drawn_labels, draws)
 
             step = partial(
-                generators_loss, x=x, y=y, target=target, made=made, drawn=drawn.cpu().numpy()
+                generator_guided_loss,
+                x=x,
+                y=y,
+                target=target,
+                drawn=drawn,
+                drawn_labels=drawn_labels.cpu().numpy(),
             )
             w = gradient_descent(w, step, steps=1)
-        actual = flatten_parameters(tiny_problem.as_arrays(upload.parameters))  # type: ignore[attr-defined]
+        actual = flat_weights(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
         np.testing.assert_allclose(actual, w, atol=5e-5)
         assert upload.counts.tolist() == np.bincount(y, minlength=3).tolist()  # type: ignore[attr-defined]
 
 
-def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) -> None:
-    """Over two rounds with the same uploads: Adam goes on, at a rate that decreases."""
+def test_fedgen_generator_training_equals_plain_torch(device: torch.device) -> None:
+    """Over two rounds with the same uploads, Adam continues at a decreasing rate."""
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
     ctx = context(1, device)
     state: Any = method.initial_state(ctx.architecture.to(device).state_dict())
-    clients = tiny_problem.clients(device)
+    clients = tiny.clients(device)
     results = method.client_step(method.broadcast(state, ctx), clients, [{}] * 3, ctx)
-    sent: Any = {k: upload for k, (upload, _) in enumerate(results)}
+    uploads: Any = {k: upload for k, (upload, _) in enumerate(results)}
     generator = latent_generator().to(device)
     adam = torch.optim.Adam(generator.parameters(), 3e-4, weight_decay=1e-2)
-    counts = torch.stack([upload.counts for upload in sent.values()]).float()
+    counts = torch.stack([upload.counts for upload in uploads.values()]).float()
     for number in (1, 2):
-        state = method.server_step(state, sent, context(number, device))
+        state = method.server_step(state, uploads, context(number, device))
         draws = torch_generator(0, "fedgen training", number, device=device)
         for _ in range(4):
             even = torch.ones(3, device=device)
             y = torch.multinomial(even, 8, replacement=True, generator=draws)
             noise = torch.randn(8, 32, generator=draws, device=device)
-            made = generator(y, noise)
-            total = diversity_loss(noise, made)
-            for k, upload in sent.items():
+            drawn = generator(y, noise)
+            total = diversity_loss(noise, drawn)
+            for k, upload in uploads.items():
                 weight, bias = (upload.parameters[f"classifier.{n}"] for n in ("weight", "bias"))
-                each = F.cross_entropy(made @ weight.T + bias, y, reduction="none")
-                total = total + ((counts[k] / counts.sum(0)).to(device)[y] * each).mean()
+                losses = F.cross_entropy(drawn @ weight.T + bias, y, reduction="none")
+                total = total + ((counts[k] / counts.sum(0)).to(device)[y] * losses).mean()
             adam.zero_grad()
             total.backward()
             adam.step()
@@ -260,48 +268,48 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
         torch.testing.assert_close(state.learner["generator." + name], value, atol=1e-5, rtol=1e-3)
 
 
-def test_a_fedgen_examples_loss_is_its_own_and_of_classes_that_clients_have_had() -> None:
-    """What DP-SGD needs: the same example has the same loss in any batch, also after other calls.
-    In round 1 only client 0 is there, without class 2."""
+def test_fedgen_losses_do_not_depend_on_the_batch() -> None:
+    """DP-SGD needs this: an example has the same loss in any batch, also after other calls.
+    Round 1 has only client 0, without class 2."""
     method = FedGen(**FULL, generator_steps=2)
-    _, state = rounds(method, active=((0,),))
+    _, state = run_rounds(method, active=((0,),))
     assert state.seen_classes.tolist() == [True, True, False]
     ctx = context(2)
     task = method.task(0, method.broadcast(state, ctx), {}, ctx)
     assert task.loss is not None
     x = torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2)
-    net, y = TwoLayerNetwork(), torch.tensor(LABELS)
+    net, y = TwoLayers(), torch.tensor(LABELS)
     together, plain = task.loss(net, x, y), cross_entropies(net, x, y)
     separate = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
     torch.testing.assert_close(separate, together[[4, 0]])
     torch.testing.assert_close(together[y == 2], plain[y == 2])
     assert not torch.isclose(together[y != 2], plain[y != 2]).any()
-    assert rounds(method, active=((0,), (2,)))[1].seen_classes.all()
+    assert run_rounds(method, active=((0,), (2,)))[1].seen_classes.all()
 
 
-def test_anchors_exist_for_classes_clearly_above_the_noise() -> None:
-    """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and
-    a released one stays."""
+def test_anchors_need_counts_above_the_noise_floor() -> None:
+    """The floor is four deviations of the sum of K clients' noise. A class below it gets no anchor
+    but keeps a released one."""
     method, sigma = FedFM(anchor_noise=2.0), 3.0
     privacy, noise = PrivacySettings(noise_multiplier=sigma), {COUNTS: 2.0 * sigma}
-    begun = AnchorState(convnet().state_dict())
-    only_first = [True] + [False] * 9
-    nothing = FeatureSums(torch.zeros(10, 16), torch.zeros(10))
+    initial = AnchorState(convnet().state_dict())
+    first_class = [True] + [False] * 9
+    zero_sums = FeatureSums(torch.zeros(10, 16), torch.zeros(10))
     for k in (1, 9):
         ctx = round_context(privacy, noise=noise, clients=k)
         floor = COUNT_DEVIATIONS * 2.0 * sigma * k**0.5
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
-        sent = {i: FeatureSums(torch.ones(10, 16), counts) for i in range(k)}
-        heard: Any = method.first_aggregate(begun, sent, ctx)
-        assert heard.has_anchor.tolist() == only_first
-        torch.testing.assert_close(heard.anchors[0], torch.full((16,), 1 / (floor * 1.01 / k)))
-        later: Any = method.first_aggregate(heard, {0: nothing}, replace(ctx, round=2))
-        assert later.has_anchor.tolist() == only_first
-        assert torch.equal(later.anchors[0], heard.anchors[0])
-    one = FeatureSums(torch.ones(10, 16), torch.eye(10)[0])
-    exact: Any = method.first_aggregate(begun, {0: one}, round_context(clients=1))
-    assert exact.has_anchor.tolist() == only_first
+        uploads = {i: FeatureSums(torch.ones(10, 16), counts) for i in range(k)}
+        aggregated: Any = method.first_aggregate(initial, uploads, ctx)
+        assert aggregated.has_anchor.tolist() == first_class
+        torch.testing.assert_close(aggregated.anchors[0], torch.full((16,), 1 / (floor * 1.01 / k)))
+        next_state: Any = method.first_aggregate(aggregated, {0: zero_sums}, replace(ctx, round=2))
+        assert next_state.has_anchor.tolist() == first_class
+        assert torch.equal(next_state.anchors[0], aggregated.anchors[0])
+    single = FeatureSums(torch.ones(10, 16), torch.eye(10)[0])
+    exact: Any = method.first_aggregate(initial, {0: single}, round_context(clients=1))
+    assert exact.has_anchor.tolist() == first_class
 
 
 def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
@@ -321,22 +329,22 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
     expected = np.stack([np.histogram(s[:, d], bins=5, range=(0, 1))[0] / 50 for d in range(3)])
     np.testing.assert_allclose(hard, expected, atol=1e-6)
     p, q = expected + 0.1, soft + 0.1
-    by_hand = ((p * np.log(p / q)).sum(1) + (q * np.log(q / p)).sum(1)).mean() / 2
+    expected_divergence = ((p * np.log(p / q)).sum(1) + (q * np.log(q / p)).sum(1)).mean() / 2
     np.testing.assert_allclose(
-        float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), by_hand
+        float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), expected_divergence
     )
 
 
-def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
-    """Both parts on a ConvNet of two stages; the statistics and histograms of two clients come back
-    as γ and π. On the CPU (TF32)."""
+def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
+    """Both parts on a ConvNet of two stages: the statistics and histograms of two clients give γ
+    and π. CPU only, because of TF32."""
     parts = [torch.arange(3), torch.arange(3, 8)]
     clients = ExactClientView([0, 1], digits(np.arange(8)), parts)
 
     def network(parameters: Any = None) -> Any:
-        made = convnet()
-        made.load_state_dict(parameters or made.state_dict())
-        return made
+        model = convnet()
+        model.load_state_dict(parameters or model.state_dict())
+        return model
 
     method = FedFAPlus(
         **{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1
@@ -349,58 +357,60 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
 
     net, pi = network(), None
     gammas: Any = [[None, None], [None, None]]
-    kept: Any = [[[None, None], [None, None]] for _ in parts]
+    averages: Any = [[[None, None], [None, None]] for _ in parts]
     for number in (1, 2):
         models: list[Any] = []
         for k, part in enumerate(parts):
-            mine = network(net.state_dict())
+            client_model = network(net.state_dict())
             noise = torch_generator(0, "augmentation", number, k)
-            sgd = torch.optim.SGD(mine.parameters(), 0.05)
+            sgd = torch.optim.SGD(client_model.parameters(), 0.05)
             order = torch_generator(0, "local training", number, k)
             for _ in range(3):
                 batch = part[torch.randperm(len(part), generator=order)]
                 h, y = clients.images(batch), clients.labels(batch)
                 for stage in range(2):
-                    h = mine.features[4 * stage : 4 * stage + 4](h)
+                    h = client_model.features[4 * stage : 4 * stage + 4](h)
                     statistics = [h.mean((2, 3)), (h.var((2, 3), correction=0) + 1e-6).sqrt()]
                     new = []
                     for i, s in enumerate(statistics):
-                        before, now = kept[k][stage][i], s.detach().mean(0)
-                        kept[k][stage][i] = now if before is None else 0.99 * before + 0.01 * now
+                        average, batch_mean = averages[k][stage][i], s.detach().mean(0)
+                        averages[k][stage][i] = (
+                            batch_mean if average is None else 0.99 * average + 0.01 * batch_mean
+                        )
                         gamma = gammas[stage][i]
                         wide = (2 if gamma is None else gamma + 1) * (s.var(0, correction=0) + 1e-6)
                         new.append(s + torch.randn(s.shape, generator=noise) * wide.sqrt())
                     h = (h - statistics[0][..., None, None]) / statistics[1][..., None, None]
                     h = h * new[1][..., None, None] + new[0][..., None, None]
-                total = F.cross_entropy(mine.classifier(h.flatten(1)), y)
+                total = F.cross_entropy(client_model.classifier(h.flatten(1)), y)
                 if pi is not None:
                     soft = soft_histogram(h.flatten(1), 4, 0.1)
                     total = total + 0.5 * symmetric_divergence(soft, pi)
                 sgd.zero_grad()
                 total.backward()  # type: ignore[no-untyped-call]
                 sgd.step()
-            models.append(mine)
+            models.append(client_model)
         with torch.no_grad():
-            each = [
+            histograms = [
                 soft_histogram(m.embed(clients.images(p)), 4, 0.1)
                 for m, p in zip(models, parts, strict=True)
             ]
-        pi = torch.stack(each).mean(0)
+        pi = torch.stack(histograms).mean(0)
         for stage in (0, 1):
             for i in (0, 1):
-                gammas[stage][i] = modulation(torch.stack([kept[k][stage][i] for k in (0, 1)]))
+                gammas[stage][i] = modulation(torch.stack([averages[k][stage][i] for k in (0, 1)]))
         a, b = (model.state_dict() for model in models)
         net = network({name: (a[name] + b[name]) / 2 for name in a})
     state: Any = server.state
-    made = torch.cat([state.parameters[name].flatten() for name, _ in net.named_parameters()])
-    torch.testing.assert_close(made, flatten(net), atol=1e-4, rtol=1e-3)
-    own = {f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)}
-    assert set(state.statistics) == {"histogram", *own}
+    parameters = torch.cat([state.parameters[name].flatten() for name, _ in net.named_parameters()])
+    torch.testing.assert_close(parameters, flatten(net), atol=1e-4, rtol=1e-3)
+    stage_names = {f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)}
+    assert set(state.statistics) == {"histogram", *stage_names}
 
 
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "resnet8"])
-def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes(name: str) -> None:
-    """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an
+def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
+    """`stage_names` name submodules with outputs [N, C, H, W]. Hooks are removed, also after an
     error."""
     settings = ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0)
     net: Any = build_model(settings, (3, 64, 64), 10, 0).eval().requires_grad_(False)
@@ -417,7 +427,7 @@ def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes(n
     assert all(out.dim() == 4 for out in seen.values())
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_unsupported_models_and_settings_are_refused() -> None:
     with pytest.raises(SettingError, match="stage_names"):
         FedFAPlus().check_model(Linear((1, 2, 2), 3))
     FedFAPlus(parts="alignment").check_model(Linear((1, 2, 2), 3))

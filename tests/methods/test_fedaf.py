@@ -1,5 +1,4 @@
-"""FedAF: a whole round against plain torch, the ablations, missing classes, bytes, and what it
-releases with differential privacy."""
+"""FedAF: rounds against plain torch, ablations, missing classes, bytes, and private releases."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_cli
 from tests.rounds import play_round
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
-PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; nobody has 3 … 9
+PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; both lack 3 … 9
 SERVER: dict[str, Any] = {"server_epochs": 2, "server_batch": 4, "server_lr": 0.05}
 WEIGHTS = {"local_weight": 0.3, "global_weight": 0.7, "temperature": 2.0}
 FAST = FedAF(ipc=2, iterations=3, image_lr=0.5, start_average=2, **SERVER, **WEIGHTS)
@@ -44,7 +43,7 @@ def context(
     return round_context(privacy, number, device=device, nominal=6.0, clients=2, **more)
 
 
-def rounds(
+def run_rounds(
     method: FedAF,
     count: int,
     groups: tuple[tuple[int, ...], ...] = ((0, 1),),
@@ -59,16 +58,19 @@ def rounds(
 
 
 def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
-    """The same, equation by equation: (w, pixels of each client)."""
+    """Computes the rounds equation by equation: (w, pixels of each client)."""
     x, y = normalise(data().images, SPEC), torch.tensor(LABELS)
-    held = [[0, 1, 2], [0, 1]]
+    client_classes = [[0, 1, 2], [0, 1]]
     model, images, V = context().architecture, {}, None
     for number in range(1, count + 1):
         ctx, net = context(number), model
         with torch.no_grad():
             z = net(x)
         # Eq. 5
-        v = [{c: z[part][y[part] == c].mean(0) for c in held[k]} for k, part in enumerate(PARTS)]
+        v = [
+            {c: z[part][y[part] == c].mean(0) for c in client_classes[k]}
+            for k, part in enumerate(PARTS)
+        ]
         # Eq. 8
         average = {
             c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)
@@ -80,9 +82,11 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
             if k not in images:
                 generator = torch_generator(0, "averaged start images", k)
                 starts = []
-                for c in held[k]:
-                    own = x[part[y[part] == c]]
-                    drawn = own[torch.randint(len(own), (4,), generator=generator)]
+                for c in client_classes[k]:
+                    class_images = x[part[y[part] == c]]
+                    drawn = class_images[
+                        torch.randint(len(class_images), (4,), generator=generator)
+                    ]
                     starts.append(drawn.view(2, 2, 1, 8, 8).mean(1))
                 images[k] = torch.stack(starts)
             S, velocity = images[k].clone(), torch.zeros_like(images[k])
@@ -91,7 +95,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
                 w: Any = next(draws)
                 leaf = S.clone().requires_grad_()
                 loss = torch.zeros(())
-                for i, c in enumerate(held[k]):
+                for i, c in enumerate(client_classes[k]):
                     h, real = w.embed(leaf[i]), w.embed(x[part[y[part] == c]])
                     loss = loss + (h.mean(0) - real.mean(0)).square().sum()  # Eq. 4
                     if V is not None:
@@ -105,14 +109,15 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
             pixels.append(denormalise(S.flatten(0, 1), SPEC))
         V = average
         soft = [
-            {c: torch.softmax(v[k][c] / method.temperature, 0) for c in held[k]} for k in (0, 1)
+            {c: torch.softmax(v[k][c] / method.temperature, 0) for c in client_classes[k]}
+            for k in (0, 1)
         ]
         # Eq. 12
         R = {
             c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)
         }
         union = normalise(torch.cat(pixels), SPEC)
-        labels = torch.cat([torch.tensor(held[k]).repeat_interleave(2) for k in (0, 1)])
+        labels = torch.cat([torch.tensor(client_classes[k]).repeat_interleave(2) for k in (0, 1)])
         model = context().architecture
         model.load_state_dict(net.state_dict())
         optimiser = torch.optim.SGD(model.parameters(), method.server_lr, method.server_momentum)
@@ -120,14 +125,16 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         for _ in range(method.server_epochs):
             order = torch.randperm(len(labels), generator=shuffle).split(method.server_batch)
             for part in order:
-                logits, these = model(union[part]), labels[part]
-                loss = nn.functional.cross_entropy(logits, these)
+                logits, targets = model(union[part]), labels[part]
+                loss = nn.functional.cross_entropy(logits, targets)
                 if method.server_matching != "minibatch":
-                    logits, these = model(union), labels
-                present = these.unique().tolist()
+                    logits, targets = model(union), labels
+                present = targets.unique().tolist()
                 share = 1 if method.matching_reduction == "sum" else 1 / len(present)
                 for c in present:
-                    t = torch.softmax(logits[these == c].mean(0) / method.temperature, 0)  # Eq. 13
+                    t = torch.softmax(
+                        logits[targets == c].mean(0) / method.temperature, 0
+                    )  # Eq. 13
                     kl = (R[c] * (R[c] / t).log()).sum() + (t * (t / R[c]).log()).sum()
                     loss = loss + method.global_weight * share * kl / 2  # Eqs. 14, 15
                 optimiser.zero_grad()
@@ -149,7 +156,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
 )
 def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.device) -> None:
     method = replace(FAST, **change)  # type: ignore[arg-type]
-    state, uploads = rounds(method, 2, device=device)
+    state, uploads = run_rounds(method, 2, device=device)
     expected, pixels = plain_rounds(method, 2)
     for upload, theirs in zip(uploads, pixels, strict=True):
         assert upload.images.dtype == torch.uint8
@@ -161,8 +168,8 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float], device: torch.de
 
 
 @pytest.mark.parametrize("server_matching", ["minibatch", "union"])
-def test_a_server_step_with_batch_norm_equals_plain_torch(server_matching: str) -> None:
-    """One step on 12 images, in training mode."""
+def test_server_step_with_batch_norm_equals_plain_torch(server_matching: str) -> None:
+    """Takes one step on 12 images, in training mode."""
     method = replace(FAST, server_batch=12, server_epochs=1, server_matching=server_matching)
     ctx = context(network=convnet("batch"))
     images, labels = normalise(data().images, SPEC), torch.tensor(LABELS)
@@ -181,23 +188,23 @@ def test_a_server_step_with_batch_norm_equals_plain_torch(server_matching: str) 
     torch.testing.assert_close(flatten(model), flatten(plain), atol=1e-5, rtol=1e-4)
 
 
-def test_classes_that_some_or_none_have() -> None:
-    """And App. C's bytes: pixels as uint8, V and R as float32; labels and flags come on top."""
-    state, (one, two) = rounds(FAST, 1)
-    assert [present.tolist() for present in (one.present, two.present, state.has_logits)] == [
-        [c < known for c in range(10)] for known in (3, 2, 3)
+def test_missing_classes_leave_the_averaged_logits() -> None:
+    """Bytes follow App. C: pixels as uint8, V and R as float32, plus labels and flags."""
+    state, (first, second) = run_rounds(FAST, 1)
+    assert [present.tolist() for present in (first.present, second.present, state.has_logits)] == [
+        [c < class_count for c in range(10)] for class_count in (3, 2, 3)
     ]
-    torch.testing.assert_close(state.logits[2], one.logits[2])  # client 1's row is not in it
-    torch.testing.assert_close(state.logits[0], (one.logits[0] + two.logits[0]) / 2)
-    assert one.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert one.nbytes == 6 * 64 + 6 * 8 + 2 * 10 * 10 * 4 + 10
+    torch.testing.assert_close(state.logits[2], first.logits[2])  # client 1's row is not in it
+    torch.testing.assert_close(state.logits[0], (first.logits[0] + second.logits[0]) / 2)
+    assert first.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert first.nbytes == 6 * 64 + 6 * 8 + 2 * 10 * 10 * 4 + 10
 
 
-def test_resampling_interpolates_and_recurs() -> None:
-    model, before = convnet(seed=1), torch.get_rng_state()
+def test_resampling_interpolates_and_repeats() -> None:
+    model, rng_state = convnet(seed=1), torch.get_rng_state()
 
-    def draws(gamma: float, **named: Any) -> list[Tensor]:
-        networks = resampled(model, gamma, context(), **named)
+    def draws(gamma: float, **options: Any) -> list[Tensor]:
+        networks = resampled(model, gamma, context(), **options)
         return [flatten(next(networks)) for _ in range(4)]
 
     fresh, mixed, center = draws(0.0), draws(0.9), flatten(model)
@@ -206,30 +213,32 @@ def test_resampling_interpolates_and_recurs() -> None:
         torch.testing.assert_close(m, 0.9 * center + 0.1 * f)
     assert torch.equal(draws(1.0)[3], center)
     assert torch.equal(draws(0.5, period=2)[3], draws(0.5)[1])
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
 
 
-def test_classes_of_absent_clients_are_remembered() -> None:
-    """Client 0 alone, then client 1 alone, who lacks class 2."""
+def test_logits_of_absent_clients_persist() -> None:
+    """Round 1 has only client 0, round 2 only client 1, who lacks class 2."""
     for method in (FAST, replace(FAST, knowledge_from="first-phase")):
         server = Server(method, context().architecture.state_dict())
-        known = []
+        class_logits = []
         for number, k in ((1, 0), (2, 1)):
             clients = ExactClientView([k], data(), [PARTS[k]])
             play_round(server, [clients], {}, replace(context(number), participants=(k,)))
             state: Any = server.state
-            known.append((state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone()))
-        assert known[0][0] == known[1][0] == [0, 1, 2]
-        assert torch.equal(known[0][1], known[1][1])
+            class_logits.append(
+                (state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone())
+            )
+        assert class_logits[0][0] == class_logits[1][0] == [0, 1, 2]
+        assert torch.equal(class_logits[0][1], class_logits[1][1])
 
 
-def private(sigma: float) -> tuple[CondensedSet, list[Any]]:
+def private_upload(sigma: float) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=PrivacySettings(noise_multiplier=sigma)), Ledger("0")
     (upload,) = client_uploads(FAST, ctx, private_clients(FAST, ctx, data(), ledgers=[ledger]))
     return upload, list(ledger.releases)
 
 
-def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leaves(
+def test_private_clients_charge_every_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released: list[int] = []
@@ -237,14 +246,14 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
     monkeypatch.setattr(
         GaussianSumMechanism, "release", lambda self: released.append(1) or original(self)
     )
-    upload, rows = private(2.0)
+    upload, rows = private_upload(2.0)
     assert sorted((r.quantity, r.steps, r.sensitivity, r.noise_multiplier) for r in rows) == [
         ("class counts", 1, 1.0, 10.0),
         ("class sums of logits (V and R)", 1, 5.0, 10.0),
         ("synthetic images", 3, 0.25 * 16**0.5, 2.0),
     ]
     assert len(released) == 3 + 1 + 1
-    # every class, whatever is there
+    # every class, also missing ones
     assert upload.labels.tolist() == [c for c in range(10) for _ in range(2)]
     # R is computed from the released V
     torch.testing.assert_close(upload.soft, torch.softmax(upload.logits / 2.0, dim=1))
@@ -253,10 +262,9 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
         FAST.release_plans(PrivacySettings(noise_multiplier=1.0), normed)
 
 
-def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:
-    """σ → 0: counts 5, 6, 1 are all at least the floor of 1, so V is the mean; classes nobody has
-    are marked absent."""
-    upload, _ = private(1e-9)
+def test_noiseless_private_logits_are_class_means() -> None:
+    """Counts of 5, 6 and 1 reach the floor of 1, so V is the mean; missing classes are marked."""
+    upload, _ = private_upload(1e-9)
     with torch.no_grad():
         z = convnet()(normalise(data().images, SPEC))
     for c in range(3):

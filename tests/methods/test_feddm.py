@@ -1,4 +1,4 @@
-"""FedDM and REAL as methods: who sends what, with and without differential privacy."""
+"""FedDM and REAL as methods: uploads with and without differential privacy."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def clients(*ids: int) -> ExactClientView:
 def upload(
     method: Any, ctx: RoundContext, group: ExactClientView | PrivateClientView, **memory: Any
 ) -> SyntheticSet:
-    """Of the group's first client."""
+    """Returns the upload of the group's first client."""
     first = client_uploads(method, ctx, group, [memory for _ in group.ids])[0]
     assert isinstance(first, SyntheticSet)
     return first
 
 
-def private(
+def private_client(
     method: FedDM, ctx: RoundContext, ledger: Ledger | None = None, part: torch.Tensor = PARTS[0]
 ) -> PrivateClientView:
     return private_clients(method, ctx, digits(LABELS), [part], ledger and [ledger])
 
 
-def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
+def test_open_clients_send_classes_of_ten_examples() -> None:
     actual = upload(FAST, round_context(), clients(0))
     assert actual.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
     assert actual.nbytes == 4 * 64 * 4 + 4 * 8
@@ -69,20 +69,21 @@ def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
-def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> None:
-    """Catches: exact class list."""
+def test_private_clients_send_every_class(mechanism: str) -> None:
+    """The list of classes that a client has is private."""
     ledger = Ledger("0")
     ctx = round_context(replace(NOISY, mechanism=mechanism))
-    actual = upload(FAST, ctx, private(FAST, ctx, ledger))
+    actual = upload(FAST, ctx, private_client(FAST, ctx, ledger))
     assert actual.labels.tolist() == [c for c in range(10) for _ in range(2)]
     rows = [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases]
     assert rows == [(1, mechanism, 2, 3.0)]
 
 
-def test_private_start_has_nothing_of_the_data() -> None:
-    """Catches: real-image start."""
+def test_private_start_is_independent_of_the_data() -> None:
     still, ctx = replace(FAST, iterations=1, image_lr=0.0), round_context(NOISY)
-    first, other = (upload(still, ctx, private(still, ctx, part=part)).images for part in PARTS)
+    first, other = (
+        upload(still, ctx, private_client(still, ctx, part=part)).images for part in PARTS
+    )
     assert torch.equal(first, other)
 
 
@@ -95,11 +96,11 @@ def test_private_start_has_nothing_of_the_data() -> None:
         (100, 0.01, 5, (3, 32, 32), 2_135_040),
     ],
 )
-def test_upload_volume_comes_out_near_table_3(
+def test_upload_volume_is_near_table_3(
     classes: int, alpha: float, ipc: int, shape: tuple[int, int, int], published: int
 ) -> None:
-    """One partition was drawn for the paper's table; ours, over 8 seeds, must have it within 3
-    standard deviations of its mean."""
+    """The paper drew one partition. Its volume is within 3 standard deviations of our mean over 8
+    seeds."""
     labels = np.repeat(np.arange(classes), (60_000 if shape[0] == 1 else 50_000) // classes)
     floats = []
     for seed in range(8):
@@ -120,9 +121,9 @@ def test_upload_volume_comes_out_near_table_3(
         {"networks_per_round": 2},
     ],
 )
-def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
-    """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the
-    ball, all written out plainly."""
+def test_two_rounds_equal_plain_torch(change: dict[str, float]) -> None:
+    """Two clients, two rounds: perturbed networks, full batches, images of the previous round,
+    union training in the ball."""
     slow = replace(FAST, iterations=4, server_epochs=2, server_batch=5, server_lr=0.05)
     method = replace(slow, min_examples=1, **change)  # type: ignore[arg-type]
     group, base = clients(0, 1), round_context()
@@ -132,8 +133,8 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     segments = group.segments(1)
     S = [s.clone() for s in real_start(group, segments, 2, 0)]
 
-    def put(network: torch.nn.Module, center: torch.Tensor, offset: torch.Tensor) -> None:
-        """The network's weights: `center` and an offset, scaled back into the ball."""
+    def set_weights(network: torch.nn.Module, center: torch.Tensor, offset: torch.Tensor) -> None:
+        """Sets the network's weights to `center` and an offset, scaled into the ball."""
         scale = min(1.0, method.radius / float(offset.norm()))
         torch.nn.utils.vector_to_parameters(center + offset * scale, network.parameters())
 
@@ -143,10 +144,12 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
         velocity = [torch.zeros_like(s) for s in S]
         start = flatten(model)
         for t in range(4):
-            if method.networks_per_round and t % method.networks_per_round == 0:  # again the first
+            if (
+                method.networks_per_round and t % method.networks_per_round == 0
+            ):  # back to the first
                 generator = torch_generator(0, "parameter perturbation", number)
             w: Any = base.load(model.state_dict())
-            put(w, start, torch.empty_like(start).normal_(generator=generator))
+            set_weights(w, start, torch.empty_like(start).normal_(generator=generator))
             gradients = []
             for i, label in enumerate(segments.label.tolist()):
                 part = PARTS[int(segments.position[i])]
@@ -157,8 +160,10 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
                 loss = h_loss + method.logit_weight**2 * z_loss
                 gradients += torch.autograd.grad(loss, leaf)
             for i, gradient in enumerate(gradients):
-                own = [gradients[j] for j in segments.of(int(segments.position[i])).tolist()]
-                norm = float(torch.stack(own).norm())  # of all images of a client
+                client_gradients = [
+                    gradients[j] for j in segments.of(int(segments.position[i])).tolist()
+                ]
+                norm = float(torch.stack(client_gradients).norm())  # of all images of a client
                 if method.image_clip and norm > method.image_clip:
                     gradient = gradient * method.image_clip / norm
                 velocity[i] = method.image_momentum * velocity[i] + gradient
@@ -171,7 +176,7 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
                 optimiser.zero_grad()
                 torch.nn.functional.cross_entropy(model(union[part]), labels[part]).backward()
                 optimiser.step()
-                put(model, start, flatten(model) - start)
+                set_weights(model, start, flatten(model) - start)
     images = torch.cat([u.images for u in uploads.values()])
     torch.testing.assert_close(images, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
@@ -189,8 +194,8 @@ def draws(
     return center, torch.stack([flatten(next(networks)) - center for _ in range(steps)])
 
 
-def test_rescaled_gaussians_lie_on_the_sphere_and_the_ball_has_uniform_radii() -> None:
-    """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
+def test_perturbations_fill_the_sphere_or_the_ball() -> None:
+    """Offsets are clipped, not normalised: ‖N(0, I)‖ is about √P, and below ρ it is unchanged."""
     center, offsets = draws("sphere")
     torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
     norms = draws("sphere", radius=1e6)[1].norm(dim=1)
@@ -206,33 +211,36 @@ def test_draws_repeat_after_a_period() -> None:
     assert torch.equal(repeated[3:], repeated[:-3])
 
 
-class Keeps(NullCheckpointer):
-    """What a loop offers at one step, and gives it back."""
+class SingleCheckpoint(NullCheckpointer):
+    """Stores the tensors that a loop offers at one step, and loads them."""
 
-    def __init__(self, at: int) -> None:
-        self._at = at
-        self.kept: tuple[int, dict[str, Tensor]] | None = None
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.stored: tuple[int, dict[str, Tensor]] | None = None
 
     def load(self, name: str) -> tuple[int, dict[str, Tensor]] | None:
-        return self.kept
+        return self.stored
 
-    def offer(self, name: str, done: int, tensors: Any) -> None:
-        if done == self._at and self.kept is None:
-            self.kept = done, {key: value.clone() for key, value in tensors().items()}
+    def offer(self, name: str, step: int, tensors: Any) -> None:
+        if step == self._step and self.stored is None:
+            self.stored = step, {key: value.clone() for key, value in tensors().items()}
 
 
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
-    """Catches: means that only the first M steps make."""
-    keeper = Keeps(at)
-    method, ctx = replace(FAST, iterations=7, networks_per_round=3), round_context(keeper=keeper)
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_interrupted_loop_ends_with_the_same_images(step: int) -> None:
+    """A broken version would compute the real means only in the first M steps."""
+    checkpointer = SingleCheckpoint(step)
+    method, ctx = (
+        replace(FAST, iterations=7, networks_per_round=3),
+        round_context(keeper=checkpointer),
+    )
     complete = client_uploads(method, ctx, clients(0, 1))
-    assert keeper.kept is not None
+    assert checkpointer.stored is not None
     repeated = client_uploads(method, ctx, clients(0, 1))
     assert all(torch.equal(a.images, b.images) for a, b in zip(complete, repeated, strict=True))
 
 
-def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -> None:
+def test_fixed_networks_refuse_unsupported_settings() -> None:
     with pytest.raises(UnknownNameError, match="perturbation"):
         FedDM(perturbation="cube")
     for wrong in ({"networks_per_round": 2, "matching": "energy"}, {"networks_per_round": -1}):
@@ -244,8 +252,8 @@ def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -
             simulate(resolve({**run, **other}))
 
 
-def test_real_sends_the_same_images_of_the_clients_in_every_round() -> None:
-    """Those that FedDM starts from."""
+def test_real_sends_the_same_images_every_round() -> None:
+    """They are the images that FedDM starts from."""
     data = digits(LABELS)
     method = Real(ipc=2, min_examples=2)
     first, second = (upload(method, round_context(number=number), clients(0)) for number in (1, 2))
@@ -258,7 +266,7 @@ def test_real_sends_the_same_images_of_the_clients_in_every_round() -> None:
     assert torch.equal(upload(still, round_context(), clients(0)).images, first.images)
 
 
-OWN: dict[str, Any] = runpy.run_path(
+EXAMPLE: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
 )
 CONDENSING = [name for name in METHODS if issubclass(method_class(name), CondensingMethod)]
@@ -267,8 +275,8 @@ TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
 
 @pytest.mark.parametrize("name", [*CONDENSING, "fedsum", "own"])
 def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> None:
-    """One record more would move others to another kernel. Catches: a method's own rule."""
-    method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
+    """A further record would move other records to another kernel."""
+    method = (EXAMPLE["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
     data = digits(np.array([0] * 12 + [1] * 15 + [3] * 3))
     for mechanism in method.dp_mechanisms:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
@@ -277,14 +285,14 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
             client_uploads(method, ctx, private_clients(method, ctx, data))
     clients = ExactClientView([0], data, [torch.arange(30)])
     client_uploads(method, round_context(compiled=False), clients)
-    assert compiled == []  # nor anybody who did not ask for it
+    assert compiled == []  # nor open clients by default
     client_uploads(method, round_context(compiled=True), clients)
-    client = ["_embed"] if name == "fedsum" else ["_back", "_between", "_embed"]
-    assert sorted(compiled) == client
+    functions = ["_embed"] if name == "fedsum" else ["_back", "_between", "_embed"]
+    assert sorted(compiled) == functions
 
 
-def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() -> None:
-    """It would match on another's releases."""
+def test_unknown_mechanisms_are_refused() -> None:
+    """It would otherwise use another mechanism's releases."""
     privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
     method = method_class("feddm").from_mapping(TINY)
     with pytest.raises(SettingError, match=r"privacy\.mechanism"):

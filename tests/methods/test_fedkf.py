@@ -1,5 +1,5 @@
-"""FedKF: both aggregates over rounds with absent clients, the local step against plain torch, its
-variants, and privacy."""
+"""FedKF: both aggregates with absent clients, the local step against plain torch, variants,
+privacy."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def scalar(value: float, weight: float, device: torch.device = CPU) -> ModelPara
         (FedAvg(final="oca", oca="all"), 30.0),
     ],
 )
-def test_both_aggregates_over_rounds_with_absent_clients(
+def test_aggregates_with_absent_clients(
     method: TrainsLocally, unseen: float, device: torch.device
 ) -> None:
-    """By hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once."""
+    """K = 3, n = (10, 20, 30), w⁰ = 1; client 0 is active once and client 2 in the last round."""
     state = AveragingState(scalar(1.0, 0.0, device).parameters)
-    every = 30 + unseen
+    total = 30 + unseen
 
-    def after(number: int, active: tuple[int, ...], *values: float) -> tuple[float, float]:
+    def step(number: int, active: tuple[int, ...], *values: float) -> tuple[float, float]:
         nonlocal state
         uploads = {
             k: scalar(v, (10.0, 20.0, 30.0)[k], device) for k, v in zip(active, values, strict=True)
@@ -71,13 +71,13 @@ def test_both_aggregates_over_rounds_with_absent_clients(
         assert int(variants["oca"]["count"]) == 3
         return float(state.parameters["w"]), float(variants["oca"]["w"])
 
-    assert after(1, (0, 1), 4.0, 7.0) == pytest.approx(
-        ((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + unseen * 1) / every)
+    assert step(1, (0, 1), 4.0, 7.0) == pytest.approx(
+        ((10 * 4 + 20 * 7) / 30, (10 * 4 + 20 * 7 + unseen * 1) / total)
     )
-    assert after(2, (1,), 2.0) == pytest.approx((2.0, (10 * 4 + 20 * 2 + unseen * 1) / every))
-    assert after(3, (1,), 5.0) == pytest.approx((5.0, (10 * 4 + 20 * 5 + unseen * 1) / every))
-    # client 2 at last, with the largest share: all three count in either reading
-    assert after(4, (2,), 8.0) == pytest.approx((8.0, (10 * 4 + 20 * 5 + 30 * 8) / 60))
+    assert step(2, (1,), 2.0) == pytest.approx((2.0, (10 * 4 + 20 * 2 + unseen * 1) / total))
+    assert step(3, (1,), 5.0) == pytest.approx((5.0, (10 * 4 + 20 * 5 + unseen * 1) / total))
+    # client 2 joins with the largest share: both readings count all three
+    assert step(4, (2,), 8.0) == pytest.approx((8.0, (10 * 4 + 20 * 5 + 30 * 8) / 60))
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_both_aggregates_over_rounds_with_absent_clients(
     [
         ("seen", (10, 20, 30), 4.0),
         ("seen", None, 4.0),
-        ("all", None, (4 + 1 + 1) / 3),  # with privacy every client counts alike
+        ("all", None, (4 + 1 + 1) / 3),  # with privacy all clients have equal weights
     ],
 )
-def test_a_client_that_was_dropped_has_not_been_seen(oca: str, sizes: Any, value: float) -> None:
-    before = AveragingState(scalar(1.0, 0.0).parameters)
-    sent = {0: scalar(4.0, 10.0), 1: scalar(9.0, 0.0)}
+def test_dropped_clients_count_as_unseen(oca: str, sizes: Any, value: float) -> None:
+    initial = AveragingState(scalar(1.0, 0.0).parameters)
+    uploads = {0: scalar(4.0, 10.0), 1: scalar(9.0, 0.0)}
     ctx = context(participants=(0, 1), sizes=sizes)
-    state: Any = FedKF(oca=oca).server_step(before, sent, ctx)
+    state: Any = FedKF(oca=oca).server_step(initial, uploads, ctx)
     assert float(state.overall["w"]) == pytest.approx(value)
     assert state.seen.tolist() == [True, False, False]
-    assert FedAvg().variants(FedAvg().server_step(before, {0: scalar(4.0, 1.0)}, ctx)) == {}  # type: ignore[arg-type]
+    assert FedAvg().variants(FedAvg().server_step(initial, {0: scalar(4.0, 1.0)}, ctx)) == {}  # type: ignore[arg-type]
 
 
 def clients(device: torch.device = CPU) -> ExactClientView:
@@ -105,13 +105,13 @@ def clients(device: torch.device = CPU) -> ExactClientView:
 def plain_step(
     method: FedKF, start: nn.Module, teacher: Any, rounds: int, device: torch.device
 ) -> Tensor:
-    """Algorithm 1's ClientUpdate in plain torch, the generator kept over the rounds."""
+    """Runs Algorithm 1's ClientUpdate in plain torch, with one generator over the rounds."""
     x, y = normalise(clients().data.images, SPEC), clients().data.labels
     generator = make_generator(SPEC, 0, latent=method.latent, width=method.generator_width)
     adam = torch.optim.Adam(generator.parameters(), method.generator_lr)
     batch = method.generator_batch
 
-    def made(z: Tensor) -> Tensor:
+    def generate(z: Tensor) -> Tensor:
         return (generator(z) - SPEC.mean[0]) / SPEC.std[0]  # type: ignore[no-any-return]
 
     for number in range(1, rounds + 1):
@@ -123,19 +123,19 @@ def plain_step(
         for _ in range(method.local_epochs):
             for part in torch.randperm(10, generator=shuffle).split(method.batch):
                 z = torch.randn(batch, method.latent, generator=noise, device=device).cpu()
-                f = teacher.embed(made(z))
+                f = teacher.embed(generate(z))
                 p = torch.softmax(teacher.classifier(f), 1)
                 ie = -(p.mean(0) * p.mean(0).log()).sum() / np.log(10)
                 oh = -p.gather(1, p.argmax(1, keepdim=True)).log().mean()
                 loss_g = -ie + method.one_hot_weight * oh
                 loss_g = loss_g - method.activation_weight * f.abs().mean(1).mean()
                 if method.use_kl:
-                    s, t = torch.log_softmax(model(made(z)), 1), p.detach()
+                    s, t = torch.log_softmax(model(generate(z)), 1), p.detach()
                     loss_g = loss_g - method.distillation * (t * (t.log() - s)).sum(1).mean()
                 adam.zero_grad()
                 loss_g.backward()
                 adam.step()
-                fake = made(z).detach()
+                fake = generate(z).detach()
                 t, s = torch.softmax(teacher(fake), 1).detach(), torch.log_softmax(model(fake), 1)
                 kl = (t * (t.log() - s)).sum(1).mean()
                 loss = nn.functional.cross_entropy(model(x[part]), y[part])
@@ -146,9 +146,7 @@ def plain_step(
 
 
 @pytest.mark.parametrize(("kind", "use_kl"), [("oca", False), ("aca", True)])
-def test_two_rounds_of_a_client_equal_plain_torch(
-    kind: str, use_kl: bool, device: torch.device
-) -> None:
+def test_two_client_rounds_equal_plain_torch(kind: str, use_kl: bool, device: torch.device) -> None:
     method = replace(FAST, teacher=kind, use_kl=use_kl)
     start, other = convnet(seed=0), convnet(seed=5)
     parameters, overall = (
@@ -166,10 +164,12 @@ def test_two_rounds_of_a_client_equal_plain_torch(
     torch.testing.assert_close(flatten(model), expected, atol=2e-4, rtol=1e-3)
 
 
-def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
+def test_fedkf_minus_halves_the_downlink() -> None:
     state = AveragingState({"w": torch.ones(4)}, overall={"w": torch.zeros(4)})
-    both, one = (replace(FAST, teacher=kind).broadcast(state, context()) for kind in ("oca", "aca"))
-    assert both.floats == 2 * one.floats == 8
+    two_models, single_model = (
+        replace(FAST, teacher=kind).broadcast(state, context()) for kind in ("oca", "aca")
+    )
+    assert two_models.floats == 2 * single_model.floats == 8
     a, b = (
         client_uploads(method, context(), clients())[0].parameters
         for method in (
@@ -180,9 +180,9 @@ def test_fedkf_minus_halves_the_downlink_and_plain_rounds_are_fedavg() -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data_are() -> None:
-    """What lets a round's row have them: post-processing. In round 2, with another teacher than the
-    client's model."""
+def test_private_generator_is_independent_of_the_data() -> None:
+    """A round's row may have its facts because they are post-processing. The teacher is not the
+    client's model in round 2."""
     memories: list[Any] = []
     ctx = context(2, privacy=PrivacySettings(noise_multiplier=1.0, sample_rate=0.5), sizes=None)
     state = AveragingState(convnet().state_dict(), overall=convnet(seed=5).state_dict())
@@ -190,7 +190,7 @@ def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data
         group = private_clients(FAST, ctx, digits(np.arange(size) % 2))
         ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), group, [{}], ctx)
         memories.append(memory)
-    one, two = memories
-    assert FAST.client_metrics(one, ctx) == FAST.client_metrics(two, ctx)
-    assert set(one) == set(two)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, second = memories
+    assert FAST.client_metrics(first, ctx) == FAST.client_metrics(second, ctx)
+    assert set(first) == set(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,5 +1,4 @@
-"""FedStats: what each release may move, sums that do not depend on who has what, accounting by a
-formula, the server's arithmetic, and images of released state alone."""
+"""FedStats: sensitivities, sums over any partition, accounting, the server's arithmetic, images."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ RELEASES = (  # a method, the round and exchange of a release, its name, and its
 )
 each_release = pytest.mark.parametrize(("method", "number", "phase", "name", "field"), RELEASES)
 LABELS = np.arange(20) % 10
-EVERYBODY = list(range(20))
+ALL_RECORDS = list(range(20))
 
 
 def network(method: FedStats = PIXELS) -> FeatureLinear:
@@ -76,7 +75,7 @@ def context(
 def step(
     method: FedStats, clients: ClientGroup, number: int, phase: str, field: str, ctx: Any = None
 ) -> Tensor:
-    """What these clients send in one release, [clients, D]."""
+    """Returns the clients' uploads of one release, [clients, D]."""
     message = ModelParameters(network(method).state_dict(), 1.0)
     take = method.first_step if phase == FIRST else method.client_step
     # without privacy nothing is whitened, and no covariances are sent
@@ -88,7 +87,7 @@ def step(
 def sums(
     method: FedStats, data: ImageData, parts: list[list[int]], number: int, phase: str, field: str
 ) -> Tensor:
-    """What clients with these records send, without noise."""
+    """Returns the noiseless uploads of clients with these records."""
     clients = ExactClientView(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
     return step(method, clients, number, phase, field)
 
@@ -100,31 +99,31 @@ def plan_of(method: FedStats, number: int, name: str, **other: Any) -> ReleasePl
 
 
 @each_release
-def test_one_example_moves_each_release_by_at_most_its_clip(
+def test_sensitivity_is_at_most_the_clip(
     method: FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
-    """Also one that is black, white, or of the other examples' class: what the plan charges."""
+    """Examples include a black and a white one; the plan charges the clip."""
     plan = plan_of(method, number, name)
     data = digits(LABELS)
     data.images[10], data.images[11] = 0, 255
-    everybody = sums(method, data, [EVERYBODY], number, phase, field)
-    assert everybody.shape[1] == plan.dimension
-    for left_out in range(8, 20):
-        rest = [n for n in EVERYBODY if n != left_out]
-        moved = float((everybody - sums(method, data, [rest], number, phase, field)).norm())
+    total = sums(method, data, [ALL_RECORDS], number, phase, field)
+    assert total.shape[1] == plan.dimension
+    for removed in range(8, 20):
+        rest = [n for n in ALL_RECORDS if n != removed]
+        moved = float((total - sums(method, data, [rest], number, phase, field)).norm())
         assert moved <= plan.clip * (1 + 1e-5)
         # of a black image all scattering coefficients are 0
-        assert moved > 0.02 * plan.clip or (name == COVARIANCES and left_out == 10)
+        assert moved > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
 
 
 @each_release
-def test_sums_over_clients_are_those_of_the_pooled_data(
+def test_client_sums_equal_pooled_sums(
     method: FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
-    """However the records are divided; a client without any gives zeros."""
+    """Any partition gives the same sums; a client without records sends zeros."""
     data = digits(LABELS)
-    pooled = sums(method, data, [EVERYBODY], number, phase, field).sum(0)
-    by_class = [[n for n in EVERYBODY if n % 10 == c] for c in range(10)]
+    pooled = sums(method, data, [ALL_RECORDS], number, phase, field).sum(0)
+    by_class = [[n for n in ALL_RECORDS if n % 10 == c] for c in range(10)]
     for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
         actual = sums(method, data, parts, number, phase, field).sum(0)
         torch.testing.assert_close(actual, pooled, rtol=1e-6, atol=1e-6)
@@ -133,30 +132,30 @@ def test_sums_over_clients_are_those_of_the_pooled_data(
 def release(
     method: FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
 ) -> tuple[Tensor, Ledger]:
-    """What one private client sends, and what it is charged."""
+    """Returns the upload of a private client and its ledger."""
     ledger, drawn = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
-    charged = charge_for(method, ctx, [0], [guard(ledger)], [drawn], phase)
-    clients = PrivateClientView([0], digits(LABELS), [part], charged, nominal_size=20.0)
+    allowances = charge_for(method, ctx, [0], [guard(ledger)], [drawn], phase)
+    clients = PrivateClientView([0], digits(LABELS), [part], allowances, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
 
 @each_release
-def test_private_sums_are_the_open_ones_plus_noise(
+def test_private_sums_are_open_sums_plus_noise(
     method: FedStats, number: int, phase: str, name: str, field: str, without_noise: None
 ) -> None:
     ctx = context(number, 1.0, method)
     actual, ledger = release(method, number, phase, field, torch.arange(20), ctx)
-    expected = sums(method, digits(LABELS), [EVERYBODY], number, phase, field)[0]
+    expected = sums(method, digits(LABELS), [ALL_RECORDS], number, phase, field)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
 
 
 @each_release
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_a_client_without_records_sends_noise_like_everybody(
+def test_clients_without_records_send_noise(
     method: FedStats, number: int, phase: str, name: str, field: str, aggregation: str
 ) -> None:
-    """Else its upload says that it has none."""
+    """The upload must not reveal that the client has no records."""
     method = replace(method, aggregation=aggregation)
     plan = plan_of(method, number, name, clients=5)
     ctx = context(number, 3.0, method, clients=5)
@@ -167,7 +166,7 @@ def test_a_client_without_records_sends_noise_like_everybody(
     assert float(actual.std()) == pytest.approx(expected, rel=0.2)
 
 
-def test_clip_rate_and_participation_are_the_theorem_s() -> None:
+def test_clip_rate_and_participation_are_fixed() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
             PIXELS.release_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))  # type: ignore[arg-type]
@@ -177,8 +176,8 @@ def test_clip_rate_and_participation_are_the_theorem_s() -> None:
         FedStats(centre_share=0.5, moment_share=0.5)
 
 
-def test_the_closed_form_is_ridge_regression() -> None:
-    """By NumPy's solver, on moments that were packed, summed and unpacked."""
+def test_closed_form_is_ridge_regression() -> None:
+    """Compares NumPy's solver on moments that were packed, summed and unpacked."""
     draws = np.random.default_rng(0)
     z = draws.normal(size=(200, 5))
     z /= np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
@@ -195,7 +194,7 @@ def test_the_closed_form_is_ridge_regression() -> None:
     np.testing.assert_allclose(spectrum.solve(moments.crossed), expected, atol=1e-9)
 
 
-def test_noise_s_negative_eigenvalues_become_the_ridge() -> None:
+def test_negative_eigenvalues_become_the_ridge() -> None:
     moments = ClassMoments(torch.diag(torch.tensor([-2.0, 1.0])).double(), torch.zeros(2, 2), 1.0)
     spectrum = Spectrum.of(moments, ridge=0.1)
     assert spectrum.values.tolist() == pytest.approx([0.1 * 2**0.5, 1 + 0.1 * 2**0.5])
@@ -203,12 +202,12 @@ def test_noise_s_negative_eigenvalues_become_the_ridge() -> None:
     assert step.tolist() == [pytest.approx([0.25, 0.0])]
 
 
-def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
-    """A user's own map that fails on some images."""
+def test_features_that_are_not_finite_are_dropped() -> None:
+    """Uses a feature map that fails on some images."""
 
     def broken(x: Tensor) -> Tensor:
-        made = x.flatten(1) - 0.5
-        return torch.where(x.mean(dim=(1, 2, 3))[:, None] > 0.4, torch.nan, made)
+        features = x.flatten(1) - 0.5
+        return torch.where(x.mean(dim=(1, 2, 3))[:, None] > 0.4, torch.nan, features)
 
     register_features(
         "broken", lambda shape: FeatureMap("broken", shape, 64, 4.0, 2.0, "a test", broken)
@@ -217,14 +216,14 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     few = train.subset(torch.arange(200))
     run = RunSettings(FedStats(features="broken"), rounds=2)
     result = simulate(run, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
-    assert all(bool(torch.isfinite(one).all()) for one in result.model.state_dict().values())
+    assert all(bool(torch.isfinite(value).all()) for value in result.model.state_dict().values())
 
 
 @pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) -> None:
-    """Shares of μ², which are 1/ratio², add up to those of one release; without second moments,
-    moments have what a step has."""
+def test_releases_of_a_run_spend_the_whole_budget(method: FedStats, rounds: int) -> None:
+    """Shares of μ², which are 1/ratio², add up to 1. Without second moments, moments have a step's
+    share."""
     privacy = PrivacySettings(noise_multiplier=1.0)
     plans = method.release_plans(privacy, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.relative_noise_multiplier**-2 for plan in plans}
@@ -239,23 +238,23 @@ def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) 
         assert shares[COVARIANCES] == pytest.approx(method.covariance_share)
 
 
-SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
+QUICK = FedStats(features="pixels", ipc=2, image_steps=5)
 
 
 def image_context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
+    network = FeatureLinear(QUICK.map_of(SPEC), SPEC)
     return round_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
 
 
-def begun() -> FedStatsState:
-    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
+def initial_state() -> FedStatsState:
+    network = FeatureLinear(QUICK.map_of(SPEC), SPEC)
     return FedStatsState(network.state_dict())
 
 
 @pytest.mark.parametrize("second", ["yes", "no"])
-def test_class_means_are_those_of_the_sums(second: str) -> None:
-    """Of classes that are equally frequent: their means about the common one, by NumPy."""
+def test_class_means_equal_numpy(second: str) -> None:
+    """Classes are equally frequent, and means are taken about the common mean."""
     z = 0.1 * np.random.default_rng(0).normal(size=(20, 64))
     labels = np.arange(20) % 10
     crossed = (np.eye(10)[labels] - 0.1).T @ z / target_norm(10)
@@ -267,58 +266,58 @@ def test_class_means_are_those_of_the_sums(second: str) -> None:
     method = FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
     upload = StatisticSums(torch.from_numpy(sums).float())
     state = method.at_end(
-        method.server_step(begun(), {0: upload}, image_context()), image_context()
+        method.server_step(initial_state(), {0: upload}, image_context()), image_context()
     )
     means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
     assert state.class_means is not None
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
 
 
-def test_images_are_made_after_the_last_round_from_only_the_server_state() -> None:
-    """The same sums give the same images, without a client or its data."""
-    method = replace(SMALL, second_moments="no")
-    one, two = (made(method) for _ in range(2))
-    assert torch.equal(one.images, two.images)  # type: ignore[arg-type]
-    torch.testing.assert_close(one.soft_labels.sum(dim=1), torch.ones(20))  # type: ignore[union-attr]
-    early = method.server_step(begun(), sent_sums(), image_context(rounds=2))
+def test_images_depend_only_on_the_last_server_state() -> None:
+    """The same sums give the same images without clients or their data."""
+    method = replace(QUICK, second_moments="no")
+    first, second = (final_state(method) for _ in range(2))
+    assert torch.equal(first.images, second.images)  # type: ignore[arg-type]
+    torch.testing.assert_close(first.soft_labels.sum(dim=1), torch.ones(20))  # type: ignore[union-attr]
+    early = method.server_step(initial_state(), random_sums(), image_context(rounds=2))
     assert method.synthetic(early, image_context()) is None
 
 
-def sent_sums() -> dict[int, StatisticSums]:
+def random_sums() -> dict[int, StatisticSums]:
     draws = torch.Generator().manual_seed(0)
     return {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
 
 
-def made(method: FedStats) -> FedStatsState:
-    """The state at the end of a round of the same sums."""
-    stepped = method.server_step(begun(), sent_sums(), image_context())
+def final_state(method: FedStats) -> FedStatsState:
+    """Returns the state at the end of a round of the same sums."""
+    stepped = method.server_step(initial_state(), random_sums(), image_context())
     state = method.at_end(stepped, image_context())
     assert isinstance(state, FedStatsState)
     return state
 
 
 def pixels(method: FedStats) -> torch.Tensor:
-    """[classes, images, 64] in bytes; checks that labels and soft labels go with them."""
-    state, each = made(method), method.ipc + method.drawn_ipc
+    """Returns [classes, images, 64] in bytes; checks labels and soft labels."""
+    state, per_class = final_state(method), method.ipc + method.drawn_ipc
     actual = method.synthetic(state, image_context())
     assert actual is not None
-    assert actual[1].tolist() == [c for c in range(10) for _ in range(each)]
+    assert actual[1].tolist() == [c for c in range(10) for _ in range(per_class)]
     assert state.soft_labels is not None
     assert len(state.soft_labels) == len(actual[0])
-    return denormalise(actual[0], SPEC).view(10, each, -1)
+    return denormalise(actual[0], SPEC).view(10, per_class, -1)
 
 
-def test_drawn_images_accompany_optimised_ones() -> None:
-    """After a class's moved images, which they leave as they are; all are different."""
-    moved = replace(SMALL, second_moments="no")
-    both = pixels(replace(moved, drawn_ipc=3))
-    assert torch.equal(both[:, :2], pixels(moved))
+def test_drawn_images_follow_optimised_images() -> None:
+    """Drawn images follow a class's optimised images, which stay unchanged; all differ."""
+    optimised = replace(QUICK, second_moments="no")
+    both = pixels(replace(optimised, drawn_ipc=3))
+    assert torch.equal(both[:, :2], pixels(optimised))
     assert len(both.flatten(0, 1).unique(dim=0)) == 50
 
 
-def test_an_exported_set_states_the_attackers_of_its_epsilon(tmp_path: Path) -> None:
-    """Catches: an ε of noise that clients share, on its own."""
-    method = replace(SMALL, aggregation="secure")
+def test_export_states_the_trust_model_of_epsilon(tmp_path: Path) -> None:
+    """An ε of shared noise needs the assumption next to it."""
+    method = replace(QUICK, aggregation="secure")
     settings = RunSettings(method, rounds=1, privacy=PrivacySettings(epsilon=8.0))
     run = simulate(settings, output=tmp_path, quiet=True)
     assert verify_run(str(run.folder)).problems == []
@@ -326,10 +325,10 @@ def test_an_exported_set_states_the_attackers_of_its_epsilon(tmp_path: Path) -> 
     assert "because clients shared noise: assumed, not executed." in text
 
 
-def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Path) -> None:
-    """They cost nothing beyond what was released, and can be handed over."""
+def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:
+    """Images are post-processing: they cost no budget and may be exported."""
     privacy = PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
-    run = simulate(RunSettings(SMALL, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
+    run = simulate(RunSettings(QUICK, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
     assert 1 <= len(run.metrics) < 6
     assert verify_run(str(run.folder)).problems == []
     share = export_run(str(run.folder), tmp_path / "share")
@@ -341,9 +340,8 @@ def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("second", "aggregation"), [("no", "own"), ("yes", "secure")])
-def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) -> None:
-    """Orthogonal classes of equal examples, written out, summed over four clients who each add
-    noise."""
+def test_signal_to_noise_equals_a_simulation(second: str, aggregation: str) -> None:
+    """Sums orthogonal classes of equal examples over four clients who each add noise."""
     method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=3.0)
     network = FeatureLinear(method.map_of(SPEC), SPEC)

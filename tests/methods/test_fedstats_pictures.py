@@ -1,5 +1,4 @@
-"""FedStats' releases of small pictures, its noisy steps, and its covariances of channels and cells:
-what one example may move, and what the server makes of them."""
+"""FedStats' small pictures, noisy steps and covariances: sensitivities and the server's use."""
 
 from __future__ import annotations
 
@@ -62,14 +61,14 @@ def context(
     label=st.integers(0, 2),
 )
 @settings(max_examples=100, deadline=None)
-def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
+def test_hostile_vectors_respect_the_sensitivity(u: list[float], label: int) -> None:
     moved = pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
     assert float(moved.norm()) <= 1 + 1e-9
     assert bool(torch.isfinite(moved).all())
 
 
-def test_in_colour_images_start_from_random_processes() -> None:
-    """Then nothing is released for them; "yes" and "no" say otherwise."""
+def test_colour_images_start_from_random_processes() -> None:
+    """By default nothing is released for them; "yes" and "no" override this."""
     colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
     for pictures, released in {"auto": [True, False], "yes": [True] * 2, "no": [False] * 2}.items():
         method = FedStats(ipc=1, pictures=pictures)
@@ -78,8 +77,8 @@ def test_in_colour_images_start_from_random_processes() -> None:
     assert not FedStats(ipc=1).releases_pictures(vectors)
 
 
-def test_means_and_covariance_by_numpy() -> None:
-    """Of classes of different sizes, whose counts come with the sums."""
+def test_means_and_covariance_equal_numpy() -> None:
+    """Classes have different sizes, and their counts come with the sums."""
     draws = np.random.default_rng(0)
     x = draws.random((60, 1, 8, 8)).astype(np.float32)
     labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
@@ -94,7 +93,7 @@ def test_means_and_covariance_by_numpy() -> None:
 
 
 def test_directions_below_the_noise_are_dropped() -> None:
-    """Noise alone leaves but a few of 65."""
+    """Pure noise leaves a few of 65 directions."""
     draws = torch.Generator().manual_seed(0)
     noise = torch.randn(pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
     actual = PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
@@ -103,20 +102,20 @@ def test_directions_below_the_noise_are_dropped() -> None:
     assert PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
 
 
-def test_images_are_drawn_about_their_class_s_mean() -> None:
+def test_images_are_drawn_around_class_means() -> None:
     means = torch.eye(64, dtype=torch.float64)[:10]
     roots = 0.05 * torch.ones(64, 1, dtype=torch.float64)
     moments = PixelMoments(means, roots)
-    made = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
-    assert made.shape == (10, 50, 1, 8, 8)
-    assert float(made.min()) >= 0
-    assert float(made.max()) <= 1
-    assert made.flatten(2).mean(dim=1).argmax(dim=1).tolist() == list(range(10))
-    assert float(made[:, -10:].std(dim=1).mean()) > float(made[:, :10].std(dim=1).mean())
+    images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
+    assert images.shape == (10, 50, 1, 8, 8)
+    assert float(images.min()) >= 0
+    assert float(images.max()) <= 1
+    assert images.flatten(2).mean(dim=1).argmax(dim=1).tolist() == list(range(10))
+    assert float(images[:, -10:].std(dim=1).mean()) > float(images[:, :10].std(dim=1).mean())
 
 
-def test_a_step_makes_a_part_of_the_last_move_again() -> None:
-    """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), by hand, with the pace that noise allows."""
+def test_steps_have_momentum() -> None:
+    """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), at the rate that noise allows."""
     method = FedStats(features="pixels", second_moments="no", momentum=0.25)
     settings_of_run = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
     rate = method.rate(context(3, **settings_of_run))
@@ -138,13 +137,12 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
-    """The noise of a logit after all steps, drawn: about what the setting says, for few records and
-    many, with every client's own noise and with shares of it."""
+def test_rate_gives_the_intended_logit_noise(aggregation: str) -> None:
+    """Simulates a logit's noise after all steps, with noise of every client and with shares of it."""
     method = FedStats(features="pixels", second_moments="no", aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=5.0)
     plans = method.release_plans(privacy, context(rounds=12, clients=4))
-    noise = {one.name: 5.0 * one.relative_noise_multiplier * one.clip for one in plans}
+    noise = {plan.name: 5.0 * plan.relative_noise_multiplier * plan.clip for plan in plans}
     rate = method.rate(context(rounds=12, clients=4, sigma=5.0, noise=noise))
     shares = 3 if aggregation == "secure" else 1
     noise_std = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)
@@ -157,8 +155,8 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
 
 
 @given(COUNTS, st.floats(0, 0.95))
-def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> None:
-    """Of gradients that are all 1, step by step."""
+def test_total_weight_counts_constant_gradients(steps: int, momentum: float) -> None:
+    """Adds gradients of 1 step by step."""
     velocity = weight = 0.0
     for _ in range(steps):
         velocity = momentum * velocity + 1.0
@@ -167,18 +165,18 @@ def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> 
 
 
 @given(st.floats(1e-6, 1.0), COUNTS, st.floats(0.01, 10), st.floats(0, 0.9))
-def test_steps_go_as_far_as_noise_allows_or_as_they_can(
+def test_step_rate_is_limited_by_noise_or_maximum(
     noise: float, steps: int, logit_noise: float, momentum: float
 ) -> None:
     rate = step_rate(noise, steps, logit_noise, 200.0, momentum)
-    far = rate * total_weight(steps, momentum)
+    distance = rate * total_weight(steps, momentum)
     assert rate <= 200.0
-    assert far <= logit_noise / noise * (1 + 1e-9)
-    short = far < logit_noise / noise * (1 - 1e-9)
+    assert distance <= logit_noise / noise * (1 + 1e-9)
+    short = distance < logit_noise / noise * (1 - 1e-9)
     assert not short or rate == 200.0
 
 
-def test_without_noise_steps_are_the_longest() -> None:
+def test_step_rate_without_noise_is_the_maximum() -> None:
     assert step_rate(0.0, 16, 0.6, 100.0, 0.5) == 100.0
 
 
@@ -186,13 +184,13 @@ WHITE = FedStats(features="scattering", whitening="yes")
 PRIVATE = PrivacySettings(noise_multiplier=1.0)
 
 
-def test_the_signal_is_that_of_white_examples() -> None:
-    """±√d·axes of a block each, whose channels and cells are white: written out."""
+def test_white_signal_equals_white_examples() -> None:
+    """Examples are ±√d·axes of a block each, whose channels and cells are white."""
     blocks = ((3, 2), (4, 2))
     axes = np.eye(14)
     z = 2**-0.5 * np.stack([axes[i] + axes[6 + j] for i in range(6) for j in range(8)])
-    made = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
-    assert float(made.norm()) / len(z) == pytest.approx(white_signal(blocks))
+    sums = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
+    assert float(sums.norm()) / len(z) == pytest.approx(white_signal(blocks))
 
 
 BLOCKS = ((3, 2),)
@@ -200,12 +198,12 @@ MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1
 
 
 def pool_of(z_Nd: np.ndarray, noise_std: float) -> Pool:
-    made = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
-    return Pool(made, noise_std, len(z_Nd))
+    sums = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
+    return Pool(sums, noise_std, len(z_Nd))
 
 
-def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
-    """By NumPy, of examples about a mean that is not 0, without noise."""
+def test_roots_are_covariance_powers_of_equal_trace() -> None:
+    """Compares NumPy on examples with a mean other than 0, without noise."""
     rng = np.random.default_rng(0)
     spread = np.array([1.0, 0.3, 0.1])[:, None] * np.array([1.0, 0.5])
     Z = 0.3 + 0.3 * spread * rng.normal(size=(400, 3, 2))
@@ -223,9 +221,9 @@ def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
         np.testing.assert_allclose(actual[name], root, rtol=1e-4, atol=1e-5)
 
 
-def test_the_centre_s_own_noise_is_taken_off() -> None:
-    """A noisy centre's outer product is spread over all directions, and must not make them look
-    flatter than they are: told its deviation, roots are nearer those by the true centre."""
+def test_noise_of_the_centre_is_subtracted() -> None:
+    """A noisy centre's outer product flattens the covariance. With its deviation, roots are nearer
+    those of the true centre."""
     rng = np.random.default_rng(1)
     spread = np.array([1.0, 0.5, 0.3])[:, None] * np.array([1.0, 0.5])
     z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
@@ -243,12 +241,12 @@ def test_the_centre_s_own_noise_is_taken_off() -> None:
     assert misses[0] < 0.75 * misses[1]
 
 
-def test_drowned_covariances_change_next_to_nothing() -> None:
-    """Of the sizes that maps have, where noise is all there is: single eigenvalues are above the
-    noise's edge by chance, by up to a quarter. Catches: a trace of both signs in the scale."""
+def test_noisy_covariances_give_roots_near_identity() -> None:
+    """Single eigenvalues of pure noise exceed the edge by up to a quarter by chance. Regression: a
+    trace of both signs in the scale."""
     draws = torch.Generator().manual_seed(0)
     for size in (3, 9, 41, 98):
-        for signal in (0.0, 3.0):  # one direction that can just be seen
+        for signal in (0.0, 3.0):  # one direction just above the noise
             for _ in range(50):
                 noise = torch.randn(size, size, generator=draws, dtype=torch.float64)
                 noise = (noise.triu() + noise.triu(1).T) * 0.5**0.5
@@ -259,24 +257,24 @@ def test_drowned_covariances_change_next_to_nothing() -> None:
                 assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
 
 
-def test_a_model_s_vectors_are_turned_block_by_block() -> None:
-    """T of a model's buffers is channels·Z·cells, before the clip."""
+def test_embedding_transforms_vectors_by_blocks() -> None:
+    """The embedding is channels·Z·cells, before the clip."""
     rng = np.random.default_rng(3)
     Z = 0.05 * rng.normal(size=(4, 3, 2))
-    left = rng.normal(size=(3, 3))
-    right = rng.normal(size=(2, 2))
+    channel_root = rng.normal(size=(3, 3))
+    cell_root = rng.normal(size=(2, 2))
     parameters = {
         "centre": torch.zeros(6, dtype=torch.float64),
-        "channels_root_0": torch.from_numpy(left),
-        "cells_root_0": torch.from_numpy(right),
+        "channels_root_0": torch.from_numpy(channel_root),
+        "cells_root_0": torch.from_numpy(cell_root),
     }
     actual = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
-    expected = (left @ Z @ right).reshape(4, 6)
+    expected = (channel_root @ Z @ cell_root).reshape(4, 6)
     expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
     np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
-def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
+def test_only_private_runs_whiten() -> None:
     names = root_names(WHITE.map_of(SPEC).blocks)
     for privacy in (None, PrivacySettings(epsilon=8.0)):
         parts = PartitionSettings("iid", clients=2)
@@ -287,7 +285,7 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
     assert result.accuracy > 0.7
 
 
-def test_which_features_are_whitened_is_public() -> None:
+def test_whitening_depends_on_public_shapes() -> None:
     shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
     specs = [
         replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
@@ -304,8 +302,10 @@ def test_which_features_are_whitened_is_public() -> None:
         FedStats(whitening="yes", features="pixels").whitens(SPEC)
     with pytest.raises(SettingError, match="covariance_share"):
         FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
-    unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
+    automatic = FedStats(
+        covariance_share=0.89, moment_share=0.1
+    )  # "auto" is resolved with the data set
     larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
     ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
     with pytest.raises(SettingError, match="covariance_share"):
-        unsaid.release_plans(PRIVATE, ctx)
+        automatic.release_plans(PRIVATE, ctx)

@@ -1,5 +1,4 @@
-"""FedSum: its numbers beside NumPy's, sums that add up for any partition, and what a private round
-releases."""
+"""FedSum: rounds against NumPy, sums over any partition, and private releases."""
 
 from __future__ import annotations
 
@@ -62,21 +61,23 @@ def linear() -> nn.Module:
     return build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0)
 
 
-def start(ctx: RoundContext) -> CondensedState:
+def initial_state(ctx: RoundContext) -> CondensedState:
     return CondensedState(ctx.architecture.state_dict())
 
 
 def uploads(
     method: FedSum, ctx: RoundContext, images: ImageData, parts: Sequence[Tensor]
 ) -> dict[int, NetworkSums]:
-    """Of open clients with these records, in one group."""
+    """Returns the uploads of open clients with these records, in one group."""
     clients = ExactClientView(range(len(parts)), images, parts)
-    results = method.client_step(method.broadcast(start(ctx), ctx), clients, [{}] * len(parts), ctx)
-    return {k: sent for k, (sent, _) in enumerate(results)}
+    results = method.client_step(
+        method.broadcast(initial_state(ctx), ctx), clients, [{}] * len(parts), ctx
+    )
+    return {k: upload for k, (upload, _) in enumerate(results)}
 
 
-def test_one_round_is_numpys() -> None:
-    """Softmax regression, whose features are [x; b·(Wx + c)]: sums, pooled means, and two steps of
+def test_one_round_equals_numpy() -> None:
+    """Softmax regression has features [x; b·(Wx + c)]. Checks sums, pooled means, and two steps of
     the images, by networks that alternate."""
     b, lr, ipc = 0.5, 0.3, 2
     method = FedSum(
@@ -86,7 +87,7 @@ def test_one_round_is_numpys() -> None:
     images = data()
     parts = [torch.arange(13), torch.arange(13, 60)]
     upload = uploads(method, ctx, images, parts)
-    state = method.server_step(start(ctx), upload, ctx)
+    state = method.server_step(initial_state(ctx), upload, ctx)
 
     drawn = perturbed(ctx.architecture, 1.0, "sphere", ctx)
     maps = []
@@ -96,14 +97,14 @@ def test_one_round_is_numpys() -> None:
         maps.append((np.vstack([np.eye(64), b * W]), np.concatenate([np.zeros(64), b * c])))
     x = ExactClientView([0], images, [torch.arange(60)]).images(torch.arange(60)).flatten(1).numpy()
     y = images.labels.numpy()
-    S = method.broadcast(start(ctx), ctx).images.view(10, ipc, 64).numpy().copy()
+    S = method.broadcast(initial_state(ctx), ctx).images.view(10, ipc, 64).numpy().copy()
     targets = []
     for m, (A, a) in enumerate(maps):
         centre = S.mean(1) @ A.T + a
-        apart = x @ A.T + a - centre[y]
+        deviations = x @ A.T + a - centre[y]
         for k, part in enumerate(parts):
-            mine = np.isin(np.arange(60), part.numpy())
-            expected = np.stack([apart[mine & (y == c)].sum(0) for c in range(10)])
+            member = np.isin(np.arange(60), part.numpy())
+            expected = np.stack([deviations[member & (y == c)].sum(0) for c in range(10)])
             np.testing.assert_allclose(upload[k].sums[m].numpy(), expected, atol=2e-4)
         targets.append(np.stack([(x @ A.T + a)[y == c].mean(0) for c in range(10)]))
     assert upload[0].counts.tolist() == np.bincount(y[:13], minlength=10).tolist()
@@ -115,34 +116,34 @@ def test_one_round_is_numpys() -> None:
 
 @given(owners=st.lists(st.integers(0, 4), min_size=60, max_size=60))
 @settings(max_examples=10, deadline=None)
-def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
-    """To 1e-6, whoever has which example, clients without any among them."""
-    method, ctx, who = FedSum(**TINY), context(), torch.tensor(owners)
-    parts = [torch.nonzero(who == k).flatten() for k in range(5)]
-    each = uploads(method, ctx, data(), parts)
-    pooled = summed(each)
+def test_client_sums_equal_pooled_sums(owners: list[int]) -> None:
+    """Any partition agrees to 1e-6, also with empty clients."""
+    method, ctx, owner = FedSum(**TINY), context(), torch.tensor(owners)
+    parts = [torch.nonzero(owner == k).flatten() for k in range(5)]
+    client_sums = uploads(method, ctx, data(), parts)
+    pooled = summed(client_sums)
     separate = summed(uploads(method, ctx, data(), [torch.arange(60)]))
     assert torch.equal(pooled.counts, separate.counts)
     assert float((pooled.sums - separate.sums).norm()) < 1e-6 * float(separate.sums.norm())
-    assert each[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
+    assert client_sums[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
 
 
 @pytest.mark.parametrize(
     ("perturbation", "augment"), [("sphere", "none"), ("ball", "siamese"), ("fresh", "siamese")]
 )
-def test_server_and_clients_look_through_the_same_networks(perturbation: str, augment: str) -> None:
-    """Real images that are S themselves have sums of zero about S, in every network."""
+def test_server_and_clients_use_the_same_networks(perturbation: str, augment: str) -> None:
+    """Real images equal to S have sums of zero about S in every network."""
     method, ctx = FedSum(**TINY, perturbation=perturbation, augment=augment), context()
     clients = ExactClientView([0], digits(np.repeat(np.arange(10), 2)), [torch.arange(20)])
     pixels = clients.images(torch.arange(20))
-    state = replace(start(ctx), images=pixels, condensed=torch.ones(10, dtype=torch.bool))
+    state = replace(initial_state(ctx), images=pixels, condensed=torch.ones(10, dtype=torch.bool))
     (upload,) = client_uploads(method, ctx, clients, state=state)
     assert upload.sums.abs().max() < 1e-4
-    after = method.server_step(state, {0: upload}, ctx)
-    torch.testing.assert_close(after.images, pixels, atol=1e-3, rtol=0)
+    new_state = method.server_step(state, {0: upload}, ctx)
+    torch.testing.assert_close(new_state.images, pixels, atol=1e-3, rtol=0)
 
 
-def test_without_noise_and_clipping_private_sums_are_the_open_ones() -> None:
+def test_noiseless_private_sums_equal_open_sums() -> None:
     method, ctx = FedSum(**TINY), context(PrivacySettings(noise_multiplier=1e-12, clip=1e6))
     (upload,) = client_uploads(method, ctx, private_clients(method, ctx, data()))
     exact = uploads(method, context(), data(), [torch.arange(60)])[0]
@@ -150,10 +151,10 @@ def test_without_noise_and_clipping_private_sums_are_the_open_ones() -> None:
     torch.testing.assert_close(upload.counts, exact.counts, atol=1e-4, rtol=0)
 
 
-def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
+def test_round_charges_exactly_its_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """μ² = M/σ² + M/(count_noise·σ)²; ε is that of one Gaussian with this μ."""
+    """μ² = M/σ² + M/(count_noise·σ)², and ε equals one Gaussian's with this μ."""
     method, sigma, ledger = FedSum(**TINY, count_noise=2.0), 3.0, Ledger("0")
     ctx = context(PrivacySettings(noise_multiplier=sigma))
     released: list[float] = []
@@ -171,15 +172,15 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
     assert (counts.steps, counts.dimension, counts.sensitivity) == (1, 10, 1.0)
     assert released == [sigma * sums.sensitivity] * 3 + [pytest.approx(2 * sigma / sqrt(3))]
     mu = sqrt(3 / sigma**2 + 3 / (2 * sigma) ** 2)
-    one = Release(1, "all", "gaussian", "x", 1 / mu, 1.0, 1.0, "full", 1, 1)
-    assert epsilon(ledger.releases, 1e-5) == pytest.approx(epsilon([one], 1e-5), rel=1e-3)
+    combined = Release(1, "all", "gaussian", "x", 1 / mu, 1.0, 1.0, "full", 1, 1)
+    assert epsilon(ledger.releases, 1e-5) == pytest.approx(epsilon([combined], 1e-5), rel=1e-3)
 
 
 def released_sums(
     method: Any, images: ImageData, part: Sequence[int], clip: float
 ) -> list[tuple[Tensor, bool]]:
-    """What goes into the noise of one client's step on these records: each network's sums
-    [classes, D], and the counts [classes]; and which they are."""
+    """Returns a client's sums before noise: each network's [classes, D] and the counts [classes],
+    with a flag for counts."""
     sums: list[tuple[Tensor, bool]] = []
 
     class Spy(GaussianSumMechanism):
@@ -206,17 +207,15 @@ SUMMING = (
 @pytest.mark.parametrize("method", SUMMING, ids=lambda method: method.name)
 @given(extra=st.integers(0, 2), label=st.integers(0, 9), records=st.integers(0, 12))
 @settings(max_examples=10, deadline=None)
-def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
-    method: Any, extra: int, label: int, records: int
-) -> None:
-    """On D and D + x, x black, white or noise, of FedSum and FedDM's mechanism `features`: one
-    class's sum moves, by at most the clip (here: all of it), and one count, by one."""
+def test_sensitivity_of_sums_and_counts(method: Any, extra: int, label: int, records: int) -> None:
+    """Compares D and D + x (x black, white or noise): one class's sum moves by at most the clip
+    (here by all of it), and one count by one."""
     images, clip = digits([*(np.arange(12) % 10), label], HOSTILE[extra]), 0.05
-    before = released_sums(method, images, range(records), clip)
-    after = released_sums(method, images, [*range(records), 12], clip)
-    assert sorted(counts for _, counts in after) == [False] * method.networks + [True]
-    for (one, counts), (other, _) in zip(before, after, strict=True):
-        moved = other - one
+    sums_D = released_sums(method, images, range(records), clip)
+    sums_Dx = released_sums(method, images, [*range(records), 12], clip)
+    assert sorted(counts for _, counts in sums_Dx) == [False] * method.networks + [True]
+    for (sum_D, counts), (sum_Dx, _) in zip(sums_D, sums_Dx, strict=True):
+        moved = sum_Dx - sum_D
         if counts:
             assert moved.flatten().tolist() == [float(c == label) for c in range(10)]
         else:
@@ -224,7 +223,7 @@ def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
             assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
 
 
-def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
+def test_classes_below_the_noise_floor_are_excluded() -> None:
     """The floor is two deviations of the sum of K clients' noise."""
     method, noise_std, k = FedSum(**TINY), 4.0, 9
     noise = {COUNTS: noise_std, IMAGES: 1.0}
@@ -232,25 +231,27 @@ def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
     floor = 2 * noise_std * sqrt(k)
     counts = torch.zeros(10)
     counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
-    some = {i: NetworkSums(torch.zeros(3, 10, WIDTH), counts) for i in range(k)}
-    state = method.server_step(start(ctx), some, ctx)
+    client_sums = {i: NetworkSums(torch.zeros(3, 10, WIDTH), counts) for i in range(k)}
+    state = method.server_step(initial_state(ctx), client_sums, ctx)
     assert state.condensed.tolist() == [True] + [False] * 9
-    made = method.synthetic(state, ctx)
-    assert made is not None
-    assert made[1].tolist() == [0, 0]
-    before = method.broadcast(start(ctx), ctx).images
-    assert torch.equal(state.images[2:], before[2:])  # what nobody has stays as it was
+    synthetic = method.synthetic(state, ctx)
+    assert synthetic is not None
+    assert synthetic[1].tolist() == [0, 0]
+    start_images = method.broadcast(initial_state(ctx), ctx).images
+    assert torch.equal(
+        state.images[2:], start_images[2:]
+    )  # images of missing classes are unchanged
     assert method.facts(state, ctx) == {"condensed_classes": 1}
 
 
-def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
-    """Each adds 1/√H of what is charged."""
-    sigma, own = 3.0, FedSum(**TINY)
+def test_secure_aggregation_shares_noise_of_honest_clients() -> None:
+    """Each client adds 1/√H of the charged noise."""
+    sigma, open_method = 3.0, FedSum(**TINY)
     privacy = PrivacySettings(noise_multiplier=sigma)
     ctx = context(privacy, clients=5, noise={COUNTS: 7.0})
-    plain = [plan.release(1, sigma) for plan in own.release_plans(privacy, ctx)]
+    plain = [plan.release(1, sigma) for plan in open_method.release_plans(privacy, ctx)]
     for honest, shares in ((0, 4), (3, 3)):
-        method = replace(own, aggregation="secure", honest=honest)
+        method = replace(open_method, aggregation="secure", honest=honest)
         plans = method.release_plans(privacy, ctx)
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
@@ -259,17 +260,17 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         expected = sigma * plans[0].clip / sqrt(shares)
         assert allowance.take(IMAGES).noise_std == pytest.approx(expected)
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
-    method = replace(own, aggregation="secure")
-    some = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(5)}
-    few = {k: some[k] for k in range(4)}
-    assert method.server_step(start(ctx), few, ctx).images is None
-    assert method.server_step(start(ctx), some, ctx).images is not None
+    method = replace(open_method, aggregation="secure")
+    client_sums = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(5)}
+    too_few = {k: client_sums[k] for k in range(4)}
+    assert method.server_step(initial_state(ctx), too_few, ctx).images is None
+    assert method.server_step(initial_state(ctx), client_sums, ctx).images is not None
     with pytest.raises(SettingError, match="honest"):
         replace(method, honest=5).release_plans(privacy, ctx)
 
 
 def test_shared_noise_needs_more_participants_than_shares() -> None:
-    """Two of four take part: noise of three, or of two, is never whole."""
+    """Two of four clients take part, too few for complete noise of two or three."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"method": "fedsum", "rounds": 1, "participation": 0.5},
         "model": {"width": 4, "depth": 2},
@@ -286,9 +287,9 @@ def test_shared_noise_needs_more_participants_than_shares() -> None:
     assert {row["shares"] for row in rows} == {2}
 
 
-def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
+def test_malformed_requests_and_batch_norm_are_refused() -> None:
     method, ctx = FedSum(**TINY), context()
-    request = method.broadcast(start(ctx), ctx)
+    request = method.broadcast(initial_state(ctx), ctx)
     method.check_request(request, ctx)
     with pytest.raises(RequestRefusedError, match="images"):
         method.check_request(replace(request, images=request.images[:-1]), ctx)
@@ -298,11 +299,13 @@ def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
 
 
 @pytest.mark.parametrize("start_from", ["noise", "random-process"])
-def test_start_images_are_public_and_of_the_seed(start_from: str) -> None:
+def test_start_images_depend_only_on_the_seed(start_from: str) -> None:
     method, ctx, other = FedSum(**TINY, start=start_from), context(), context(seed=1)
-    made = method.broadcast(start(ctx), ctx).images
-    assert torch.equal(made, method.broadcast(start(ctx), ctx).images)
-    assert not torch.equal(made, method.broadcast(start(other), other).images)
-    kept = replace(start(ctx), images=made + 1, condensed=torch.ones(10, dtype=torch.bool))
-    assert torch.equal(method.broadcast(kept, ctx).images, made + 1)
-    assert torch.equal(replace(method, restart=True).broadcast(kept, ctx).images, made)
+    images = method.broadcast(initial_state(ctx), ctx).images
+    assert torch.equal(images, method.broadcast(initial_state(ctx), ctx).images)
+    assert not torch.equal(images, method.broadcast(initial_state(other), other).images)
+    later_state = replace(
+        initial_state(ctx), images=images + 1, condensed=torch.ones(10, dtype=torch.bool)
+    )
+    assert torch.equal(method.broadcast(later_state, ctx).images, images + 1)
+    assert torch.equal(replace(method, restart=True).broadcast(later_state, ctx).images, images)

@@ -1,5 +1,5 @@
-"""All methods with local training: groups of clients, rounds without counted clients, private
-clients' penalties."""
+"""Methods with local training: groups of clients, rounds without counted clients, penalties of
+private clients."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def vectors(uploads: list[Any]) -> list[Tensor]:
     return [torch.cat([value.flatten() for value in u.parameters.values()]) for u in uploads]
 
 
-def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memory(
+def test_dense_networks_train_in_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches: a penalty that is no `Pull` any more, so that a method falls back, unseen, to one
-    client after another; and groups of such clients with all their models in memory."""
+    """A broken version would train one client after another, since a penalty is no `Pull`, or keep
+    the models of a whole group in memory."""
     passes: list[int] = []
 
     def spy(learners: Sequence[Learner], *rest: Any) -> None:
@@ -83,15 +83,15 @@ def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memo
             assert cls().client_bytes(context(privacy=private)) is None
     assert FedAvg().client_bytes(context(network=convnet())) is None
     assert FedAvg().client_bytes(context(client_architectures=(LINEAR,) * 5)) is None
-    most = 2**15 // 64
-    assert FedAvg(batch=most).client_bytes(context()) is not None
-    assert FedAvg(batch=most + 1).client_bytes(context()) is None
+    largest_batch = 2**15 // 64
+    assert FedAvg(batch=largest_batch).client_bytes(context()) is not None
+    assert FedAvg(batch=largest_batch + 1).client_bytes(context()) is None
 
 
 @pytest.mark.parametrize(
     "kind", [FedAvg, FedAvgM, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen, FedProx]
 )
-def test_a_round_without_counted_clients_changes_nothing(kind: Any) -> None:
+def test_rounds_without_counted_clients_change_nothing(kind: Any) -> None:
     method = kind(**LOCAL)
     server, memories = Server(method, LINEAR.state_dict()), dict[int, Any]()
     for number in (1, 2):
@@ -103,11 +103,10 @@ def test_a_round_without_counted_clients_changes_nothing(kind: Any) -> None:
     assert all(torch.equal(new[name], value) for name, value in old.items())
 
 
-def test_local_steps_are_the_same_for_every_client() -> None:
-    """Whatever their sizes; and a client without an example takes none, and keeps SCAFFOLD's
-    control."""
-    three = {**LOCAL, "local_steps": 3}
-    assert [u.norm for u in client_uploads(FedNova(**three), context(), group())] == [3.0] * 5
+def test_local_steps_are_equal_for_all_clients() -> None:
+    """Sizes do not matter; a client without examples takes no step and keeps SCAFFOLD's control."""
+    settings = {**LOCAL, "local_steps": 3}
+    assert [u.norm for u in client_uploads(FedNova(**settings), context(), group())] == [3.0] * 5
     one_step = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
     clients, net = group(1), context().load(LINEAR.state_dict())
     (uploaded,) = vectors(client_uploads(one_step, context(clients=1), clients))
@@ -116,15 +115,15 @@ def test_local_steps_are_the_same_for_every_client() -> None:
     torch.testing.assert_close(uploaded, expected.detach(), atol=1e-6, rtol=1e-5)
     control = {name: torch.ones_like(value) for name, value in LINEAR.state_dict().items()}
     empty = ExactClientView((0,), data(), [torch.arange(0)])
-    scaffold = Scaffold(**three)
+    scaffold = Scaffold(**settings)
     message = scaffold.broadcast(scaffold.initial_state(LINEAR.state_dict()), context())
-    ((nothing, memory),) = scaffold.client_step(message, empty, [control], context(clients=1))
+    ((empty_upload, memory),) = scaffold.client_step(message, empty, [control], context(clients=1))
     assert all(torch.equal(memory[name], control[name]) for name in control)
-    assert nothing.weight == 0  # type: ignore[attr-defined]
+    assert empty_upload.weight == 0  # type: ignore[attr-defined]
 
 
-def test_a_large_q_does_not_overflow() -> None:
-    """Against the update's own formula, in numbers of 80 bits: F^q is 10^602 and more."""
+def test_large_q_does_not_overflow() -> None:
+    """Compares the formula in numbers of 80 bits: F^q is at least 10^602."""
     q, start = 1000.0, dict(LINEAR.state_dict())
     uploads = {
         k: FairModel({n: v + 0.01 * (k + 1) for n, v in start.items()}, 1, 4 + k / 100)
@@ -140,8 +139,8 @@ def test_a_large_q_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("kind", [Scaffold, FedDyn])
-def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> None:
-    """Catches: one client's penalty for all."""
+def test_private_clients_have_separate_penalties(kind: type[TrainsLocally]) -> None:
+    """A broken version would apply one client's penalty to all."""
     method = kind(**LOCAL)
     exact = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)
     ctx = context(clients=3, privacy=exact)
@@ -155,13 +154,13 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
     clients = private_clients(method, ctx, data(), PARTS[:3])
     together = vectors(client_uploads(method, ctx, clients, memories))
     for k in range(3):
-        alone = private_clients(method, ctx, data(), [PARTS[k]])
-        (single,) = vectors(client_uploads(method, ctx, alone, [memories[k]]))
+        single_client = private_clients(method, ctx, data(), [PARTS[k]])
+        (single,) = vectors(client_uploads(method, ctx, single_client, [memories[k]]))
         torch.testing.assert_close(together[k], single, atol=1e-4, rtol=1e-4)
     assert float((together[0] - together[2]).norm()) > 0.1
 
 
-def test_a_model_that_stays_with_its_client_is_checked_too() -> None:
+def test_divergence_of_personal_models_is_detected() -> None:
     run = {"run": {"method": "solo", "rounds": 1}, "model": {"name": "linear"}}
     with pytest.raises(DivergedError, match="client 0"):
         simulate(resolve({**run, "method": {"lr": 1e38, "local_epochs": 3}}))

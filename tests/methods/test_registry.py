@@ -1,6 +1,4 @@
-"""The registry is the one list of methods: names, `import fedsynth`, type checkers and presets
-follow it.
-"""
+"""The registry lists all methods; names, `import fedsynth`, type checkers and presets follow it."""
 
 from __future__ import annotations
 
@@ -19,10 +17,8 @@ PACKAGE = Path(fedsynth.__file__).parent
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_names_are_the_classes_own(name: str) -> None:
-    """Catches: a class whose `name` is not what the registry makes of it, or a line for another
-    module.
-    """
+def test_registered_names_match_the_classes(name: str) -> None:
+    """A broken registry would have another `name` than the class, or another module."""
     cls = method_class(name)
     assert cls.name == name == name_of(cls.__name__)
     assert issubclass(cls, Method)
@@ -31,29 +27,28 @@ def test_the_names_are_the_classes_own(name: str) -> None:
     assert cls.__name__ in fedsynth.__all__
 
 
-def test_every_method_in_the_package_is_registered() -> None:
-    """Catches: a new file without its line."""
+def test_all_methods_are_registered() -> None:
     files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "registry"}
     assert {module.rpartition(".")[2] for module in CLASSES.values()} == files
 
 
-def test_what_is_offered_is_what_type_checkers_see(tmp_path: Path) -> None:
-    """`homes` reads the same statements that a type checker follows, and nothing else."""
+def test_exports_equal_the_names_of_type_checkers(tmp_path: Path) -> None:
+    """`exported_names` reads only the statements that a type checker follows."""
     file = tmp_path / "some.py"
     file.write_text(
         "import os as os\nfrom a import B\nfrom c.d import E as E\nfrom f import G as H\n"
         "if True:\n    from i import J as J, k as k\nfrom . import L as L\n"
     )
     assert exported_names(file) == {"E": "c.d", "J": "i", "k": "i"}
-    offered = exported_names(PACKAGE / "__init__.py")
-    assert set(fedsynth.__all__) == set(offered) | set(CLASSES)
-    assert {"RunSettings", "simulate", "__version__"} <= set(offered)
+    exports = exported_names(PACKAGE / "__init__.py")
+    assert set(fedsynth.__all__) == set(exports) | set(CLASSES)
+    assert {"RunSettings", "simulate", "__version__"} <= set(exports)
     for name in fedsynth.__all__:
         assert getattr(fedsynth, name) is not None
 
 
-def test_presets_add_to_those_of_the_bases() -> None:
-    """Catches: a preset of a method's own that takes the digits' batch away from it."""
+def test_presets_extend_those_of_base_classes() -> None:
+    """A broken version would lose the digits' batch where a method has a preset."""
     for name, expected in (
         ("fedkf", {"lr": 0.2, "batch": 32}),
         ("feddf", {"server_steps": 300, "local_epochs": 20, "batch": 32}),
@@ -95,7 +90,7 @@ PAPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_defaults_are_the_papers(name: str) -> None:
-    """A change here is a change of the method."""
+def test_defaults_equal_the_papers(name: str) -> None:
+    """A changed default changes the method."""
     method = method_class(name)()
     assert {setting: getattr(method, setting) for setting in PAPERS[name]} == PAPERS[name]

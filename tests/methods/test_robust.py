@@ -1,7 +1,5 @@
-"""Robust aggregation: each rule against a few lines of NumPy, what liars can move, and who refuses.
-
-Plain averaging is here too: what it holds beside the uploads.
-"""
+"""Robust aggregation: rules against NumPy, the influence of malicious clients, refusals, and the
+memory of averaging."""
 
 from __future__ import annotations
 
@@ -50,10 +48,10 @@ def network_with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def uploads_of(network: nn.Module, count: int, seed: int = 0) -> dict[int, ModelParameters]:
-    """Networks near this one, as clients send them, with weights that no rule may look at."""
+def random_uploads(network: nn.Module, count: int, seed: int = 0) -> dict[int, ModelParameters]:
+    """Returns clients' networks near this one, with weights that rules must ignore."""
     draws = torch.Generator().manual_seed(seed)
-    made = {}
+    uploads = {}
     for client in range(count):
         parameters = {
             name: value + torch.randn(value.shape, generator=draws)
@@ -61,12 +59,12 @@ def uploads_of(network: nn.Module, count: int, seed: int = 0) -> dict[int, Model
             else value + 10 * (client + 1)
             for name, value in network.state_dict().items()
         }
-        made[client] = ModelParameters(parameters, 10.0**client)
-    return made
+        uploads[client] = ModelParameters(parameters, 10.0**client)
+    return uploads
 
 
-def oracle(rule: str, rows: FloatArray, center: FloatArray, percent: int) -> FloatArray:
-    """Of rows [m, P]; `clip` is of their norms about `center`, the others by coordinates."""
+def expected_aggregate(rule: str, rows: FloatArray, center: FloatArray, percent: int) -> FloatArray:
+    """Aggregates rows [m, P]: `clip` by their norms about `center`, other rules by coordinates."""
     if rule == "median":
         return np.asarray(np.median(rows, axis=0))
     if rule == "trimmed":
@@ -80,9 +78,9 @@ def oracle(rule: str, rows: FloatArray, center: FloatArray, percent: int) -> Flo
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 49))
-def test_the_rules_are_numpys(count: int, seed: int, percent: int) -> None:
+def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
     network = network_with_batch_norm()
-    sent = uploads_of(network, count, seed)
+    uploads = random_uploads(network, count, seed)
     trained = [name for name, _ in network.named_parameters()]
 
     def flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> FloatArray:
@@ -90,27 +88,27 @@ def test_the_rules_are_numpys(count: int, seed: int, percent: int) -> None:
 
     for rule in ("median", "trimmed", "clip"):
         context = context_with(rule, network, share=percent / 100)
-        made = robust_uploads(sent, network.state_dict(), context)
-        assert list(made) == list(sent)
-        assert all(u is made[0] for u in made.values())
-        assert made[0].weight == 1.0
-        of_buffers = "median" if rule == "clip" else rule
-        for names, kind in ((trained, rule), (["1.running_mean", "1.running_var"], of_buffers)):
-            rows = np.stack([flat(u.parameters, names) for u in sent.values()])
-            expected = oracle(kind, rows, flat(network.state_dict(), names), percent)
-            actual = flat(made[0].parameters, names)
+        aggregated = robust_uploads(uploads, network.state_dict(), context)
+        assert list(aggregated) == list(uploads)
+        assert all(u is aggregated[0] for u in aggregated.values())
+        assert aggregated[0].weight == 1.0
+        buffer_rule = "median" if rule == "clip" else rule
+        for names, kind in ((trained, rule), (["1.running_mean", "1.running_var"], buffer_rule)):
+            rows = np.stack([flat(u.parameters, names) for u in uploads.values()])
+            expected = expected_aggregate(kind, rows, flat(network.state_dict(), names), percent)
+            actual = flat(aggregated[0].parameters, names)
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-        assert int(made[0].parameters["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
+        assert int(aggregated[0].parameters["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
 
 
-def test_a_share_of_clients_that_is_whole_is_not_rounded_up() -> None:
+def test_exact_share_of_clients_is_not_rounded_up() -> None:
     """0.07 · 100 is 7.000000000000001, of which the ceiling would be 8."""
     network = nn.Linear(1, 1)
     rows = torch.arange(100.0).square()
-    sent = {k: ModelParameters({"weight": row.view(1, 1)}, 1.0) for k, row in enumerate(rows)}
+    uploads = {k: ModelParameters({"weight": row.view(1, 1)}, 1.0) for k, row in enumerate(rows)}
     context = context_with("trimmed", network, clients=100, share=0.07)
-    made = robust_uploads(sent, {"weight": torch.zeros(1, 1)}, context)
-    assert float(made[0].parameters["weight"]) == pytest.approx(float(rows[7:93].mean()))
+    aggregated = robust_uploads(uploads, {"weight": torch.zeros(1, 1)}, context)
+    assert float(aggregated[0].parameters["weight"]) == pytest.approx(float(rows[7:93].mean()))
 
 
 def test_sorting_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,58 +119,63 @@ def test_sorting_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
-def test_a_malicious_fifth_keeps_coordinates_in_the_honest_range(rule: str) -> None:
+def test_malicious_fifth_stays_within_the_honest_range(rule: str) -> None:
     network = network_with_batch_norm()
-    before = network.state_dict()
-    sent = uploads_of(network, 10)
-    honest = {k: u for k, u in sent.items() if k > 1}
+    start = network.state_dict()
+    uploads = random_uploads(network, 10)
+    honest = {k: u for k, u in uploads.items() if k > 1}
     for k in (0, 1):
-        lie = {n: v * -10000 for n, v in sent[k].parameters.items()}
-        sent[k] = replace(sent[k], parameters=lie, weight=1e9)
-    made = robust_uploads(sent, before, context_with(rule, network))[0].parameters
+        malicious = {n: v * -10000 for n, v in uploads[k].parameters.items()}
+        uploads[k] = replace(uploads[k], parameters=malicious, weight=1e9)
+    aggregated = robust_uploads(uploads, start, context_with(rule, network))[0].parameters
     trained = [name for name, _ in network.named_parameters()]
-    for name, value in made.items():
-        each = torch.stack([u.parameters[name] for u in honest.values()])
+    for name, value in aggregated.items():
+        honest_values = torch.stack([u.parameters[name] for u in honest.values()])
         if rule != "clip" or name not in trained:
-            assert bool(((each.amin(0) <= value) & (value <= each.amax(0))).all()), name
+            assert bool(
+                ((honest_values.amin(0) <= value) & (value <= honest_values.amax(0))).all()
+            ), name
 
     def moved(parameters: Mapping[str, Tensor]) -> float:
-        return sum(float((parameters[n] - before[n]).square().sum()) for n in trained)
+        return sum(float((parameters[n] - start[n]).square().sum()) for n in trained)
 
-    assert moved(made) <= max(moved(u.parameters) for u in honest.values())
+    assert moved(aggregated) <= max(moved(u.parameters) for u in honest.values())
 
 
-def test_what_else_is_sent_goes_by_the_rule_too() -> None:
-    """SCAFFOLD's controls around zero, FedNova's norms by their median; no weight is believed."""
+def test_rules_apply_to_all_parts_of_uploads() -> None:
+    """SCAFFOLD's controls are clipped around zero, FedNova's norms have the median; weights are
+    ignored."""
     network = nn.Linear(2, 1)
-    before = network.state_dict()
+    start = network.state_dict()
     control = [torch.full((1, 2), x) for x in (1.0, 2.0, 3.0, 4.0, 1e9)]
-    sent = {
-        k: ControlUp(before, 1.0, {"weight": c, "bias": torch.zeros(1)})
+    uploads = {
+        k: ControlUp(start, 1.0, {"weight": c, "bias": torch.zeros(1)})
         for k, c in enumerate(control)
     }
     context = context_with("median", network)
-    assert robust_uploads(sent, before, context)[4].control["weight"].tolist() == [[3.0, 3.0]]
-    state = Scaffold().server_step(ControlState(before), sent, context)
+    assert robust_uploads(uploads, start, context)[4].control["weight"].tolist() == [[3.0, 3.0]]
+    state = Scaffold().server_step(ControlState(start), uploads, context)
     assert isinstance(state, ControlState)
     assert state.control["weight"].tolist() == [[3.0, 3.0]]  # 5 of 5 clients: their rule's mean
-    norms = {k: NormalisedModel(before, 1.0, norm) for k, norm in enumerate((1.0, 2.0, 1e9))}
-    assert robust_uploads(norms, before, context)[0].norm == 2.0
+    norms = {k: NormalisedModel(start, 1.0, norm) for k, norm in enumerate((1.0, 2.0, 1e9))}
+    assert robust_uploads(norms, start, context)[0].norm == 2.0
 
 
-def test_the_average_of_all_last_models_goes_by_the_rule() -> None:
+def test_rules_apply_to_the_average_of_all_clients() -> None:
     network = nn.Linear(2, 1)
-    before = AveragingState(network.state_dict())
-    sent = uploads_of(network, 5)
-    sent[0] = replace(sent[0], parameters={n: v * 1e6 for n, v in sent[0].parameters.items()})
-    overall = update_cache(before, before, sent, context_with("median", network)).overall
+    state = AveragingState(network.state_dict())
+    uploads = random_uploads(network, 5)
+    uploads[0] = replace(
+        uploads[0], parameters={n: v * 1e6 for n, v in uploads[0].parameters.items()}
+    )
+    overall = update_cache(state, state, uploads, context_with("median", network)).overall
     for name, value in overall.items():
-        each = np.stack([u.parameters[name].double().numpy() for u in sent.values()])
-        np.testing.assert_allclose(value.numpy(), np.median(each, axis=0), rtol=1e-5)
+        values = np.stack([u.parameters[name].double().numpy() for u in uploads.values()])
+        np.testing.assert_allclose(value.numpy(), np.median(values, axis=0), rtol=1e-5)
 
 
-class _Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation makes."""
+class _LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,26 +190,26 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_averaging_holds_no_more_than_one_tensor_of_one_upload() -> None:
-    """Stacked, fifty uploads would make tensors of fifty times as many numbers."""
+def test_averaging_needs_memory_of_one_tensor() -> None:
+    """Stacking fifty uploads would need fifty times the memory."""
     network = nn.Linear(20, 10)
     network.register_buffer("batches", torch.tensor(3))
-    sent = {k: replace(u, weight=k + 1.0) for k, u in uploads_of(network, 50).items()}
-    with _Largest() as largest:
-        made = average(sent)
+    uploads = {k: replace(u, weight=k + 1.0) for k, u in random_uploads(network, 50).items()}
+    with _LargestTensor() as largest:
+        averaged = average(uploads)
     assert largest.bytes == 8 * 200  # in float64
-    assert made["batches"] == sent[0].parameters["batches"]
+    assert averaged["batches"] == uploads[0].parameters["batches"]
     shares = np.arange(1, 51) / np.arange(1, 51).sum()
-    each = np.stack([u.parameters["weight"].double().numpy() for u in sent.values()])
-    np.testing.assert_allclose(made["weight"], np.tensordot(shares, each, 1), rtol=1e-6)
+    values = np.stack([u.parameters["weight"].double().numpy() for u in uploads.values()])
+    np.testing.assert_allclose(averaged["weight"], np.tensordot(shares, values, 1), rtol=1e-6)
     start = AveragingState(network.state_dict())
-    with _Largest() as largest:
-        update_cache(start, start, sent, context_with("none", network, clients=50))
+    with _LargestTensor() as largest:
+        update_cache(start, start, uploads, context_with("none", network, clients=50))
     assert largest.bytes == 4 * 50 * 200  # the cache itself, in its precision
 
 
 @pytest.mark.parametrize("name", by_family(METHODS))
-def test_every_method_runs_with_a_rule_or_refuses_it(name: str) -> None:
+def test_methods_support_or_refuse_robust_rules(name: str) -> None:
     sections: dict[str, dict[str, Any]] = {
         "run": {"method": name, "rounds": 1, "robust": "clip"},
         "partition": {"clients": 3, "alpha": 10.0},
@@ -220,7 +223,7 @@ def test_every_method_runs_with_a_rule_or_refuses_it(name: str) -> None:
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
 
 
-def test_the_settings() -> None:
+def test_invalid_robust_settings_are_rejected() -> None:
     method = FedAvg()
     clients = PartitionSettings(clients=10)
     with pytest.raises(SettingError, match=r"run\.robust needs at least 3 clients.*got 2"):

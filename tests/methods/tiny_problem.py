@@ -71,7 +71,7 @@ def as_arrays(parameters: Any) -> dict[str, Array]:
     return {name: value.detach().cpu().double().numpy() for name, value in parameters.items()}
 
 
-class TwoLayerNetwork(nn.Module):
+class TwoLayers(nn.Module):
     """z = A x (optionally after batch norm of x), logits = W z + b, with fixed weights."""
 
     def __init__(self, norm: bool = False) -> None:
@@ -91,13 +91,13 @@ class TwoLayerNetwork(nn.Module):
         return logits
 
 
-def flatten_parameters(parameters: dict[str, Array]) -> Array:
-    """Returns [24]: A, W and b of `TwoLayerNetwork`."""
+def flat_weights(parameters: dict[str, Array]) -> Array:
+    """Returns [24]: A, W and b of `TwoLayers`."""
     names = ("body.weight", "classifier.weight", "classifier.bias")
     return np.concatenate([parameters[name].ravel() for name in names])
 
 
-START = flatten_parameters(as_arrays(TwoLayerNetwork().state_dict()))
+START = flat_weights(as_arrays(TwoLayers().state_dict()))
 
 
 def embeddings(w: Array, x: Array) -> Array:
