@@ -35,6 +35,7 @@ SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) mu
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
 SLACK_PER_STEP = 2e-16  # the same for each step: the FFT's error grows with its power
 MAX_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
+LARGE_EPSILON = 1e6  # far above every ε that is not infinite
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -233,6 +234,8 @@ def epsilon_of(merged: Merged, delta: float) -> float:
     Raises:
         PrivacySettingError: δ is too small for the accuracy of the FFT.
     """
+    import numpy as np
+
     if merged.interval is not None:
         require(
             delta >= merged.smallest_delta,
@@ -241,18 +244,21 @@ def epsilon_of(merged: Merged, delta: float) -> float:
             delta,
             "privacy",
         )
-        return float(_composed(merged).get_epsilon_for_delta(delta - merged.slack))
-    mu = merged.without_sampling
+        with np.errstate(over="ignore"):
+            ε = float(_composed(merged).get_epsilon_for_delta(delta - merged.slack))
+        # dp-accounting divides by masses, which can underflow if ε is in the hundreds; δ(ε) does not
+        if math.isfinite(ε) or delta_of(merged, LARGE_EPSILON) > delta:
+            return ε
     low = 0.0
     high = 1.0
-    if gaussian_delta(mu, 0.0) <= delta:
+    if delta_of(merged, 0.0) <= delta:
         return 0.0
-    while gaussian_delta(mu, high) > delta:
+    while delta_of(merged, high) > delta:
         low = high
         high = 2 * high
     while high - low > 1e-9 * max(1.0, high):
         middle = (low + high) / 2
-        if gaussian_delta(mu, middle) <= delta:
+        if delta_of(merged, middle) <= delta:
             high = middle
         else:
             low = middle

@@ -136,7 +136,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))
     except (ValueError, InvalidSignature):
-        return [f"{SIGNATURE} was changed after signing, or was made with another key"]
+        return [f"{SIGNATURE} is not a signature of these files with this key"]
     signed, current = content["files"], file_hashes(folder)
     for name in {**signed, **current}:
         if name not in current:

@@ -249,9 +249,9 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} records of ledger {self._file(other)}. A "
-                    "record must stay with the ledger that was charged for it. Give the clients "
-                    "their earlier names (simulate(names=...)), or remove these records"
+                    f"client {name!r} has {moved[other]} of the records of ledger "
+                    f"{self._file(other)}. A record must stay with the ledger that was charged for "
+                    "it. Give the clients their earlier names (simulate(names=...)), or remove these records"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:

@@ -204,7 +204,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
                     "hash than the report"
                 )
         elif exact:
-            problems.append(f"{files} has a ledger of client {client}, but the report has none")
+            problems.append(f"{files} has a ledger of {client}, but the report has none")
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
 

@@ -363,3 +363,15 @@ def test_guesses_are_of_both_ends_and_their_number_is_fixed_beforehand() -> None
     assert right_guesses(scores, included, 2) == 0  # "in" for 5.0, "out" for −1.0
     assert right_guesses(scores, included, 4) == 2  # and "in" for 2.0, "out" for 0.1
     assert [guesses_for(m) for m in (2, 10, 1000, 1001, 5000)] == [2, 4, 400, 400, 2000]
+
+
+def test_epsilon_of_thousands_is_finite_and_increases_with_the_steps() -> None:
+    """dp-accounting's own ε is infinite at 7,000 of these steps, as a mass underflows."""
+    sizes = [5000, 7000, 9000]
+    values = [epsilon(Totals.of([(1.0, 0.4267, steps)]), 1e-5) for steps in sizes]
+    assert values == sorted(values)
+    assert math.isfinite(values[-1])
+    for steps, value in zip(sizes, values, strict=True):
+        merged = merge(Totals.of([(1.0, 0.4267, steps)]), "add-remove")
+        assert merged is not None
+        assert delta_of(merged, value) <= 1e-5 < delta_of(merged, 0.99 * value)

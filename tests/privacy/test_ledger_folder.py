@@ -83,9 +83,9 @@ def test_declared_names_must_be_those_of_the_records(folder: Path) -> None:
         (
             ("de", "abc"),
             ["north", "south"],
-            r"client 'north' has 2 records of ledger .*south\.jsonl",
+            r"client 'north' has 2 of the records of ledger .*south\.jsonl",
         ),
-        (("abc",), ["west"], r"client 'west' has 3 records of ledger .*north\.jsonl"),
+        (("abc",), ["west"], r"client 'west' has 3 of the records of ledger .*north\.jsonl"),
         (("abx",), ["north"], r"1 records that .* 1 records of the ledger .* carry-over .* north$"),
         (("xyz", "de"), ["north", "south"], r"3 records that .* 3 records of the ledger"),
     ):
@@ -103,14 +103,14 @@ def test_a_changed_data_set_continues_its_ledger_after_confirmation(folder: Path
     refused("carry-over", folder, "abcx", names=["north"])
     assert LedgerFolder(folder).carry_over("north") == 1
     # another's records all the same
-    refused(r"1 records of ledger .*south", folder, "abce", names=["north"])
+    refused(r"1 of the records of ledger .*south", folder, "abce", names=["north"])
     assert charged(folder, "abcx", names=["north"]) == ["north"]
     assert spent(folder)["north"] == 2
     charged(folder, "abcx", names=["north"])
     for part in ("abcd", "abc", "abcxy"):
         refused("records of the ledger are missing", folder, part, names=["north"])
     # 'd' left the north, with what was spent
-    refused(r"1 records of ledger .*north", folder, "dz", names=["west"])
+    refused(r"1 of the records of ledger .*north", folder, "dz", names=["west"])
     with pytest.raises(
         LedgerError, match=r"no ledger of client 'west'. Clients with a ledger: north, south"
     ):
@@ -124,14 +124,16 @@ def test_a_ledger_without_charges_accepts_other_records(folder: Path) -> None:
     """A first run that was refused, or with a slip in its parts, must not bind anybody."""
     opened(folder, "abcd", "efgh")
     assert charged(folder, "abef", "cdgh") == ["client-000", "client-001"]
-    refused("records of ledger", folder, "abcd", "efgh")
+    refused("of the records of ledger", folder, "abcd", "efgh")
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
     """Catches: both opened their ledgers before either had charged."""
     (north,), (west,) = opened(folder, "abc", names=["north"]), opened(folder, "cd", names=["west"])
     north.charge(ROW)
-    with pytest.raises(LedgerError, match=r"client 'west' has 1 records of ledger .*north\.jsonl"):
+    with pytest.raises(
+        LedgerError, match=r"client 'west' has 1 of the records of ledger .*north\.jsonl"
+    ):
         west.charge(ROW)
     north.charge(ROW)
     assert spent(folder) == {"north": 2, "west": 0}
@@ -154,7 +156,9 @@ def test_equal_records_at_two_clients_are_two_examples(folder: Path) -> None:
     charged(folder, "abb", "bc", "bd")
     # as often as before, not only as such
     refused("records of the ledger are missing", folder, "ab", "bc", "bd")
-    refused(r"1 records of ledger .*client-000", folder, "bc", "bz", names=["client-001", "new"])
+    refused(
+        r"1 of the records of ledger .*client-000", folder, "bc", "bz", names=["client-001", "new"]
+    )
 
 
 def test_a_ledger_without_fingerprint_is_used_only_after_confirmation(folder: Path) -> None:
@@ -168,7 +172,7 @@ def test_a_ledger_without_fingerprint_is_used_only_after_confirmation(folder: Pa
         LedgerFolder(folder).carry_over(name)
     charged(folder, "abc", "de", names=["north", "south"])
     assert spent(folder) == {"north": 2, "south": 2}
-    refused("has 3 records", folder, "abc", names=["west"])
+    refused("has 3 of the records", folder, "abc", names=["west"])
 
 
 def test_private_files_are_readable_only_by_their_owner(folder: Path) -> None:
