@@ -1,5 +1,4 @@
-"""Siamese augmentation, warped copies and views of images, a student of a synthetic set, and images
-from class statistics."""
+"""Siamese augmentation, warped copies, views, students of synthetic sets, images from statistics."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def transform(seed: int, segments: int = 40, flip: bool = True) -> SiameseAugmen
     return SiameseAugmentation(segments, torch.Generator().manual_seed(seed), flip=flip)
 
 
-def test_images_of_a_segment_are_transformed_alike_and_each_by_itself() -> None:
+def test_images_of_a_segment_share_their_transform() -> None:
     x = torch.rand(1, 3, 16, 16, generator=draws())
     t = transform(1)
     out = t(x.expand(80, -1, -1, -1), torch.arange(40).repeat(2))
@@ -56,7 +55,7 @@ def test_images_of_a_segment_are_transformed_alike_and_each_by_itself() -> None:
     torch.testing.assert_close(t(x, torch.tensor([7])), out[7:8])
 
 
-def test_without_flip_no_image_is_mirrored() -> None:
+def test_images_are_mirrored_only_with_flip() -> None:
     ramp = torch.linspace(0, 1, 16).expand(400, 1, 16, 16)
     for flip in (False, True):
         out = transform(3, segments=400, flip=flip)(ramp, torch.arange(400))
@@ -64,23 +63,27 @@ def test_without_flip_no_image_is_mirrored() -> None:
         assert bool((slopes < -0.5).any()) is flip
 
 
-def test_warped_images_stay_within_their_range_and_differ() -> None:
+def test_warped_images_stay_in_range_and_differ() -> None:
     x = torch.zeros(5, 1, 16, 16)
     x[:, :, 5:11, 6:10] = 1.0
-    made = warped(x, draws())
-    assert 0 <= float(made.min()) <= float(made.max()) <= 1
-    apart = (made[:, None] - made[None]).abs().amax(dim=(2, 3, 4))
-    assert float(apart[~torch.eye(5, dtype=torch.bool)].min()) > 0.2  # equal images, other draws
-    kept = made.sum(dim=(1, 2, 3)) / x.sum(dim=(1, 2, 3))
-    assert 0.4 < float(kept.min()) < float(kept.max()) < 2.0  # the figure is still there
+    copies = warped(x, draws())
+    assert 0 <= float(copies.min()) <= float(copies.max()) <= 1
+    distances = (copies[:, None] - copies[None]).abs().amax(dim=(2, 3, 4))
+    assert (
+        float(distances[~torch.eye(5, dtype=torch.bool)].min()) > 0.2
+    )  # equal images, different draws
+    brightness = copies.sum(dim=(1, 2, 3)) / x.sum(dim=(1, 2, 3))
+    assert (
+        0.4 < float(brightness.min()) < float(brightness.max()) < 2.0
+    )  # the figure remains visible
 
 
-def test_mixtures_are_between_two_of_the_images() -> None:
+def test_blends_mix_two_images() -> None:
     x = torch.eye(4).view(4, 1, 2, 2)
-    made = blended(x, draws()).flatten(1)
-    torch.testing.assert_close(made.sum(dim=1), torch.ones(4))
-    assert int((made > 1e-6).sum(dim=1).max()) <= 2
-    assert bool((made.diagonal() > 0).all())  # its own share is there
+    blends = blended(x, draws()).flatten(1)
+    torch.testing.assert_close(blends.sum(dim=1), torch.ones(4))
+    assert int((blends > 1e-6).sum(dim=1).max()) <= 2
+    assert bool((blends.diagonal() > 0).all())  # each image contributes to its blend
 
 
 COLOUR = dataset_spec("cifar10")
@@ -91,26 +94,26 @@ def _images(device: torch.device) -> torch.Tensor:
     return torch.randn(40, 3, 32, 32, generator=draws, device=device)
 
 
-def test_each_image_is_mirrored_or_not(device: torch.device) -> None:
+def test_views_mirror_about_half_of_the_images(device: torch.device) -> None:
     x = _images(device)
-    seen = Views(flips=True)(x, COLOUR, torch_generator(0, "views", device=device))
-    mirrored = (seen == x.flip(3)).flatten(1).all(dim=1)
-    same = (seen == x).flatten(1).all(dim=1)
+    views = Views(flips=True)(x, COLOUR, torch_generator(0, "views", device=device))
+    mirrored = (views == x.flip(3)).flatten(1).all(dim=1)
+    same = (views == x).flatten(1).all(dim=1)
     assert bool((mirrored != same).all())
-    assert 8 < int(mirrored.sum()) < 32  # of 40, a half each: outside with probability 1e-4
+    assert 8 < int(mirrored.sum()) < 32  # of 40 images; fails with probability 1e-4
 
 
-def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
-    """Each of 9 × 9 windows of a picture with 4 black pixels at each edge, and several of them."""
+def test_crops_are_windows_of_the_padded_image(device: torch.device) -> None:
+    """Crops are various windows (of 9 × 9) of a picture with 4 black pixels at each edge."""
     x = _images(device)
     views = Views(crop=0.125)
     assert views.edge(COLOUR) == 4
-    seen = views(x, COLOUR, torch_generator(0, "views", device=device)).cpu().numpy()
+    crops = views(x, COLOUR, torch_generator(0, "views", device=device)).cpu().numpy()
     black = -np.array(COLOUR.mean, np.float32) / np.array(COLOUR.std, np.float32)
-    wide = np.tile(black[None, :, None, None], (40, 1, 40, 40))
-    wide[:, :, 4:36, 4:36] = x.cpu().numpy()
+    padded = np.tile(black[None, :, None, None], (40, 1, 40, 40))
+    padded[:, :, 4:36, 4:36] = x.cpu().numpy()
     corners = set()
-    for image, picture in zip(seen, wide, strict=True):
+    for image, picture in zip(crops, padded, strict=True):
         fits = [
             (row, column)
             for row in range(9)
@@ -122,11 +125,11 @@ def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
     assert len(corners) > 20
 
 
-def test_gradients_reach_what_is_seen(device: torch.device) -> None:
+def test_views_pass_gradients_to_visible_pixels(device: torch.device) -> None:
     x = _images(device).requires_grad_()
-    seen = Views(True, 0.125)(x, COLOUR, torch_generator(1, "views", device=device))
-    (gradient,) = torch.autograd.grad((seen * 2).sum(), x)
-    assert set(gradient.unique().tolist()) == {0.0, 2.0}  # cut off, or seen once
+    views = Views(True, 0.125)(x, COLOUR, torch_generator(1, "views", device=device))
+    (gradient,) = torch.autograd.grad((views * 2).sum(), x)
+    assert set(gradient.unique().tolist()) == {0.0, 2.0}  # cropped, or visible once
 
 
 IMAGES = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -137,40 +140,40 @@ def network(seed: int = 0) -> nn.Module:
     return build_model(ModelSettings("linear"), (1, 8, 8), classes=3, seed=seed)
 
 
-def test_copies_have_the_teacher_s_labels_and_originals_their_own() -> None:
+def test_augmented_copies_have_the_labels_of_the_teacher() -> None:
     teacher = network(1)
-    own = torch.eye(3)[LABELS]
-    images, rows = augmented(IMAGES, own, StudentSettings(views=2), teacher)
+    one_hot = torch.eye(3)[LABELS]
+    images, rows = augmented(IMAGES, one_hot, StudentSettings(views=2), teacher)
     assert images.shape == (18, 1, 8, 8)
     assert torch.equal(images[:6], IMAGES)
-    assert torch.equal(rows[:6], own)
+    assert torch.equal(rows[:6], one_hot)
     torch.testing.assert_close(rows[6:], soft_labels(teacher, images[6:]))
     assert not torch.equal(images[6:12], IMAGES)
-    alone = augmented(IMAGES, own, StudentSettings(views=2), None)[1]
-    assert torch.equal(alone, own.repeat(3, 1))
+    untaught = augmented(IMAGES, one_hot, StudentSettings(views=2), None)[1]
+    assert torch.equal(untaught, one_hot.repeat(3, 1))
 
 
-def test_without_copies_batches_are_mixed_whether_or_not_there_is_a_teacher() -> None:
-    made = []
+def test_mixup_without_copies_ignores_the_teacher() -> None:
+    weights = []
     for teacher, mixup in ((None, True), (network(1), True), (network(1), False)):
         student = network()
         settings = StudentSettings(steps=5, views=0, mixup=mixup)
         train_student(student, IMAGES, LABELS, settings, teacher=teacher)
-        made.append(flatten(student))
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[1], made[2])
+        weights.append(flatten(student))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
 
 
-def test_it_is_trained_on_the_set_by_the_seed_and_the_global_draws_are_left() -> None:
-    made, before = [], torch.get_rng_state()
+def test_student_training_is_reproducible() -> None:
+    weights, rng_state = [], torch.get_rng_state()
     for labels, seed in ((LABELS, 0), (torch.eye(3)[LABELS], 0), (LABELS, 1)):
         student = network().eval()
         train_student(student, IMAGES, labels, StudentSettings(steps=100, views=1, seed=seed))
         assert student(IMAGES).argmax(dim=1).tolist() == LABELS.tolist()
-        made.append(flatten(student))
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(made[0], made[1])  # a one-hot row is its class
-    assert not torch.equal(made[0], made[2])
+        weights.append(flatten(student))
+    assert torch.equal(rng_state, torch.get_rng_state())
+    assert torch.equal(weights[0], weights[1])  # a one-hot row equals its class
+    assert not torch.equal(weights[0], weights[2])
 
 
 SHAPE = (1, 8, 8)
@@ -193,22 +196,22 @@ def start_images(released: ReleasedStatistics, seed: int = 0) -> Tensor:
     return public_start(released, 2, SHAPE, torch.Generator().manual_seed(seed))
 
 
-def test_images_come_nearer_to_the_released_class_means() -> None:
+def test_images_approach_the_released_class_means() -> None:
     released = statistics()
-    begun = start_images(released)
-    kept = begun.clone()
-    made = images_from_statistics(released, begun, ImageSteps(steps=30))
-    before, after = (
-        float(released.distance(released.embed(one.flatten(0, 1)).unflatten(0, (3, 2))))
-        for one in (begun, made)
+    start = start_images(released)
+    start_copy = start.clone()
+    images = images_from_statistics(released, start, ImageSteps(steps=30))
+    start_distance, distance = (
+        float(released.distance(released.embed(batch.flatten(0, 1)).unflatten(0, (3, 2))))
+        for batch in (start, images)
     )
-    assert after < 0.7 * before
-    assert torch.equal(begun, kept)
-    assert 0 <= float(made.min()) <= float(made.max()) <= 1
+    assert distance < 0.7 * start_distance
+    assert torch.equal(start, start_copy)
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
 
 
-def test_the_gradient_is_that_of_the_whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By autograd over all images at once, and pulled back in parts of two."""
+def test_gradient_in_parts_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares autograd over all images with parts of two images."""
     monkeypatch.setattr(from_statistics, "AT_ONCE", 2)
     released = statistics()
     pixels = start_images(released).flatten(0, 1).requires_grad_(True)
@@ -220,29 +223,29 @@ def test_the_gradient_is_that_of_the_whole_loss(monkeypatch: pytest.MonkeyPatch)
     (expected,) = torch.autograd.grad(loss + 0.7 * total_variation(pixels), pixels)
     settings = ImageSteps(teacher_weight=0.3, smoothness=0.7)
     pulled = from_statistics._pull(released, z.detach(), labels, settings)
-    found, seen = from_statistics._gradient(released, pixels.detach(), pulled, settings)
-    torch.testing.assert_close(seen, z.detach())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert float(found.abs().amax(dim=(1, 2, 3)).min()) > 0  # it reaches every image
+    actual, embeddings = from_statistics._gradient(released, pixels.detach(), pulled, settings)
+    torch.testing.assert_close(embeddings, z.detach())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert float(actual.abs().amax(dim=(1, 2, 3)).min()) > 0  # every image has a gradient
 
 
-def test_start_images_are_the_seed_s_and_of_their_classes() -> None:
+def test_start_images_match_their_seed_and_classes() -> None:
     released = statistics()
-    one = start_images(released)
-    assert torch.equal(one, start_images(released))
-    assert not torch.equal(one, start_images(released, seed=1))
-    assert len(one.flatten(0, 1).flatten(1).unique(dim=0)) == 6
-    scores = released.embed(one.flatten(0, 1)) @ released.weight.T
-    right = scores.argmax(dim=1) == torch.arange(3).repeat_interleave(2)
-    assert float(right.float().mean()) > 0.8
+    images = start_images(released)
+    assert torch.equal(images, start_images(released))
+    assert not torch.equal(images, start_images(released, seed=1))
+    assert len(images.flatten(0, 1).flatten(1).unique(dim=0)) == 6
+    scores = released.embed(images.flatten(0, 1)) @ released.weight.T
+    correct = scores.argmax(dim=1) == torch.arange(3).repeat_interleave(2)
+    assert float(correct.float().mean()) > 0.8
 
 
-def test_shrinking_halves_the_error_of_means_that_are_mostly_noise() -> None:
-    """James and Stein's estimate, against the truth that noise was added to."""
+def test_shrinkage_halves_the_error_of_noisy_means() -> None:
+    """Compares James and Stein's estimate with the true means."""
     draws = np.random.default_rng(0)
     truth = draws.normal(size=(200, 50)) * 0.5
     noisy = torch.from_numpy(truth + draws.normal(size=truth.shape))
-    raw = float((noisy - torch.from_numpy(truth)).square().mean())
-    less = float((shrunk(noisy, 1.0) - torch.from_numpy(truth)).square().mean())
-    assert less < 0.4 * raw
+    noisy_error = float((noisy - torch.from_numpy(truth)).square().mean())
+    shrunk_error = float((shrunk(noisy, 1.0) - torch.from_numpy(truth)).square().mean())
+    assert shrunk_error < 0.4 * noisy_error
     assert torch.equal(shrunk(noisy, 0.0), noisy)

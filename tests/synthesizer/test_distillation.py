@@ -1,5 +1,5 @@
-"""Losses and generators of distillation without data, and FedHydra's Eqs. 2 to 11, against numbers by
-hand, plain layers and loops."""
+"""Losses and generators of data-free distillation, and FedHydra's Eqs. 2 to 11, against numbers,
+plain layers and loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedsynth.synthesizer.distillation.stratification import (
 
 
 def logits(*rows: tuple[float, ...], device: torch.device) -> Tensor:
-    """Logits whose softmax are these probabilities."""
+    """Returns logits whose softmax equals these probabilities."""
     return torch.tensor(rows, device=device).log()
 
 
@@ -60,7 +60,7 @@ def test_fedkf_eqs_2_to_6(device: torch.device) -> None:
     assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
 
 
-def test_information_entropy_of_a_class_that_is_never_predicted_is_finite() -> None:
+def test_information_entropy_is_finite_for_missing_classes() -> None:
     certain = torch.eye(10)[:1].mul(1000).requires_grad_()
     loss = information_entropy_loss(certain)
     assert loss.item() == pytest.approx(0.0)
@@ -80,7 +80,7 @@ def test_fedhydra_eqs_15_and_17_to_19(device: torch.device) -> None:
 
 
 def test_batch_norm_loss_equals_a_loop_over_layers(device: torch.device) -> None:
-    """FedHydra's Eq. 14, for two models; also that the hooks are removed after an error."""
+    """Checks FedHydra's Eq. 14 for two models, and that hooks are removed after an error."""
     settings = ModelSettings(width=4, depth=2, norm="batch")
     clients: list[Any] = [build_model(settings, (1, 8, 8), 10, k).to(device) for k in range(2)]
     draws = torch.Generator().manual_seed(1)
@@ -112,7 +112,7 @@ DIGITS = dataset_spec("digits")
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "office-caltech-10"])
-def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(name: str) -> None:
+def test_generated_images_have_shape_and_pixel_range(name: str) -> None:
     spec = dataset_spec(name)
     generator = make_generator(spec, 0, width=4)
     z = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
@@ -125,27 +125,27 @@ def test_images_have_the_data_sets_shape_and_pixels_between_0_and_1(name: str) -
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(7, 7), (2, 5), (1, 1)])
-def test_doubling_and_convolution_in_one_are_the_two_layers(
+def test_doubling_convolution_equals_two_layers(
     rows: int, columns: int, device: torch.device
 ) -> None:
-    """Catches: a kernel that is mirrored or shifted, edges, and gradients that miss a weight."""
-    one = DoublingConv2d(3, 4).double().to(device)
-    two = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, padding=1)).double()
-    two[1].load_state_dict(one.state_dict())
+    """A broken version would mirror or shift the kernel, miss edges or a weight's gradient."""
+    fused = DoublingConv2d(3, 4).double().to(device)
+    separate = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, padding=1)).double()
+    separate[1].load_state_dict(fused.state_dict())
     draws = torch_generator(0, "test", device=device)
     shape: dict[str, Any] = {"dtype": torch.double, "device": device, "generator": draws}
     x = torch.randn(2, 3, rows, columns, **shape).requires_grad_()
-    weigh = torch.randn(2, 4, 2 * rows, 2 * columns, **shape)
-    found = [layer(x) for layer in (one, two.to(device))]
-    torch.testing.assert_close(*found)
+    weights = torch.randn(2, 4, 2 * rows, 2 * columns, **shape)
+    outputs = [layer(x) for layer in (fused, separate.to(device))]
+    torch.testing.assert_close(*outputs)
     gradients = [
-        torch.autograd.grad((made * weigh).sum(), [x, *layer.parameters()])
-        for made, layer in zip(found, (one, two), strict=True)
+        torch.autograd.grad((output * weights).sum(), [x, *layer.parameters()])
+        for output, layer in zip(outputs, (fused, separate), strict=True)
     ]
     torch.testing.assert_close(*gradients)
 
 
-def test_a_generator_is_reproduced_by_its_seed() -> None:
+def test_generators_are_reproducible_by_seed() -> None:
     state = torch.get_rng_state()
     a, b, c = (make_generator(DIGITS, 0, k, width=4).eval() for k in (1, 1, 2))
     assert torch.equal(state, torch.get_rng_state())
@@ -154,21 +154,21 @@ def test_a_generator_is_reproduced_by_its_seed() -> None:
     assert not torch.equal(a(z), c(z))
 
 
-def test_a_tally_changes_neither_network(device: torch.device) -> None:
+def test_tally_leaves_networks_unchanged(device: torch.device) -> None:
     settings = ModelSettings(width=4, depth=2, norm="batch")
     teacher = build_model(settings, (1, 8, 8), 10, 0).to(device).train()
     generator = make_generator(DIGITS, 0, latent=5, width=4).to(device)
-    before = [v.clone() for net in (teacher, generator) for v in net.state_dict().values()]
+    old = [v.clone() for net in (teacher, generator) for v in net.state_dict().values()]
     counts = generator_tally(teacher, generator)
     assert int(counts.sum()) == 256
     assert torch.equal(counts, generator_tally(teacher, generator))
-    after = [v for net in (teacher, generator) for v in net.state_dict().values()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    new = [v for net in (teacher, generator) for v in net.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
     assert teacher.training
 
 
-def test_eqs_2_and_3(device: torch.device) -> None:
-    """Two classes, two clients, three steps; and a minimum near zero."""
+def test_stratification_eqs_2_and_3(device: torch.device) -> None:
+    """Two classes, two clients, three steps; also a minimum near zero."""
     first, second, third = (
         [[4.0, 2.0], [3.0, 1.0]],
         [[2.0, 2.0], [2.0, 1.0]],
@@ -179,13 +179,13 @@ def test_eqs_2_and_3(device: torch.device) -> None:
     assert guidance(torch.tensor([[[2.0]], [[0.0]]]), 0.01).tolist() == [[pytest.approx(200.0)]]
 
 
-def test_eqs_4_to_7_and_rows_of_zeros(device: torch.device) -> None:
+def test_stratification_eqs_4_to_7_with_zero_rows(device: torch.device) -> None:
     u = torch.tensor([[3.0, 1.0], [0.0, 0.0], [1.0, 0.0]], device=device)
     assert share_of_clients(u).tolist() == [[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]
     assert share_of_clients(u.T).T.tolist() == [[0.75, 1.0], [0.0, 0.0], [0.25, 0.0]]
 
 
-def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
+def test_stratification_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
     rng = np.random.default_rng(0)
     m, n, c = 3, 5, 4
     logits, y = rng.normal(size=(m, n, c)), rng.integers(0, c, n)
@@ -200,16 +200,16 @@ def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
                 votes[i, j] += weight * softmax[k, i, j]
     tensors = [torch.tensor(a, device=device) for a in (logits, y, by_class, by_client)]
     np.testing.assert_allclose(stratified_aggregation(*tensors).cpu(), expected)
-    found = stratified_probabilities(*tensors).softmax(dim=1).cpu()
-    np.testing.assert_allclose(found, votes / votes.sum(1, keepdims=True))
+    actual = stratified_probabilities(*tensors).softmax(dim=1).cpu()
+    np.testing.assert_allclose(actual, votes / votes.sum(1, keepdims=True))
 
 
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("pairs", [64, 20])  # all models at once, or two and one
+@pytest.mark.parametrize("pairs", [64, 20])  # all models together, or two and one
 def test_pair_losses_equal_separate_loops(
     batched: bool, pairs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Algorithm 2 pair by pair: the same initial weights and noise for all."""
+    """Algorithm 2 per pair, with equal initial weights and noise."""
     monkeypatch.setattr(stratification, "PAIRS", pairs)
     settings = ModelSettings(width=4, depth=2)
     clients = [build_model(settings, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]

@@ -24,7 +24,7 @@ from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.losses import adversarial_loss, student_loss
 
 DIGITS = dataset_spec("digits")
-SMALL: dict[str, Any] = {
+SMALL_SETTINGS: dict[str, Any] = {
     "generator_batch": 6,
     "generator_width": 4,
     "latent": 5,
@@ -45,18 +45,18 @@ SEED, ROUND = 3, 2
 
 def models(device: torch.device) -> list[nn.Module]:
     settings = ModelSettings(width=4, depth=2)
-    made = [build_model(settings, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]
-    for client in made[:-1]:
+    networks = [build_model(settings, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]
+    for client in networks[:-1]:
         client.requires_grad_(False)
-    return made
+    return networks
 
 
 def distil(
     device: torch.device, epochs: int, steps: int, targets: Any = None, **settings: Any
 ) -> tuple[OneShotDistillation, list[list[Batch]], nn.Module]:
-    """Distils two models into a third; returns the distillation, and the batches of each epoch."""
+    """Distils two models into a third; returns the distillation, batches per epoch and student."""
     *clients, student = models(device)
-    values = {**SMALL, "server_epochs": epochs, "generator_steps": steps, **settings}
+    values = {**SMALL_SETTINGS, "server_epochs": epochs, "generator_steps": steps, **settings}
     training = OneShotDistillation(
         OneShotSettings(**values),
         clients,
@@ -74,11 +74,11 @@ def distil(
     return training, batches, student
 
 
-def by_hand(
+def plain_epochs(
     device: torch.device, epochs: int, steps: int, **changes: Any
 ) -> tuple[list[Tensor], nn.Module]:
-    """Algorithm 1 in plain torch: the tally of each epoch, and the student."""
-    settings = OneShotSettings(**{**SMALL, **changes})
+    """Runs Algorithm 1 in plain torch; returns the tally of each epoch, and the student."""
+    settings = OneShotSettings(**{**SMALL_SETTINGS, **changes})
     *clients, student = models(device)
     draws = torch_generator(SEED, "one-shot draws", ROUND, device=device)
     shuffle = torch_generator(SEED, "one-shot replay", ROUND)
@@ -100,30 +100,30 @@ def by_hand(
             )
         if settings.learn_noise:
             adam.add_param_group({"params": [z.requires_grad_()]})
-        made, losses = [], []
+        batches, losses = [], []
         for _ in range(steps):
             x = generator.normalised(z)
             p = answer(x)
-            against = adversarial_loss(p, student(x), only_disagreement=False)
-            loss = F.cross_entropy(p, labels) + 0.5 * against
+            disagreement = adversarial_loss(p, student(x), only_disagreement=False)
+            loss = F.cross_entropy(p, labels) + 0.5 * disagreement
             adam.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
-            made.append((x.detach(), p.detach()))
+            batches.append((x.detach(), p.detach()))
             losses.append(float(loss.detach()))
         if settings.student_images == "last":
             x = generator.normalised(z).detach()
-            made = [(x, answer(x))]
+            batches = [(x, answer(x))]
         if settings.student_images == "best":
-            made = [made[losses.index(min(losses))]]
-        past = [*(past if settings.replay else []), *made]
+            batches = [batches[losses.index(min(losses))]]
+        past = [*(past if settings.replay else []), *batches]
         for position in torch.randperm(len(past), generator=shuffle).tolist():
             x, p = past[position]
             sgd.zero_grad()
             student_loss(p, student(x), settings.hard_weight).backward()  # type: ignore[no-untyped-call]
             sgd.step()
         with torch.no_grad():
-            tallies.append(sum(tally(p, labels, student(x)) for x, p in made))
+            tallies.append(sum(tally(p, labels, student(x)) for x, p in batches))
     return tallies, student  # type: ignore[return-value]
 
 
@@ -133,12 +133,12 @@ def by_hand(
     ids=["fedhydra", "last", "replay", "dense"],
 )
 def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device) -> None:
-    """Images for the student, its steps in their order, and the tallies of each epoch."""
+    """Compares the student's images and steps, and the tallies of each epoch."""
     training, _, student = distil(device, 3, 4, **settings)
-    tallies, expected = by_hand(device, 3, 4, **settings)
+    tallies, expected = plain_epochs(device, 3, 4, **settings)
     torch.testing.assert_close(flatten(student), flatten(expected), atol=1e-4, rtol=1e-3)
     assert torch.equal(training.tallies, torch.stack(tallies))
-    _, other = by_hand(device, 3, 4, **{**settings, "hard_weight": 3.0})
+    _, other = plain_epochs(device, 3, 4, **{**settings, "hard_weight": 3.0})
     assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
 
 
@@ -156,24 +156,24 @@ class StudentPasses:
         monkeypatch.setattr(OneShotDistillation, "_images_and_targets", look)
 
 
-def test_views_are_new_in_each_pass_and_the_ensemble_answers_them(
+def test_ensemble_labels_new_views_in_each_pass(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Grey images are mirrored for the student, and not cropped."""
+    """Grey images are mirrored for the student but not cropped."""
     passes = StudentPasses(monkeypatch)
     frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
     _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
     either = torch.stack([first.images, first.images.flip(3)])
-    mine = [x for x, _ in passes.seen if (x == either).all(dim=(2, 3, 4)).any(dim=0).all()]
+    first_views = [x for x, _ in passes.seen if (x == either).all(dim=(2, 3, 4)).any(dim=0).all()]
     assert len(passes.seen) == 1 + 2 + 3
-    assert len(mine) == 3  # of the first epoch's images
-    assert not torch.equal(mine[0], mine[1])
+    assert len(first_views) == 3  # of the first epoch's images
+    assert not torch.equal(first_views[0], first_views[1])
     *clients, _ = models(device)
     for images, answer in passes.seen:
         torch.testing.assert_close(answer, torch.stack([m(images) for m in clients]).mean(dim=0))
 
 
-def test_other_targets_are_learned_on_the_same_images(
+def test_student_learns_custom_targets_on_the_same_images(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """The generator is trained on the average; the student learns the first model's logits."""

@@ -1,4 +1,4 @@
-"""Mechanism `features`: what is released, how often, and what is made of it."""
+"""Mechanism `features`: releases, charges, and the gradient of released sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def data(n: int = N) -> ImageData:
     return digits(np.arange(n) % 10)
 
 
-def seen(logit_weight: float = 1.0) -> NetworkFeatures:
+def features_of(logit_weight: float = 1.0) -> NetworkFeatures:
     return NetworkFeatures(convnet().requires_grad_(False), logit_weight, None)
 
 
@@ -44,38 +44,38 @@ def matcher(
     clients: PrivateClientView, networks: int, sigma: float, clip: float
 ) -> FeatureSumMatcher:
     row = {"noise_multiplier": sigma, "sensitivity": clip, "steps": networks}
-    of_sums = [series(10, **row, dimension=10 * WIDTH) for _ in clients.ids]
+    sum_series = [series(10, **row, dimension=10 * WIDTH) for _ in clients.ids]
     row = {"noise_multiplier": sigma, "sensitivity": 1.0, "dimension": 10}
-    of_counts = [series(10, **row) for _ in clients.ids]
-    return FeatureSumMatcher(clients, of_sums, of_counts, networks, 1.0)
+    count_series = [series(10, **row) for _ in clients.ids]
+    return FeatureSumMatcher(clients, sum_series, count_series, networks, 1.0)
 
 
 def synthetic(segments: int = 10) -> Tensor:
     return torch.randn(segments, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
-    """At the releasing step and at later ones, for two clients; class means are divided by the
-    (noiseless) true counts."""
+def test_noiseless_gradient_equals_the_exact_gradient() -> None:
+    """Checks the releasing step and later ones for two clients; sums are divided by the noiseless
+    counts."""
     images, parts = data(), [torch.arange(23), torch.arange(23, N)]
-    features, S = seen(), synthetic(20)
+    features, S = features_of(), synthetic(20)
     clients = ExactClientView([0, 1], images, parts)
     batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     exact = ExactMatcher(clients, batches)
-    ours = matcher(group(images, parts), 1, 1e-12, 1e6)
-    held = [int((images.labels[p] == c).sum()) for p in parts for c in range(10)]
-    assert ours.counts.tolist() == pytest.approx(held)
-    for step, at in ((0, S), (1, S + 0.1)):
-        expected = exact.gradient(0, features, at)
+    private = matcher(group(images, parts), 1, 1e-12, 1e6)
+    counts = [int((images.labels[p] == c).sum()) for p in parts for c in range(10)]
+    assert private.counts.tolist() == pytest.approx(counts)
+    for step, S_step in ((0, S), (1, S + 0.1)):
+        expected = exact.gradient(0, features, S_step)
         torch.testing.assert_close(
-            ours.gradient(step, features, at), expected, atol=1e-5, rtol=1e-4
+            private.gradient(step, features, S_step), expected, atol=1e-5, rtol=1e-4
         )
 
 
-def test_data_are_touched_m_plus_one_times_however_many_steps(
+def test_records_are_read_once_per_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches: fresh noise on cached clean sums, a release for each step."""
+    """A broken version would add new noise to cached clean sums, or release at each step."""
     calls: list[int] = []
     original = PrivateClientView.class_sums
 
@@ -85,19 +85,19 @@ def test_data_are_touched_m_plus_one_times_however_many_steps(
 
     monkeypatch.setattr(PrivateClientView, "class_sums", spy)
     clients = group(data(), [torch.arange(N)])
-    features, S, ours = seen(), synthetic(), matcher(clients, 3, 1.0, 1.0)
-    first = [ours.gradient(t, features, S) for t in range(3)]
+    features, S, private = features_of(), synthetic(), matcher(clients, 3, 1.0, 1.0)
+    first = [private.gradient(t, features, S) for t in range(3)]
     clients._data = None  # type: ignore[assignment]
-    again = [ours.gradient(t, features, S) for t in range(3, 9)]
+    repeated = [private.gradient(t, features, S) for t in range(3, 9)]
     assert len(calls) == 4
     for t in range(6):
-        assert torch.equal(again[t], first[t % 3])
-    assert not torch.equal(first[0], first[1])  # other noise in each release
+        assert torch.equal(repeated[t], first[t % 3])
+    assert not torch.equal(first[0], first[1])  # different noise in each release
 
 
-def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
-    """Half of the classes are not there: with little noise exactly the others are sent; the start
-    of the next round has all."""
+def test_classes_of_small_counts_are_stored_but_not_sent() -> None:
+    """Half of the classes are missing. With little noise the others are sent; the next round starts
+    from all."""
     method = FedDM(ipc=IPC, iterations=4, networks=2, min_examples=10)
     ctx = round_context(PrivacySettings(noise_multiplier=0.01, mechanism="features"), nominal=60.0)
     message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
@@ -108,9 +108,9 @@ def test_classes_with_small_released_counts_are_not_sent_but_kept() -> None:
     assert torch.isfinite(memory["images"]).all()
 
 
-def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() -> None:
-    """σ_count = count_noise·σ/√M. privacy.md: without counts σ = 3.73√M, 1.39√M, 0.50√M for ε = 1,
-    3, 10 at δ = 1e-5, in one round; counts take 1/(1 + count_noise²) of μ²."""
+def test_charges_are_m_sums_and_one_count() -> None:
+    """σ_count = count_noise·σ/√M. By privacy.md, without counts σ = 3.73√M, 1.39√M, 0.50√M give
+    ε = 1, 3, 10 at δ = 1e-5 in one round; counts take 1/(1 + count_noise²) of μ²."""
     method = FedDM(networks=16, iterations=100, count_noise=3.0)
     privacy = PrivacySettings(noise_multiplier=8.0, mechanism="features")
     sums, counts = (plan.release(1, 8.0) for plan in method.release_plans(privacy, round_context()))
@@ -118,17 +118,17 @@ def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() ->
     assert sums.sample_rate == counts.sample_rate == 1
     assert counts.noise_multiplier == pytest.approx(3 * 8 / 4)
     few = replace(method, iterations=5).release_plans(privacy, round_context())[0]
-    assert few.steps == 5  # a network that no step uses is not released
+    assert few.steps == 5  # unused networks are not released
     for target, factor in ((1.0, 3.73), (3.0, 1.39), (10.0, 0.50)):
         row = replace(sums, noise_multiplier=factor * 4)
         assert epsilon([row], 1e-5) == pytest.approx(target, rel=0.02)
 
 
-def test_a_round_in_which_no_count_is_large_enough_ends_in_order(
+def test_round_without_large_counts_writes_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ledger is charged, so there must be a report; the model stays, and the message does not
-    speak of true counts."""
+    """The ledger is charged, so a report is due. The model stays, and the message names released
+    counts, not true ones."""
     images = digits(np.zeros(200, dtype=np.int64))
     sections = {
         "run": {"rounds": 1},

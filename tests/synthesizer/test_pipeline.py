@@ -1,4 +1,4 @@
-"""Condensation of plain tensors: gradients against autograd, charges, and what is public."""
+"""Condensation of plain tensors: gradients against autograd, charges and refusals."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def owner(count: int = 60, epsilon: float = 5.0) -> DataOwner:
     )
 
 
-def by_autograd(network: nn.Module, synthetic: Tensor) -> Tensor:
-    """The gradient of Σ_c ‖mean u(B_c) − mean u(S_c)‖² by autograd, with all records as B_c."""
+def autograd_gradient(network: nn.Module, synthetic: Tensor) -> Tensor:
+    """Returns the gradient of Σ_c ‖mean u(B_c) − mean u(S_c)‖², with all records as B_c."""
     x, y = records()
     leaf = synthetic.clone().requires_grad_()
     if isinstance(network, ConvNet):
         embedded = [network.embed(x), network.embed(leaf.flatten(0, 1))]
-        real, made = [torch.cat([h, network.classifier(h)], dim=1) for h in embedded]
+        real, fake = [torch.cat([h, network.classifier(h)], dim=1) for h in embedded]
     else:
-        real, made = network(x), network(leaf.flatten(0, 1))
-    made = made.view(CLASSES, synthetic.shape[1], -1)
+        real, fake = network(x), network(leaf.flatten(0, 1))
+    fake = fake.view(CLASSES, synthetic.shape[1], -1)
     loss = sum(
-        (real[y == label].mean(dim=0) - made[label].mean(dim=0)).square().sum()
+        (real[y == label].mean(dim=0) - fake[label].mean(dim=0)).square().sum()
         for label in range(CLASSES)
     )
     return torch.autograd.grad(loss, leaf)[0]
@@ -76,13 +76,13 @@ def by_autograd(network: nn.Module, synthetic: Tensor) -> Tensor:
         ("loss", fixed_network),
     ],
 )
-def test_every_objective_has_the_losss_gradient(
+def test_objectives_have_the_gradient_of_the_loss(
     kind: str, network: Networks, without_noise: None
 ) -> None:
-    """The private ones without noise, and with a clip that no record reaches."""
+    """Private objectives have no noise, and a clip that no record reaches."""
     x, y = records()
     plan = {"clip": 1e3, "steps": 1}
-    makers: dict[str, Callable[[], Objective]] = {
+    factories: dict[str, Callable[[], Objective]] = {
         "open": lambda: FeatureMatching(x, y, network, classes=CLASSES, steps=1),
         "residual": lambda: ResidualMatching(owner(), network, **plan),
         "gradient": lambda: GradientMatching(owner(), network, **plan),
@@ -90,23 +90,23 @@ def test_every_objective_has_the_losss_gradient(
             owner(), network, loss=lambda r, s: mean_distance(r, s), **plan
         ),
     }
-    objective = makers[kind]()
+    objective = factories[kind]()
     synthetic = objective.start(2, seed=0)
     objective.begin()
     gradient = objective.gradient(0, synthetic)
-    expected = by_autograd(network(), synthetic)
+    expected = autograd_gradient(network(), synthetic)
     assert torch.allclose(gradient, expected, atol=1e-5)
 
 
-def test_one_record_more_changes_no_charge_and_no_divisor() -> None:
-    made = {}
+def test_charges_are_independent_of_the_number_of_records() -> None:
+    charges = {}
     for count in (60, 61):
-        one = owner(count, epsilon=2.0)
-        objective = ResidualMatching(one, fixed_network, clip=1.0, steps=3, sample_rate=0.5)
+        data_owner = owner(count, epsilon=2.0)
+        objective = ResidualMatching(data_owner, fixed_network, clip=1.0, steps=3, sample_rate=0.5)
         condense(objective, per_class=2, lr=0.1)
-        made[count] = (one._ledger.releases, objective._divisor, one.spent())
-    assert made[60] == made[61]
-    assert 1.99 < made[60][2] <= 2.0
+        charges[count] = (data_owner._ledger.releases, objective._divisor, data_owner.spent())
+    assert charges[60] == charges[61]
+    assert 1.99 < charges[60][2] <= 2.0
 
 
 class Mixing(nn.Module):
@@ -114,20 +114,20 @@ class Mixing(nn.Module):
         return x.flatten(1)[:, :16] - x.mean()
 
 
-def test_nothing_is_charged_before_the_loop_or_after_a_refusal() -> None:
-    one = owner(epsilon=2.0)
-    objective = ResidualMatching(one, fixed_network, clip=1.0, steps=2)
-    assert one.spent() == 0
+def test_only_the_loop_charges_the_budget() -> None:
+    data_owner = owner(epsilon=2.0)
+    objective = ResidualMatching(data_owner, fixed_network, clip=1.0, steps=2)
+    assert data_owner.spent() == 0
     condense(objective, per_class=1, lr=0.1)
     with pytest.raises(BudgetExceededError):
         condense(objective, per_class=1, lr=0.1)
-    other = owner(epsilon=2.0)
+    other_owner = owner(epsilon=2.0)
     with pytest.raises(PrivacyError, match="mixes the examples"):
-        condense(ResidualMatching(other, Mixing, clip=1.0, steps=2), per_class=1, lr=0.1)
-    assert other.spent() == 0
+        condense(ResidualMatching(other_owner, Mixing, clip=1.0, steps=2), per_class=1, lr=0.1)
+    assert other_owner.spent() == 0
 
 
-def test_later_networks_and_losses_are_tried_before_they_see_a_record() -> None:
+def test_networks_and_losses_are_checked_before_use() -> None:
     drawn: list[nn.Module] = []
 
     def networks() -> nn.Module:
@@ -138,21 +138,21 @@ def test_later_networks_and_losses_are_tried_before_they_see_a_record() -> None:
     with pytest.raises(PrivacyError, match="mixes the examples"):
         condense(objective, per_class=1, lr=0.1)
 
-    def noisy(real: Tensor, made: Tensor) -> Tensor:
-        return mean_distance(real, made) * torch.rand(())
+    def noisy(real: Tensor, synthetic: Tensor) -> Tensor:
+        return mean_distance(real, synthetic) * torch.rand(())
 
-    one = owner()
-    random_loss = GradientMatching(one, fixed_network, loss=noisy, clip=1.0, steps=1)
+    data_owner = owner()
+    random_loss = GradientMatching(data_owner, fixed_network, loss=noisy, clip=1.0, steps=1)
     with pytest.raises(PrivacyError, match="draws random numbers"):
         condense(random_loss, per_class=1, lr=0.1)
-    assert one.spent() == 0
+    assert data_owner.spent() == 0
     with pytest.raises(ValueError, match="start must have shape"):
         condense(random_loss, per_class=2, lr=0.1, start=torch.zeros(3, 1, 1, 8, 8))
     with pytest.raises(TypeError, match="a function that returns a network"):
-        ResidualMatching(one, fixed_network(), clip=1.0, steps=1).begin()
+        ResidualMatching(data_owner, fixed_network(), clip=1.0, steps=1).begin()
 
 
-def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
+def test_condensation_is_reproducible_and_bounded() -> None:
     x, y = records()
     state = torch.get_rng_state()
 
@@ -167,7 +167,7 @@ def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
     assert first.y.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_what_cannot_be_condensed_is_named() -> None:
+def test_missing_classes_and_divergence_are_errors() -> None:
     x, y = records()
     with pytest.raises(DataError, match="class 3 has none"):
         FeatureMatching(x, y, fixed_network, classes=4, steps=1)
@@ -176,15 +176,18 @@ def test_what_cannot_be_condensed_is_named() -> None:
         condense(unbounded, per_class=1, lr=1e30)
 
 
-def test_the_sliced_distance_is_scipys_along_each_direction() -> None:
+def test_sliced_distance_equals_scipy_along_directions() -> None:
     u, v = torch.randn(7, 3), torch.randn(4, 3) + 1
     directions = torch.randn(3, 5, generator=torch_generator(2, "slicing directions"))
     directions /= directions.norm(dim=0)
     expected = np.mean(
-        [wasserstein_distance((u @ way).numpy(), (v @ way).numpy()) for way in directions.T]
+        [
+            wasserstein_distance((u @ direction).numpy(), (v @ direction).numpy())
+            for direction in directions.T
+        ]
     )
-    found = sliced_wasserstein(u, v, projections=5, seed=2)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    actual = sliced_wasserstein(u, v, projections=5, seed=2)
+    assert float(actual) == pytest.approx(expected, rel=1e-5)
     leaf = v.clone().requires_grad_()
     sliced_wasserstein(u, leaf).backward()
     assert bool(leaf.grad.abs().sum() > 0)

@@ -1,5 +1,4 @@
-"""Many clients' training in one pass equals each client's own; one rule moves all weights: momentum
-SGD against NumPy, and others wherever it stands."""
+"""Training of many clients in one pass equals separate training; optimisers against NumPy."""
 
 from __future__ import annotations
 
@@ -50,26 +49,25 @@ def learners(
     sizes: Sequence[int] = SIZES,
     device: torch.device | str = "cpu",
 ) -> list[Learner]:
-    """Clients with models of their own, as SOLO's are, and data of their own out of one resident
-    tensor."""
-    found, order = [], torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    """Returns clients with separate models, as in SOLO, and parts of one tensor of data."""
+    clients, order = [], torch.randperm(60, generator=torch.Generator().manual_seed(1))
     for k, size in enumerate(sizes):
         model = two_layers().to(device)
         weights = flatten(model)
         load_flat(model, weights + 0.01 * k)
-        where, order = order[:size].to(device), order[size:]
+        examples, order = order[:size].to(device), order[size:]
         extra = pull(k, len(weights), device) if penalties and k % 2 else None
         draws = torch.Generator().manual_seed(10 + k)
-        found.append(Learner(model, where, settings(k), draws, extra))
-    return found
+        clients.append(Learner(model, examples, settings(k), draws, extra))
+    return clients
 
 
-def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
-    """The oracle: one after another."""
-    for one in each:
-        x, y = images[one.examples], labels[one.examples]
-        train_on(one.model, x.__getitem__, y, one.settings, one.generator, penalty=one.penalty)
-    return [flatten(one.model) for one in each]
+def train_separately(clients: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
+    """Trains clients one after another, as the oracle."""
+    for c in clients:
+        x, y = images[c.examples], labels[c.examples]
+        train_on(c.model, x.__getitem__, y, c.settings, c.generator, penalty=c.penalty)
+    return [flatten(client.model) for client in clients]
 
 
 @pytest.mark.parametrize(
@@ -82,50 +80,52 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
     ],
 )
 @pytest.mark.parametrize("few", [1, 4])
-def test_equals_each_clients_own_training(
+def test_joint_training_equals_separate_training(
     settings: Callable[[int], SgdSettings],
     few: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all steps shared, or the last clients alone."""
+    """All steps are joint, or the last clients train separately."""
     images, labels = IMAGES.to(device), LABELS.to(device)
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 2)
-    together = learners(settings, True, device=device)
-    starts = [flatten(one.model) for one in together]
-    train_together(together, lambda i: images[i], lambda i: labels[i])
-    oracle = apart(learners(settings, True, device=device), images, labels)
-    for size, one, start, expected in zip(SIZES, together, starts, oracle, strict=True):
-        torch.testing.assert_close(flatten(one.model), expected, atol=2e-6, rtol=1e-5)
-        assert torch.equal(start, flatten(one.model)) == (size == 0)
+    clients = learners(settings, True, device=device)
+    starts = [flatten(client.model) for client in clients]
+    train_together(clients, lambda i: images[i], lambda i: labels[i])
+    oracle = train_separately(learners(settings, True, device=device), images, labels)
+    for size, client, start, expected in zip(SIZES, clients, starts, oracle, strict=True):
+        torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
+        assert torch.equal(start, flatten(client.model)) == (size == 0)
 
 
 @pytest.mark.parametrize("few", [1, 4])
-def test_clients_without_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_training_reports_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
-    each = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), sizes=(0, 0))
-    before = [flatten(one.model) for one in each]
-    train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
-    assert all(torch.equal(flatten(one.model), w) for one, w in zip(each, before, strict=True))
-    seen: list[tuple[int, int]] = []
-    each = learners(lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), sizes=(3, 8))
-    train_together(each, IMAGES.__getitem__, LABELS.__getitem__, lambda *at: seen.append(at))
-    assert seen == ([(2, 5), (3, 5), (4, 5), (5, 5), (5, 5)] if few == 1 else [(5, 5)])
+    clients = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), sizes=(0, 0))
+    starts = [flatten(client.model) for client in clients]
+    train_together(clients, IMAGES.__getitem__, LABELS.__getitem__)
+    assert all(torch.equal(flatten(c.model), w) for c, w in zip(clients, starts, strict=True))
+    progress: list[tuple[int, int]] = []
+    clients = learners(lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), sizes=(3, 8))
+    train_together(
+        clients, IMAGES.__getitem__, LABELS.__getitem__, lambda *step: progress.append(step)
+    )
+    assert progress == ([(2, 5), (3, 5), (4, 5), (5, 5), (5, 5)] if few == 1 else [(5, 5)])
 
 
-def test_a_pulls_gradient_is_that_of_its_value() -> None:
+def test_pull_gradient_equals_autograd() -> None:
     model = two_layers()
-    one = pull(3, flatten(model).numel())
-    one(model).backward()
+    penalty = pull(3, flatten(model).numel())
+    penalty(model).backward()
     expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     grad = torch.ones_like(expected)
-    one.add_gradient(grad, flatten(model))
+    penalty.add_gradient(grad, flatten(model))
     torch.testing.assert_close(grad - 1, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_is_not_common_is_refused() -> None:
+def test_joint_training_needs_equal_settings() -> None:
     for settings in (
         lambda k: SgdSettings(1, 5, MomentumSgd(0.1 + k)),
         lambda k: SgdSettings(1, 5 + k, MomentumSgd(0.1)),
@@ -133,47 +133,48 @@ def test_what_is_not_common_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="must have the same batch size and optimiser"):
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
-    one = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
-    odd = Learner(one.model, one.examples, one.settings, one.generator, lambda net: torch.zeros(()))
+    client = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
+    fields = (client.model, client.examples, client.settings, client.generator)
+    odd = Learner(*fields, lambda net: torch.zeros(()))
     with pytest.raises(ValueError, match="must be a Pull"):
         train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
 
 
-def test_which_networks() -> None:
+def test_only_dense_networks_train_jointly() -> None:
     dense = nn.Linear(4, 3)
     projected = ModelSettings(width=4, depth=1, projection=8)
-    yes = [
+    supported = [
         Linear((1, 4, 4), 3),
         two_layers(),
         build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0),
     ]
-    no = [
+    unsupported = [
         build_model(projected, (1, 8, 8), 3, 0),
         nn.Sequential(dense, nn.BatchNorm1d(3)),
         nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
         nn.Sequential(dense, nn.Dropout(0.5)),
         nn.Sequential(dense, nn.RReLU()),
         nn.Linear(4, 3).double(),
-        type("Own", (nn.Sequential,), {})(dense, nn.ReLU()),  # its forward could do anything
+        type("Own", (nn.Sequential,), {})(dense, nn.ReLU()),  # a custom forward
     ]
-    assert [trains_together(one) for one in yes + no] == [True] * 3 + [False] * 7
+    assert [trains_together(model) for model in supported + unsupported] == [True] * 3 + [False] * 7
     assert worth_batching(dense, 2**15 // 4, 4)
     assert not worth_batching(dense, 2**15 // 4 + 1, 4)
 
 
 @pytest.mark.parametrize("penalties", [False, True])
-def test_memory_that_is_said(penalties: bool) -> None:
-    """What a pass takes at most, counted by torch's profiler, stays within what is said of it."""
-    each = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)), penalties, (10,) * 6)
-    said = sum(learner_bytes(one.model, 5, 16) for one in each)
+def test_peak_memory_is_at_most_the_estimate(penalties: bool) -> None:
+    """Compares the peak of torch's profiler with the estimate."""
+    clients = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)), penalties, (10,) * 6)
+    estimate = sum(learner_bytes(client.model, 5, 16) for client in clients)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
-    held = most = 0
+        train_together(clients, IMAGES.__getitem__, LABELS.__getitem__)
+    allocated = peak = 0
     for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    assert 0 < most <= said
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    assert 0 < peak <= estimate
 
 
 FEW_DRAWS = np.random.default_rng(0)
@@ -183,7 +184,7 @@ FEW_LABELS = torch.from_numpy(FEW_DRAWS.integers(0, 3, 24))
 
 @dataclass(frozen=True)
 class Adam:
-    """A rule of one's own, with a step's number among what it keeps, one for each network."""
+    """A custom optimiser whose state has the number of steps of each network."""
 
     learning_rate: float = 0.01
 
@@ -210,7 +211,7 @@ def network() -> nn.Module:
 
 
 def numpy_steps(rule: Optimiser, w: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-    """The rules above, written out for one vector."""
+    """Applies the optimisers above to one vector."""
     first = np.zeros_like(w)
     second = np.zeros_like(w)
     for number, g in enumerate(gradients, start=1):
@@ -226,7 +227,7 @@ def numpy_steps(rule: Optimiser, w: np.ndarray, gradients: list[np.ndarray]) -> 
 
 
 def softmax_gradient(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Of the mean cross-entropy of `network`, whose parameters are W [3, 6] and b [3]."""
+    """Returns the gradient of `network`'s mean cross-entropy, with W [3, 6] and b [3]."""
     x = x.reshape(len(x), -1).astype(np.float64)
     logits = x @ w[:18].reshape(3, 6).T + w[18:]
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -236,7 +237,7 @@ def softmax_gradient(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def numpy_training(rule: Optimiser, orders: list[np.ndarray]) -> np.ndarray:
-    """`network` after a step on each of these batches."""
+    """Returns the weights of `network` after a step on each of these batches."""
     start = flatten(network()).double().numpy()
     gradients: list[np.ndarray] = []
     w = start
@@ -261,32 +262,32 @@ def shuffled(seed: int, examples: Tensor, batch: int, epochs: int) -> list[np.nd
     decay=st.sampled_from([0.0, 1e-3, 0.5]),
     shape=st.sampled_from([(5,), (2, 5), (2, 1, 3, 2, 2)]),
 )
-def test_momentum_sgd_is_its_formula_on_any_shape(
+def test_momentum_sgd_equals_numpy_on_any_shape(
     rate: float, momentum: float, decay: float, shape: tuple[int, ...]
 ) -> None:
-    """In place: the same tensors are moved at every step, and the gradient is left as it is."""
+    """Updates are in place and leave the gradient unchanged."""
     draws = np.random.default_rng(1)
     start = draws.standard_normal(shape)
     gradients = [draws.standard_normal(shape) for _ in range(4)]
     rule = MomentumSgd(rate, momentum, decay)
     w = torch.from_numpy(start.copy())
     state = rule.init(w)
-    places = [t.data_ptr() for t in (w, *state)]
+    addresses = [t.data_ptr() for t in (w, *state)]
     for g in gradients:
-        given_g = torch.from_numpy(g.copy())
-        rule.update(w, given_g, state)
-        np.testing.assert_array_equal(given_g.numpy(), g)
-    assert [t.data_ptr() for t in (w, *state)] == places
+        gradient = torch.from_numpy(g.copy())
+        rule.update(w, gradient, state)
+        np.testing.assert_array_equal(gradient.numpy(), g)
+    assert [t.data_ptr() for t in (w, *state)] == addresses
     expected = numpy_steps(rule, start.ravel(), [g.ravel() for g in gradients])
     np.testing.assert_allclose(w.numpy().ravel(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("few", [1, 3])
-def test_training_of_one_network_and_of_many_clients(
+def test_optimisers_train_one_network_or_many(
     rule: Optimiser, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged: rules keep rows apart, also where the last clients go on alone with what was kept."""
+    """Clients have unequal sizes; states stay separate when the last clients continue."""
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
     settings, parts = SgdSettings(2, 4, rule), torch.arange(24).split([9, 3, 12])
@@ -299,14 +300,14 @@ def test_training_of_one_network_and_of_many_clients(
     images, labels = FEW_IMAGES[parts[2]], FEW_LABELS[parts[2]]
     train_on(single, images.__getitem__, labels, settings, torch.Generator().manual_seed(2))
     expected = [numpy_training(rule, shuffled(k, part, 4, 2)) for k, part in enumerate(parts)]
-    models = [*(one.model for one in learners), single]
+    models = [*(learner.model for learner in learners), single]
     for model, w in zip(models, [*expected, expected[2]], strict=True):
         np.testing.assert_allclose(flatten(model).numpy(), w, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_training_with_dp_sgd(rule: Optimiser) -> None:
-    """σ → 0, a clip that nothing reaches, all records at every step: steps on the mean gradient."""
+def test_optimisers_train_with_dp_sgd(rule: Optimiser) -> None:
+    """With σ → 0, a huge clip and full batches, steps follow the mean gradient."""
     model = network()
     size = len(flatten(model))
     noiseless = series(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=size)

@@ -1,5 +1,4 @@
-"""Training on resident data equals torch's own SGD, and softmax regression's gradient in closed
-form autograd's."""
+"""Training on resident data equals torch's SGD; softmax regression's gradient equals autograd's."""
 
 from __future__ import annotations
 
@@ -32,18 +31,18 @@ def problem(norm: str = "instance") -> tuple[nn.Module, torch.Tensor, torch.Tens
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
-    ("norm", "precision", "apart"),
+    ("norm", "precision", "tolerance"),
     [
         ("instance", torch.float32, 1e-4),
         ("batch", torch.float32, 1e-4),
         ("batch", torch.bfloat16, 1e-2),
     ],
 )
-def test_a_recorded_step_is_the_same_step(
-    norm: str, precision: torch.dtype, apart: float, monkeypatch: pytest.MonkeyPatch
+def test_recorded_steps_equal_eager_steps(
+    norm: str, precision: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA graph against eager steps, with full and partial batches, projection and running
-    statistics; in bfloat16, too, whose casts are recorded."""
+    """Compares a CUDA graph with eager steps: full and partial batches, projection, running
+    statistics, and the casts of bfloat16."""
     trained = []
     for worth in (1, 10**9):
         model, x, y = problem(norm)
@@ -55,10 +54,10 @@ def test_a_recorded_step_is_the_same_step(
             warnings.simplefilter("error")
             train_on(model, x.__getitem__, y, settings, order, precision=precision)
         trained.append(dict(model.state_dict()))
-    torch.testing.assert_close(*trained, atol=apart, rtol=10 * apart)
+    torch.testing.assert_close(*trained, atol=tolerance, rtol=10 * tolerance)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
+def test_unrecordable_steps_run_eagerly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = torch.zeros(3)
@@ -76,52 +75,50 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
 
 
 @pytest.mark.parametrize("examples", [5, 1])
-def test_a_last_piece_of_one_example_goes_through_batch_norm_twice(examples: int) -> None:
-    """Batches of two: 5 examples leave one over, whose variance over the batch would not exist; so
-    does a client of one example."""
+def test_last_batch_of_one_example_is_doubled(examples: int) -> None:
+    """Batches of two leave one of 5 examples, whose variance over the batch would not exist."""
     layers = [nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)]
     net = nn.Sequential(*layers)
     x = torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    y, theirs = torch.arange(examples) % 3, copy.deepcopy(net)
+    y, expected = torch.arange(examples) % 3, copy.deepcopy(net)
     settings = SgdSettings(1, 2, MomentumSgd(0.1))
     train_on(net, x.__getitem__, y, settings, torch.Generator().manual_seed(1))
-    sgd = torch.optim.SGD(theirs.parameters(), 0.1)
+    sgd = torch.optim.SGD(expected.parameters(), 0.1)
     for part in torch.randperm(examples, generator=torch.Generator().manual_seed(1)).split(2):
         part = part if len(part) == 2 else torch.cat([part, part])
         sgd.zero_grad()
-        nn.functional.cross_entropy(theirs(x[part]), y[part]).backward()
+        nn.functional.cross_entropy(expected(x[part]), y[part]).backward()
         sgd.step()
-    torch.testing.assert_close(dict(net.state_dict()), dict(theirs.state_dict()))
+    torch.testing.assert_close(dict(net.state_dict()), dict(expected.state_dict()))
 
 
 SPEC = dataset_spec("digits")
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_autograds_gradient(bias: bool) -> None:
-    """Of learners with weights, batches and shares of their own; a share of 0 counts for
-    nothing."""
+def test_regression_gradient_equals_autograd(bias: bool) -> None:
+    """Learners have separate weights, batches and shares; a share of 0 excludes an example."""
     draws = torch.Generator().manual_seed(0)
     layers = [nn.Linear(5, 3, bias=bias) for _ in range(4)]
     x = torch.randn(4, 6, 5, generator=draws)
     labels = torch.randint(3, (4, 6), generator=draws)
     share = torch.rand(4, 6, generator=draws)
     share[1, 2:] = 0
-    flat = torch.stack([torch.cat([p.flatten() for p in one.parameters()]) for one in layers])
-    found = regression_gradients(flat.detach(), x, labels, share, 3)
+    flat = torch.stack([torch.cat([p.flatten() for p in layer.parameters()]) for layer in layers])
+    actual = regression_gradients(flat.detach(), x, labels, share, 3)
     for number, layer in enumerate(layers):
         losses = nn.functional.cross_entropy(layer(x[number]), labels[number], reduction="none")
         (losses @ share[number]).backward()
         expected = torch.cat([p.grad.flatten() for p in layer.parameters()])  # type: ignore[union-attr]
-        torch.testing.assert_close(found[number], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[number], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["linear", "features"])
 @pytest.mark.parametrize("together", [False, True])
-def test_training_is_the_same_with_and_without_it(
+def test_closed_form_training_equals_autograd_training(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five clients of sizes that fill no batch, with momentum and a pull."""
+    """Five clients train on partial batches, with momentum and a pull."""
     draws = torch.Generator().manual_seed(1)
     shape = SPEC.image_shape
     x, y = torch.rand(60, *shape, generator=draws), torch.randint(10, (60,), generator=draws)
@@ -131,22 +128,27 @@ def test_training_is_the_same_with_and_without_it(
     size = len(flatten(base))
     pull = Pull(0.1, torch.ones(size), torch.full((size,), 0.01))
     settings = SgdSettings(3, 4, MomentumSgd(0.1, 0.9))
-    ends = []
+    weights = []
     for closed in (True, False):
         if not closed:
             for module in (many_clients, sgd):
                 monkeypatch.setattr(module, "is_softmax_regression", lambda network: False)
-        made = []
+        learners = []
         for k in range(5):
-            where, order = torch.arange(k, 60, 5)[: 7 + k], torch.Generator().manual_seed(k)
-            made.append(Learner(copy.deepcopy(base), where, settings, order, pull))
+            examples, order = torch.arange(k, 60, 5)[: 7 + k], torch.Generator().manual_seed(k)
+            learners.append(Learner(copy.deepcopy(base), examples, settings, order, pull))
         if together:
-            train_together(made, x.__getitem__, y.__getitem__)
+            train_together(learners, x.__getitem__, y.__getitem__)
         else:
-            for one in made:
-                images, labels = x[one.examples], y[one.examples]
+            for learner in learners:
+                images, labels = x[learner.examples], y[learner.examples]
                 train_on(
-                    one.model, images.__getitem__, labels, settings, one.generator, penalty=pull
+                    learner.model,
+                    images.__getitem__,
+                    labels,
+                    settings,
+                    learner.generator,
+                    penalty=pull,
                 )
-        ends.append(torch.stack([flatten(one.model) for one in made]))
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+        weights.append(torch.stack([flatten(learner.model) for learner in learners]))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
