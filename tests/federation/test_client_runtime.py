@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.small import Linear
 from fedsynth.privacy import Ledger
-from fedsynth.privacy.errors import UnplannedReleaseError
+from fedsynth.privacy.errors import RequestRefusedError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from tests.digits import CPU, SPEC, digits
 
@@ -53,7 +54,9 @@ def context(**named: Any) -> RoundContext:
     return RoundContext(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **given)
 
 
-def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> ClientRuntime:
+def client_of(
+    number: int, method: Any, own: Any = None, server_sigma: Any = None, **privacy: Any
+) -> ClientRuntime:
     """A client that was told the terms."""
     settings = RunSettings(
         method=method,
@@ -64,7 +67,7 @@ def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> Clie
     )
     ledger = Ledger(f"client-{number}") if privacy else None
     client = ClientRuntime(number, settings, context(sizes=None), own, ledger)
-    sigma = privacy.get("noise_multiplier")
+    sigma = privacy.get("noise_multiplier") if server_sigma is None else server_sigma
     client.start(RunTerms(noise_multiplier=sigma) if privacy else RunTerms())
     return client
 
@@ -153,6 +156,12 @@ def test_a_client_sends_its_size_only_without_privacy() -> None:
     private = client_of(0, FedAvg(), client.data, noise_multiplier=1.0)
     assert private.join().size is None
     assert private.join().history is not None
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, math.inf, math.nan, True, "1"])
+def test_a_servers_noise_multiplier_is_positive_and_finite(sigma: Any) -> None:
+    with pytest.raises(RequestRefusedError, match="noise multiplier must be above 0"):
+        client_of(0, FedAvg(), server_sigma=sigma, epsilon=8.0)
 
 
 # ------------------------------------------------------------------------------------- evaluation
