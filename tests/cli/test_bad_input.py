@@ -48,7 +48,6 @@ LINES = (
     ("runs {tmp}", "there is no finished run in {tmp}"),
     ("privacy report {tmp}", "cannot read the privacy report"),
     ("privacy sign {tmp} --key {tmp}/key", "cannot read the key"),
-    ("deploy keys {tmp}/keys --clients 100000000", "clients must be at most 200000"),
 )
 
 

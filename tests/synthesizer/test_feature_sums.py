@@ -139,5 +139,5 @@ def test_round_without_large_counts_writes_a_report(
     }
     result = simulate(resolve(sections), data=(images, images), output=tmp_path)
     assert (result.folder / "privacy_report.json").exists()  # type: ignore[operator]
-    assert "released count" in "".join(capsys.readouterr())
+    assert "noise hides the counts" in "".join(capsys.readouterr())
     assert torch.equal(flatten(result.model), flatten(convnet()))
