@@ -12,7 +12,7 @@ import pytest
 
 from fedsynth.cli.application import PACKAGE
 from tests.cli.conftest import Call
-from tests.fuzz.mutations import CommandFailedError, at_most, command
+from tests.fuzz.mutations import CommandFailedError, command, time_limit
 from tests.special_files import make_special_file
 
 READ = tuple(line.strip() for line in """
@@ -45,7 +45,7 @@ PATHS = (
 
 
 def refused(line: str, name: str) -> str:
-    with at_most(20), pytest.raises(CommandFailedError) as caught:
+    with time_limit(20), pytest.raises(CommandFailedError) as caught:
         command(*(word.format(name) for word in line.split()))
     return str(caught.value)
 

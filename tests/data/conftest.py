@@ -1,5 +1,4 @@
-"""Writers of the data sets' files in their official formats, for the loaders' tests: the fixture
-`files`."""
+"""The fixture `files` writes data sets in their official formats for the tests of the loaders."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 Writers = dict[str, tuple[Bytes, list[int]]]
 RNG = np.random.default_rng(0)
 WNIDS = [f"n{10_000_000 + (37 * i) % 200:08}" for i in range(200)]
-"""Tiny-ImageNet's classes; as in the official list, not in order."""
+"""Tiny-ImageNet's classes, unsorted as in the official list."""
 
 
 def idx(array: Bytes) -> bytes:
@@ -36,7 +35,7 @@ def idx(array: Bytes) -> bytes:
 
 @functools.cache
 def png(width: int, height: int) -> bytes:
-    """A valid black PNG, a kilobyte for each megapixel."""
+    """Returns a valid black PNG of about a kilobyte for each megapixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         check = struct.pack(">I", zlib.crc32(kind + content))
@@ -50,18 +49,18 @@ def png(width: int, height: int) -> bytes:
 
 
 def write_colour(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int]) -> None:
-    """An image of one colour, or of one grey level."""
+    """Writes an image of one colour or of one grey level."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
 
 
 def writer(n: int) -> tuple[Bytes, list[int]]:
-    """A FEMNIST writer's pixels and labels."""
+    """Returns a FEMNIST writer's pixels and labels."""
     return RNG.integers(0, 256, (n, 784), dtype=np.uint8), RNG.integers(0, 62, n).tolist()
 
 
 def leaf(writers: Writers) -> dict[str, Any]:
-    """A file of LEAF, which divides grey levels by 255."""
+    """Returns the content of a LEAF file, with grey levels divided by 255."""
     return {
         "users": list(writers),
         "num_samples": [len(y) for _, y in writers.values()],
@@ -101,17 +100,17 @@ class OfficialFiles:
             written += [images, labels]
         return written
 
-    def write_cifar10(self, each: int = 4) -> Bytes:
+    def write_cifar10(self, per_batch: int = 4) -> Bytes:
         folder = self.root / "cifar-10-batches-py"
         folder.mkdir()
-        data = RNG.integers(0, 256, (6, each, 3072), dtype=np.uint8)
+        data = RNG.integers(0, 256, (6, per_batch, 3072), dtype=np.uint8)
         for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-            batch = {b"labels": [(i + k) % 10 for k in range(each)], b"data": data[i]}
+            batch = {b"labels": [(i + k) % 10 for k in range(per_batch)], b"data": data[i]}
             (folder / name).write_bytes(pickle.dumps(batch, 2))
         return data
 
     def write_svhn(self, labels: Any = (10, 1, 9, 10)) -> Bytes:
-        """Writes both files, and makes them the published ones."""
+        """Writes both files and registers their checksums as the published ones."""
         x = RNG.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
         for name in ("train_32x32.mat", "test_32x32.mat"):
             savemat(self.root / name, {"X": x, "y": np.array(labels, np.uint8)[:, None]})
@@ -126,19 +125,19 @@ class OfficialFiles:
         path.write_text(json.dumps(content))
 
     def write_femnist(self) -> tuple[Writers, Writers]:
-        """Four writers in two files; one of the test split's did not train."""
+        """Writes four writers in two files, and one that only the test split contains."""
         sizes = {"f0100_00": 2, "f0011_13": 4, "f0009_02": 3, "f0001_41": 5}
         train = {name: writer(n) for name, n in sizes.items()}
         test = {name: writer(1) for name in list(sizes)[1:]} | {"f0000_14": writer(2)}
         for number in (0, 1):
-            two = dict(list(train.items())[2 * number : 2 * number + 2])
-            self.write_leaf("train", number, leaf(two))
+            half = dict(list(train.items())[2 * number : 2 * number + 2])
+            self.write_leaf("train", number, leaf(half))
         self.write_leaf("test", 0, leaf(test))
         return train, test
 
     def write_tiny_imagenet(self) -> None:
-        """One training image a class, red = its number in sorted order; class 7's is grey. Ten
-        test images, of classes 190 to 199."""
+        """Writes one training image per class, whose red is the class number; class 7 is grey.
+        The ten test images are of the classes 190 to 199."""
         root = self.root / "tiny-imagenet-200"
         for c, name in enumerate(sorted(WNIDS)):
             colour = 77 if c == 7 else (c, 100, 200)
@@ -153,8 +152,8 @@ class OfficialFiles:
         (root / "val" / "val_annotations.txt").write_text("".join(lines))
 
     def write_cinic10(self) -> None:
-        """Three images a class and split; red tells the class, green the split, blue the place in
-        the order of names."""
+        """Writes three images per class and split: red is the class, green the split, blue the
+        position among the sorted names."""
         for s, split in enumerate(("train", "valid", "test")):
             for c, name in enumerate(dataset_spec("cinic10").class_names):
                 folder = self.root / "CINIC-10" / split / name
@@ -162,8 +161,8 @@ class OfficialFiles:
                     write_colour(folder / f"{file}.png", (20 * c, 50 * s, i), (32, 32))
 
     def write_office_caltech(self) -> None:
-        """Six images a class and domain; webcam's are larger, and its backpacks are in the folder
-        that other releases have."""
+        """Writes six images per class and domain. Those of webcam are larger, and its backpacks are
+        in the folder of other releases."""
         spec = dataset_spec("office-caltech-10")
         for number, domain in enumerate(spec.domains):
             size = (100, 80) if domain == "webcam" else (64, 64)
@@ -171,11 +170,11 @@ class OfficialFiles:
                 folder = "back_pack" if (domain, name) == ("webcam", "backpack") else name
                 level = 50 * number + 5 * label
                 for i in range(6):
-                    where = self.root / "office_caltech_10" / domain / folder / f"frame_{i:04}.png"
-                    write_colour(where, (level, 0, 255 - level), size)
+                    path = self.root / "office_caltech_10" / domain / folder / f"frame_{i:04}.png"
+                    write_colour(path, (level, 0, 255 - level), size)
 
     def write_domainnet(self) -> None:
-        """Official lists: two of the ten classes and one other; JPEG files."""
+        """Writes JPEG files and official lists with two of the ten classes and one other."""
         root = self.root / "domainnet"
         for number, domain in enumerate(dataset_spec("domainnet-10").domains):
             for place, split in enumerate(("train", "test"), 1):
@@ -189,5 +188,5 @@ class OfficialFiles:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OfficialFiles:
-    """Writers into `tmp_path`."""
+    """Returns a writer of official files into `tmp_path`."""
     return OfficialFiles(tmp_path, monkeypatch)

@@ -1,10 +1,10 @@
-"""Damaged and hostile data files for the readers, in a process of its own: `python fuzz_readers.py
-SEED '{"KIND": CASES, …}'`.
+"""Fuzzes the readers with damaged data files in a separate process: `python fuzz_readers.py SEED
+'{"KIND": CASES, …}'`.
 
-Prints one JSON object with an entry for each kind: how many cases were refused and accepted, the
-largest traced memory beyond ten times the file's size, the longest time, and what was neither a
-refusal in one line nor a result as promised. The file CASE of the current folder has the kind and
-the number of the case at work, for whoever finds a signal.
+Prints one JSON object with an entry for each kind: the number of rejected and accepted cases, the
+largest traced memory beyond ten times the file's size, the longest time, and the faults, which are
+neither one-line errors nor valid results. The file CASE of the current folder contains the kind and
+the number of the running case, to identify a crash by a signal.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ DOMAINNET = dataset_spec("domainnet-10")
 def python2(
     code: bytes = b"u1", raw: bytes = ROWS.tobytes(), shape: bytes = b"K\x02M\x00\x0c\x86"
 ) -> bytes:
-    """A batch of two images as Python 2 wrote it, with another type, bytes or shape in the array's
-    place."""
+    """Returns a batch of two images as Python 2 pickled it, with the given type, bytes and shape of
+    the array."""
     kind = b"U" + bytes([len(code)]) + code
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
@@ -54,7 +54,7 @@ def python2(
 
 
 def hostile_pickles() -> Iterator[bytes]:
-    """Attacks on what a machine for pickles does, one by one."""
+    """Yields attacks on single instructions of a pickle interpreter."""
     pointers = struct.pack("<Q", 0xDEADBEEF) * 768
     for code in (b"O8", b"O", b"V8", b"M8", b"S8", b"U2", b"c16", b"u1,O", b"i16", b"f8"):
         yield python2(code, pointers)
@@ -68,8 +68,8 @@ def hostile_pickles() -> Iterator[bytes]:
     for length in (2**32, 2**63 - 1, 2**64 - 1):
         for opcode in (b"\x8d", b"\x8e", b"\x96", b"\x95"):
             yield b"\x80\x05" + opcode + struct.pack("<Q", length) + b"abc."
-    for many in (b"(", b"]", b"}", b")", b")\x85", b"N\x94", b"]q\x00", b"h\x00", b"0", b"2"):
-        yield b"\x80\x04" + many * 100_000 + b"."
+    for opcodes in (b"(", b"]", b"}", b")", b")\x85", b"N\x94", b"]q\x00", b"h\x00", b"0", b"2"):
+        yield b"\x80\x04" + opcodes * 100_000 + b"."
     yield b"\x80\x04]\x94" + b"h\x00h\x00a" * 50_000 + b"."
     yield b"\x80\x04]\x94(" + b"h\x00" * 100_000 + b"e."
     collisions = (struct.pack("<q", n * (2**61 - 1)) for n in range(4))
@@ -84,39 +84,39 @@ def hostile_pickles() -> Iterator[bytes]:
 
 
 def batches() -> list[bytes]:
-    """Good files: each protocol, and Python 2's."""
+    """Returns valid files: of each protocol, and of Python 2."""
     batch = {b"labels": [3, 4], b"data": ROWS, b"filenames": [b"a.png", b"b.png"]}
-    strange = {b"labels": [3, 4], b"data": np.asfortranarray(ROWS)}
-    return [python2(), *(pickle.dumps(b, p) for b in (batch, strange) for p in range(2, 6))]
+    fortran = {b"labels": [3, 4], b"data": np.asfortranarray(ROWS)}
+    return [python2(), *(pickle.dumps(b, p) for b in (batch, fortran) for p in range(2, 6))]
 
 
 def mutated(
-    good: list[bytes], rng: random.Random, where: Callable[[bytes], list[int]] | None = None
+    valid: list[bytes], rng: random.Random, offsets: Callable[[bytes], list[int]] | None = None
 ) -> bytes:
-    """One of the good files with changes where `where` says that something begins; without it, in
-    the first 400 bytes."""
-    content = rng.choice(good)
-    starts = where(content) if where else range(min(len(content), 400))
-    return altered(content, rng, *good, starts=starts)
+    """Returns a damaged copy of one of the valid files: at the offsets that `offsets` returns, by
+    default in the first 400 bytes."""
+    content = rng.choice(valid)
+    starts = offsets(content) if offsets else range(min(len(content), 400))
+    return altered(content, rng, *valid, starts=starts)
 
 
 def pickles(rng: random.Random) -> Iterator[bytes]:
     yield from hostile_pickles()
-    good = batches()
+    valid = batches()
     while True:
-        yield mutated(good, rng, lambda file: [at or 0 for *_, at in pickletools.genops(file)])
+        yield mutated(valid, rng, lambda file: [at or 0 for *_, at in pickletools.genops(file)])
 
 
 def images(rng: random.Random) -> Iterator[bytes]:
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
-    good = []
+    valid = []
     for name in ("PNG", "JPEG", "BMP", "WEBP"):
         file = io.BytesIO()
         picture.save(file, name, progressive=True)
-        good.append(file.getvalue())
+        valid.append(file.getvalue())
     yield b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"
     while True:
-        yield mutated(good, rng)
+        yield mutated(valid, rng)
 
 
 def leaves(rng: random.Random) -> Iterator[bytes]:
@@ -134,12 +134,12 @@ def leaves(rng: random.Random) -> Iterator[bytes]:
 def user_files(rng: random.Random) -> Iterator[bytes]:
     yield b"path,user" + b",x" * 200_000 + b"\n" + b"a,b\n" * 2000
     yield b"path,user\n" + b'"' + b"x" * 500_000
-    good = [
+    valid = [
         b"path,user\na.png,Ada\nb.png,Bob\n",
         b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",
     ]
     while True:
-        yield mutated(good, rng)
+        yield mutated(valid, rng)
 
 
 def lists(rng: random.Random) -> Iterator[bytes]:
@@ -148,12 +148,12 @@ def lists(rng: random.Random) -> Iterator[bytes]:
     yield "clipart/clock/a.png ²\n".encode()
     yield b"clipart/clock/../../etc/passwd 1\n"
     yield b"clipart/" * 200_000
-    good = [
+    valid = [
         b"clipart/clock/a.png 1\nclipart/zebra/b.png 3\n",
         b"clipart/bird/b.jpg 3\r\n\r\nclipart/bird/c.jpg 3\n",
     ]
     while True:
-        yield mutated(good, rng)
+        yield mutated(valid, rng)
 
 
 def idx_files(rng: random.Random) -> Iterator[bytes]:
@@ -208,29 +208,29 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable
 
 
 def fuzz(kind: str, seed: int, count: int) -> dict[str, Any]:
-    """What came of so many files of a kind."""
+    """Reads `count` damaged files of a kind and counts the results."""
     cases, name, read = KINDS[kind]
-    path, found = Path(name).absolute(), {"refused": 0, "accepted": 0}
+    path, outcomes = Path(name).absolute(), {"refused": 0, "accepted": 0}
     faults: list[str] = []
     beyond, slowest = 0, 0.0
     for number, content in zip(range(count), cases(random.Random(seed)), strict=False):
         Path("CASE").write_text(f"{kind} {number}")
         path.write_bytes(content)
         tracemalloc.reset_peak()
-        before, begin = tracemalloc.get_traced_memory()[0], time.perf_counter()
+        memory_before, started = tracemalloc.get_traced_memory()[0], time.perf_counter()
         try:
             read(path)
-            found["accepted"] += 1
+            outcomes["accepted"] += 1
         except DataError as error:
-            found["refused"] += 1
+            outcomes["refused"] += 1
             if "\n" in str(error) or len(str(error)) > 600 or not str(error).isprintable():
                 faults.append(f"case {number}: message {str(error)[:700]!r}")
         except BaseException as error:
             faults.append(f"case {number}: {type(error).__name__}: {str(error)[:200]}")
-        slowest = max(slowest, time.perf_counter() - begin)
-        peak = tracemalloc.get_traced_memory()[1] - before
+        slowest = max(slowest, time.perf_counter() - started)
+        peak = tracemalloc.get_traced_memory()[1] - memory_before
         beyond = max(beyond, peak - 10 * len(content))
-    return {**found, "beyond": beyond, "slowest": slowest, "faults": faults}
+    return {**outcomes, "beyond": beyond, "slowest": slowest, "faults": faults}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Data files that are damaged, hostile or missing: each is refused in one line that names it, and
-by what it announces, before anything is decoded or unpacked."""
+"""Damaged, hostile or missing data files: each raises a one-line error that names it, and oversized
+files are rejected by their headers, before decoding or decompression."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from tests.data.conftest import WNIDS, OfficialFiles, idx, leaf, leaf_path, png, writer
-from tests.fuzz.mutations import at_most as within
-from tests.fuzz.mutations import other_content
+from tests.fuzz.mutations import replaced_content, time_limit
 
 MEGABYTE = 2**20
 OFFICE, CINIC = map(dataset_spec, ("office-caltech-10", "cinic10"))
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with valid files of most data sets."""
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Returns a folder with valid files of most data sets."""
     root = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as patch:
         files = OfficialFiles(root, patch)
@@ -67,11 +66,11 @@ def batch(data: object, labels: object) -> bytes:
 
 
 def writers(**changes: Any) -> bytes:
-    """One writer's file with something else in its place: `x` or `y`, or a key of the file."""
+    """Returns a file of one writer with changed `x`, `y` or keys of the file."""
     content = leaf({"w": writer(2)})
     for key, value in changes.items():
-        place = content["user_data"]["w"] if key in ("x", "y") else content
-        place[key] = value
+        target = content["user_data"]["w"] if key in ("x", "y") else content
+        target[key] = value
     return json.dumps(content).encode()
 
 
@@ -84,7 +83,7 @@ def image(size: tuple[int, int]) -> bytes:
 IMAGES = zeros(20, 28, 28)
 ROWS = np.zeros((4, 3072), np.uint8)
 ROW = [0.5] * 784
-LACKING = sorted(WNIDS)[50]
+MISSING_CLASS = sorted(WNIDS)[50]
 Content = bytes | None | Callable[[bytes], bytes]
 CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("mnist", "MNIST/raw/train-images-idx3-ubyte"): [
@@ -104,10 +103,10 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (counted(0), "such as -1"),
     ],
     ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
-        (lambda whole: whole[:-20], "cannot be read"),
+        (lambda data: data[:-20], "cannot be read"),
         (b"no gzip at all", "cannot be read"),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be read"),  # no deflate stream
-        (lambda whole: whole[:3000] + bytes([whole[3000] ^ 0xFF]) + whole[3001:], "cannot be read"),
+        (lambda data: data[:3000] + bytes([data[3000] ^ 0xFF]) + data[3001:], "cannot be read"),
     ],
     ("cifar10", "cifar-10-batches-py/data_batch_3"): [
         (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
@@ -117,11 +116,11 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (batch(ROWS, [0, 1, 2, 2**70]), "one integer of 64 bits"),
         (None, "needs cifar-10-batches-py/data_batch_3 in"),
     ],
-    # SciPy's reader crashes on some damaged files: it sees none of them
+    # SciPy's reader crashes on some damaged files: they are rejected before it reads them
     ("svhn", "train_32x32.mat"): [
         (b"", "is not the published file"),
-        (lambda whole: whole[:-1], "is not the published file"),
-        (lambda whole: whole[:200] + b"x" + whole[201:], "is not the published file"),
+        (lambda data: data[:-1], "is not the published file"),
+        (lambda data: data[:200] + b"x" + data[201:], "is not the published file"),
     ],
     ("femnist", leaf_path("train", 2)): [
         (writers(users=["v"]), "must describe the same writers"),
@@ -163,8 +162,8 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (image((32, 48)), "the image is 32×48, but images of tiny-imagenet"),
         (None, "cannot be read as an image: the file does not exist"),
     ],
-    ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
-        (None, rf"no image in .*{LACKING}/images. Unpack http://cs231n"),
+    ("tiny-imagenet", f"tiny-imagenet-200/train/{MISSING_CLASS}/images/{MISSING_CLASS}_0.JPEG"): [
+        (None, rf"no image in .*{MISSING_CLASS}/images. Unpack http://cs231n"),
     ],
     ("domainnet-10", "domainnet/clipart_train.txt"): [
         (line.encode(), "line 1 of .* must be 'clipart/CLASS/FILE NUMBER'")
@@ -176,27 +175,27 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
 @pytest.mark.parametrize(
     ("name", "file", "content", "message"),
     [
-        pytest.param(*place, *case, id=f"{'-'.join(place)}-{number}")
-        for place, cases in CASES.items()
+        pytest.param(*named_path, *case, id=f"{'-'.join(named_path)}-{number}")
+        for named_path, cases in CASES.items()
         for number, case in enumerate(cases)
     ],
 )
-def test_a_damaged_or_missing_file_is_refused_in_one_line(
-    good: Path, name: str, file: str, content: Content, message: str
+def test_damaged_or_missing_files_raise_one_line_errors(
+    root: Path, name: str, file: str, content: Content, message: str
 ) -> None:
-    path = good / file
+    path = root / file
     if callable(content):
         content = content(path.read_bytes())
     expected = (DataFilesMissingError, DataFilesCorruptError)
-    with other_content(path, content), pytest.raises(expected, match=message) as error:
-        load_dataset(name, good)
+    with replaced_content(path, content), pytest.raises(expected, match=message) as error:
+        load_dataset(name, root)
     assert "\n" not in str(error.value)
-    place = file if content is not None else path.parent.name
-    assert place in str(error.value) or "cannot be used: " in str(error.value)
+    named_path = file if content is not None else path.parent.name
+    assert named_path in str(error.value) or "cannot be used: " in str(error.value)
 
 
-class Evil:
-    """Pickled, this asks the reader to call a function with arguments of its choice."""
+class MaliciousObject:
+    """An object whose pickle calls a function with chosen arguments when it is read."""
 
     def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
         self.call = function, arguments
@@ -206,30 +205,29 @@ class Evil:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_a_malicious_pickle_does_not_run(good: Path, protocol: int, tmp_path: Path) -> None:
-    path = good / "cifar-10-batches-py" / "data_batch_1"
+def test_malicious_pickles_are_not_executed(root: Path, protocol: int, tmp_path: Path) -> None:
+    path = root / "cifar-10-batches-py" / "data_batch_1"
     trace = tmp_path / "trace"
     attacks = (
-        Evil(os.mkdir, str(trace)),
-        Evil(eval, f"open({str(trace)!r}, 'w')"),
-        Evil(getattr, np.ndarray, "tofile"),
-        Evil(np.fromfile, str(path)),
+        MaliciousObject(os.mkdir, str(trace)),
+        MaliciousObject(eval, f"open({str(trace)!r}, 'w')"),
+        MaliciousObject(getattr, np.ndarray, "tofile"),
+        MaliciousObject(np.fromfile, str(path)),
     )
-    for evil in attacks:
-        content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
+    for payload in attacks:
+        content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": payload}, protocol)
         message = "the pickle imports .*, which is not allowed"
-        with other_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
-            load_dataset("cifar10", good)
+        with replaced_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
+            load_dataset("cifar10", root)
         assert not trace.exists()
-    # the standard unpickler does run it: the attack is a real one
+    # the standard unpickler does execute it: the attack is real
     pickle.loads(pickle.dumps(attacks[0], protocol))
     assert trace.exists()
 
 
 @contextmanager
-def at_most(size: int) -> Iterator[None]:
-    """Fails where more than `size` bytes are taken at once, of those that Python and NumPy hand
-    out."""
+def memory_limit(size: int) -> Iterator[None]:
+    """Fails if Python and NumPy allocate more than `size` bytes at once."""
     tracemalloc.start()
     try:
         yield
@@ -240,7 +238,7 @@ def at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("spec", "resize"), [(OFFICE, True), (CINIC, False)])
-def test_large_pictures_are_refused_by_their_header(
+def test_oversized_images_are_rejected_before_decoding(
     spec: Any, resize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
@@ -253,7 +251,7 @@ def test_large_pictures_are_refused_by_their_header(
         path.write_bytes(png(9000, 9000))
     assert paths[0].stat().st_size < MEGABYTE / 2
     message = "is 9000×9000, but may have at most 33,554,432 pixels"
-    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+    with memory_limit(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         read_images(paths, spec, resize=resize)
     assert decoded == []
     paths[0].write_bytes(png(64, 64))
@@ -261,27 +259,27 @@ def test_large_pictures_are_refused_by_their_header(
     assert decoded != []
 
 
-def test_large_pictures_come_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_work, most = threading.Semaphore(0), []
+def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    active, concurrent = threading.Semaphore(0), []
     decoded = image_files._decoded
 
     def counted(*arguments: Any) -> Any:
-        at_work.release()
-        most.append(at_work._value)
+        active.release()
+        concurrent.append(active._value)
         try:
             return decoded(*arguments)
         finally:
-            at_work.acquire()
+            active.acquire()
 
     monkeypatch.setattr(image_files, "_decoded", counted)
     paths = [tmp_path / f"{number}.png" for number in range(8)]
     for path in paths:
         path.write_bytes(png(2000, 1000))
     assert not read_images(paths, OFFICE, resize=True).any()
-    assert most == [1] * 8
+    assert concurrent == [1] * 8
 
 
-def test_postscript_and_a_jpeg_of_a_thousand_scans_are_refused(tmp_path: Path) -> None:
+def test_postscript_and_jpegs_of_many_scans_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.new("RGB", (64, 64)).save(path, "EPS")
     with pytest.raises(DataFilesCorruptError, match="the file is not a JPEG, PNG, BMP, WEBP file"):
@@ -294,24 +292,24 @@ def test_postscript_and_a_jpeg_of_a_thousand_scans_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_header_that_announces_too_much_is_refused(zipped: bool, tmp_path: Path) -> None:
+def test_oversized_idx_headers_are_rejected(zipped: bool, tmp_path: Path) -> None:
     header = bytes([0, 0, 8, 3]) + struct.pack(">III", 100_000, 28, 28)
     content = header + bytes(78_400_000 if zipped else 10)
     path = tmp_path / ("x.gz" if zipped else "x")
     path.write_bytes(gzip.compress(content, 1) if zipped else content)
     message = "at most 784,000 bytes"
-    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+    with memory_limit(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         read_idx(path, 3, 1000 * 784)
 
 
 @pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000])
-def test_text_among_pixels_is_refused_in_little_memory(value: Any, files: OfficialFiles) -> None:
+def test_non_numeric_pixels_need_little_memory(value: Any, files: OfficialFiles) -> None:
     content = leaf({"w": writer(1)})
     content["user_data"]["w"]["x"] = [[value, *ROW[1:]]]
     for split in ("train", "test"):
         files.write_leaf(split, 0, content)
     message = "user_data.w.x.0.0: Input should be|number out of range"
-    with at_most(8 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+    with memory_limit(8 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
         load_dataset("femnist", files.root)
 
 
@@ -325,19 +323,19 @@ def test_text_among_pixels_is_refused_in_little_memory(value: Any, files: Offici
         ("domainnet-10", "domainnet/clipart_train.txt"),
     ],
 )
-def test_a_pipe_is_not_waited_for(good: Path, name: str, file: str) -> None:
-    path = good / file
-    with other_content(path, None):
+def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -> None:
+    path = root / file
+    with replaced_content(path, None):
         os.mkfifo(path)
         message = f"{path}.*not a regular file"
-        with within(30), pytest.raises(DataFilesCorruptError, match=message):
-            load_dataset(name, good)
+        with time_limit(30), pytest.raises(DataFilesCorruptError, match=message):
+            load_dataset(name, root)
         message = "as an image: not a regular"
-        with within(30), pytest.raises(DataFilesCorruptError, match=message):
+        with time_limit(30), pytest.raises(DataFilesCorruptError, match=message):
             read_images([path], OFFICE)
 
 
-# -------------------------------------------------------------------------------- files of anybody
+# ------------------------------------------------------------------------------------ fuzzed files
 
 
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
@@ -350,8 +348,8 @@ ALL = {"pickle": 5000, "image": 2000, "leaf": 1000, "users": 1000, "idx": 2000, 
     [(2, SAMPLE), pytest.param(1, ALL, marks=pytest.mark.slow)],
     ids=["sample", "all"],
 )
-def test_files_of_anybody(seed: int, counts: dict[str, int], tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_fuzzed_files_raise_errors(seed: int, counts: dict[str, int], tmp_path: Path) -> None:
+    process = subprocess.run(
         [sys.executable, SCRIPT, str(seed), json.dumps(counts)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
@@ -361,17 +359,17 @@ def test_files_of_anybody(seed: int, counts: dict[str, int], tmp_path: Path) -> 
         check=False,
     )
     case = (tmp_path / "CASE").read_text() if (tmp_path / "CASE").exists() else "none"
-    assert done.returncode == 0, (
-        f"ended with {done.returncode} at case {case}: {done.stderr[-500:]}"
+    assert process.returncode == 0, (
+        f"ended with {process.returncode} at case {case}: {process.stderr[-500:]}"
     )
-    for kind, found in json.loads(done.stdout).items():
-        assert found["faults"] == [], kind
-        assert found["refused"] + found["accepted"] == counts[kind]
-        assert found["refused"] > counts[kind] / 3, kind
-        assert found["accepted"] > 0, kind  # some changes do no harm: the reader still reads
-        # Beyond ten times the file's size: what a million instructions of one byte can make.
-        assert found["beyond"] < 24 * MEGABYTE, kind
-        assert found["slowest"] < 20, kind
+    for kind, outcome in json.loads(process.stdout).items():
+        assert outcome["faults"] == [], kind
+        assert outcome["refused"] + outcome["accepted"] == counts[kind]
+        assert outcome["refused"] > counts[kind] / 3, kind
+        assert outcome["accepted"] > 0, kind  # some changes are harmless
+        # Beyond ten times the file's size: the memory of a million one-byte instructions.
+        assert outcome["beyond"] < 24 * MEGABYTE, kind
+        assert outcome["slowest"] < 20, kind
 
 
 # ----------------------------------------------------------------------------------------- pickles
@@ -388,28 +386,28 @@ PROTOCOLS = range(2, 6)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_plain_values_are_those_of_the_standard_unpickler(protocol: int) -> None:
-    given = pickle.dumps(BATCH, protocol)
-    assert repr(read_pickle(given)) == repr(pickle.loads(given))
+def test_plain_values_match_standard_unpickler(protocol: int) -> None:
+    content = pickle.dumps(BATCH, protocol)
+    assert repr(read_pickle(content)) == repr(pickle.loads(content))
     shared = ["twice"]
-    again: Any = read_pickle(pickle.dumps([shared, shared], protocol))
-    assert again[0] is again[1]
-    itself: Any = read_pickle(b"\x80\x04]\x94h\x00a.")
-    assert itself[0] is itself
+    repeated: Any = read_pickle(pickle.dumps([shared, shared], protocol))
+    assert repeated[0] is repeated[1]
+    recursive: Any = read_pickle(b"\x80\x04]\x94h\x00a.")
+    assert recursive[0] is recursive
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("array", [PIXELS, np.asfortranarray(PIXELS), PIXELS[::2, ::3], PIXELS[0]])
 def test_arrays_keep_shape_and_bytes(protocol: int, array: npt.NDArray[np.uint8]) -> None:
-    got = read_pickle(pickle.dumps(array, protocol))
-    assert isinstance(got, PickledArray)
-    assert got.value.shape == array.shape
-    assert np.array_equal(got.value, array)
+    restored = read_pickle(pickle.dumps(array, protocol))
+    assert isinstance(restored, PickledArray)
+    assert restored.value.shape == array.shape
+    assert np.array_equal(restored.value, array)
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("kind", ["O", "M8[s]", "u1,f4", "c16", "S3", "V4", "i1", ">f4", "?"])
-def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
+def test_arrays_of_other_dtypes_are_rejected(protocol: int, kind: str) -> None:
     with pytest.raises(ValueError, match="an array in the pickle must have bytes"):
         read_pickle(pickle.dumps(np.zeros(2, kind), protocol))
 
@@ -435,6 +433,6 @@ def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
         (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text otherwise"),
     ],
 )
-def test_what_is_refused(content: bytes, message: str) -> None:
+def test_invalid_pickles_are_rejected(content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_pickle(content)

@@ -1,4 +1,4 @@
-"""ImageData, `from_arrays`, the way to normalised numbers and back, and pictures for people."""
+"""ImageData, `from_arrays`, normalisation and its inverse, and pictures of images and counts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
 RNG = np.random.default_rng(0)
 
 
-def some_digits(n: int = 20) -> ImageData:
+def random_digits(n: int = 20) -> ImageData:
     images = RNG.integers(0, 256, (n, 8, 8), dtype=np.uint8)
     return from_arrays(images, np.arange(n) % 10, DIGITS)
 
 
 @pytest.mark.parametrize("label_type", [np.uint8, np.int16, np.uint64])
-def test_from_arrays_takes_numpy_and_torch(label_type: npt.DTypeLike) -> None:
+def test_from_arrays_accepts_numpy_and_torch(label_type: npt.DTypeLike) -> None:
     grey = RNG.integers(0, 256, (5, 8, 8), dtype=np.uint8)
     labels = np.array([0, 9, 3, 3, 1])
     data = from_arrays(grey, labels.astype(label_type), DIGITS)
@@ -44,7 +44,7 @@ def test_from_arrays_takes_numpy_and_torch(label_type: npt.DTypeLike) -> None:
     assert torch.equal(data.images, same.images)
 
 
-def test_from_arrays_rounds_floating_point_to_the_nearest_level() -> None:
+def test_from_arrays_rounds_floats_to_nearest_level() -> None:
     levels = torch.arange(256, dtype=torch.float64).view(4, 1, 8, 8)
     for nudge in (-0.4, 0.0, 0.4):
         x = ((levels + nudge) / 255).clamp(0, 1)
@@ -59,39 +59,39 @@ def floats(value: float) -> npt.NDArray[np.float32]:
     return x
 
 
-OK = np.zeros((3, 8, 8), np.uint8)
-THREE = np.array([0, 1, 2])
+VALID = np.zeros((3, 8, 8), np.uint8)
+LABELS = np.array([0, 1, 2])
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (floats(np.nan), THREE, "2 of 192 are NaN or infinite"),
-        (floats(-np.inf), THREE, "2 of 192 are NaN or infinite"),
-        (floats(1.5), THREE, r"must be in \[0, 1\].* 2 of 192"),
-        (OK.astype(np.int64), THREE, "must be uint8, got int64"),
-        (OK[:, :7], THREE, r"\[1, 8, 8\], got \[3, 1, 7, 8\]"),
-        (OK[0], THREE, r"got \[8, 8\]"),
-        (OK[..., None], THREE, r"got \[3, 8, 8, 1\]"),
-        (OK, THREE[:2], r"labels .* shape \[3\], got \[2\]"),
-        (OK, np.array([0, 1, 10]), r"labels .* in \[0, 10\), got 1 .* such as 10"),
-        (OK, np.array([0, -1, 1]), "such as -1"),
-        (OK, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
-        (OK, THREE.astype(float), "labels .* integers, got float64"),
-        (OK, np.array([True, False, True]), "labels .* integers, got bool"),
-        (OK, THREE[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
-        (OK[:0], THREE[:0], "at least one example"),
-        (np.array([["a"]]), THREE, "must be a NumPy array or a tensor of numbers"),
-        ([[1, 2], [3]], THREE, "must be a NumPy array or a tensor of numbers"),
+        (floats(np.nan), LABELS, "2 of 192 are NaN or infinite"),
+        (floats(-np.inf), LABELS, "2 of 192 are NaN or infinite"),
+        (floats(1.5), LABELS, r"must be in \[0, 1\].* 2 of 192"),
+        (VALID.astype(np.int64), LABELS, "must be uint8, got int64"),
+        (VALID[:, :7], LABELS, r"\[1, 8, 8\], got \[3, 1, 7, 8\]"),
+        (VALID[0], LABELS, r"got \[8, 8\]"),
+        (VALID[..., None], LABELS, r"got \[3, 8, 8, 1\]"),
+        (VALID, LABELS[:2], r"labels .* shape \[3\], got \[2\]"),
+        (VALID, np.array([0, 1, 10]), r"labels .* in \[0, 10\), got 1 .* such as 10"),
+        (VALID, np.array([0, -1, 1]), "such as -1"),
+        (VALID, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
+        (VALID, LABELS.astype(float), "labels .* integers, got float64"),
+        (VALID, np.array([True, False, True]), "labels .* integers, got bool"),
+        (VALID, LABELS[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
+        (VALID[:0], LABELS[:0], "at least one example"),
+        (np.array([["a"]]), LABELS, "must be a NumPy array or a tensor of numbers"),
+        ([[1, 2], [3]], LABELS, "must be a NumPy array or a tensor of numbers"),
     ],
 )
-def test_what_cannot_be_used_gets_one_clear_line(images: Any, labels: Any, message: str) -> None:
+def test_invalid_arrays_raise_one_line_errors(images: Any, labels: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         from_arrays(images, labels, DIGITS)
     assert "\n" not in str(caught.value)
 
 
-def test_domains_and_groups_travel_with_the_examples() -> None:
+def test_subsets_keep_domains_and_groups() -> None:
     images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
     users = np.array([7, 7, 0, 3000, 0, 7], np.int32)
     hospitals = dataclasses.replace(DIGITS, name="scans", domains=("A", "B"))
@@ -102,14 +102,14 @@ def test_domains_and_groups_travel_with_the_examples() -> None:
     assert part.class_counts().tolist() == [1, 0, 0, 2, 0, 0, 0, 0, 0, 0]
     assert torch.equal(part.images[0], data.images[3])
     assert [origin.tolist() for origin in part.origins()] == [[1, 0, 1], [3000, 7, 3000]]
-    assert some_digits().domains is None
+    assert random_digits().domains is None
     for bad in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex)):
         with pytest.raises(DataError, match=r"domains .* must"):
             from_arrays(images, np.arange(6), hospitals, bad)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("indices", "message"),
     [
         (np.zeros((6, 1), int), " must have the shape"),
         (np.zeros(6), " must be integers, got float64"),
@@ -119,46 +119,46 @@ def test_domains_and_groups_travel_with_the_examples() -> None:
         (np.array([], int), "at least one example|groups .* shape"),
     ],
 )
-def test_groups_and_indices_that_are_none(given: npt.NDArray[Any], message: str) -> None:
+def test_invalid_groups_and_indices_are_rejected(indices: npt.NDArray[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        from_arrays(np.zeros((6, 8, 8), np.uint8), np.arange(6), DIGITS, groups=given)
+        from_arrays(np.zeros((6, 8, 8), np.uint8), np.arange(6), DIGITS, groups=indices)
     with pytest.raises(DataError, match=message):
-        some_digits(20).subset(given)
+        random_digits(20).subset(indices)
     with pytest.raises(DataError, match=r"indices .* in \[0, 20\).* such as 20"):
-        some_digits(20).subset([20])
+        random_digits(20).subset([20])
     with pytest.raises(DataError, match="groups must be a NumPy array or a tensor of numbers"):
         from_arrays(np.zeros((1, 8, 8), np.uint8), [0], DIGITS, groups=np.array(["a"]))
 
 
-def test_a_class_without_examples_is_named() -> None:
-    data = some_digits(20)
+def test_classes_without_examples_are_named() -> None:
+    data = random_digits(20)
     require_all_classes(data)
     with pytest.raises(DataError, match="no example of 1 classes, such as 4"):
         require_all_classes(data.subset(np.flatnonzero(np.arange(20) % 10 != 4)))
 
 
-@pytest.mark.parametrize("spec", [DIGITS, CIFAR, dataset_spec("svhn")], ids=lambda one: one.name)
+@pytest.mark.parametrize("spec", [DIGITS, CIFAR, dataset_spec("svhn")], ids=lambda spec: spec.name)
 def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
     square = dataclasses.replace(spec, height=16, width=16)
-    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, spec.channels, 16, 16)
-    x = normalise(every, square)
-    assert torch.equal(denormalise(x, square), every)
+    level = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, spec.channels, 16, 16)
+    x = normalise(level, square)
+    assert torch.equal(denormalise(x, square), level)
     mean, std = torch.tensor(spec.mean).view(1, -1, 1, 1), torch.tensor(spec.std).view(1, -1, 1, 1)
-    torch.testing.assert_close(x, (every / 255 - mean) / std)
+    torch.testing.assert_close(x, (level / 255 - mean) / std)
 
 
-def test_normalise_does_not_touch_its_input_and_gives_the_type_asked_for() -> None:
-    data = some_digits()
-    before = data.images.clone()
+def test_normalise_keeps_input_and_returns_requested_dtype() -> None:
+    data = random_digits()
+    original = data.images.clone()
     assert denormalise(torch.full((1, 1, 8, 8), 100.0), DIGITS).unique().tolist() == [255]
     assert denormalise(torch.full((1, 1, 8, 8), -100.0), DIGITS).unique().tolist() == [0]
     x = normalise(data.images, DIGITS, torch.bfloat16)
     assert x.dtype == torch.bfloat16
-    assert torch.equal(data.images, before)
+    assert torch.equal(data.images, original)
     torch.testing.assert_close(x, normalise(data.images, DIGITS).bfloat16())
 
 
-def test_constants_made_in_inference_mode_serve_training_later() -> None:
+def test_constants_of_inference_mode_work_in_training() -> None:
     spec = dataclasses.replace(DIGITS, mean=(0.123,))
     with torch.inference_mode():
         normalise(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), spec)
@@ -170,7 +170,7 @@ def test_constants_made_in_inference_mode_serve_training_later() -> None:
 # ---------------------------------------------------------------------------------------- pictures
 
 
-def test_a_small_table_in_full() -> None:
+def test_small_partition_table_is_complete() -> None:
     assert partition_table([[5, 0, 120], [0, 7, 0]]).splitlines() == [
         "client  examples    0    1    2",
         "     0       125    5    ·  120",
@@ -181,7 +181,7 @@ def test_a_small_table_in_full() -> None:
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(100, 10), (10, 100), (1, 1), (500, 26)])
-def test_tables_and_pictures_stay_small(clients: int, classes: int, tmp_path: Path) -> None:
+def test_large_tables_and_pictures_are_bounded(clients: int, classes: int, tmp_path: Path) -> None:
     counts = RNG.integers(0, 500, (clients, classes))
     lines = partition_table(counts).splitlines()
     assert len(lines) <= 43
@@ -193,17 +193,17 @@ def test_tables_and_pictures_stay_small(clients: int, classes: int, tmp_path: Pa
         assert max(picture.size) <= 2100
 
 
-def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> None:
+def test_partition_picture_is_shaded_by_count(tmp_path: Path) -> None:
     partition_png([[0, 1_000_000], [250_000, 0]], tmp_path / "p.png", ("first", "second"))
     pixels = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
-    # The first row of cells begins at 64; cells are 26 high. A line clear of the numbers.
+    # The cells begin at 64 and are 26 high; the second line of each has no digits.
     row1, row2 = pixels[64 + 2].tolist(), pixels[64 + 26 + 2].tolist()
     assert [8, 48, 107] in row1
     assert [132, 152, 181] in row2  # halfway, as sqrt(1/4) = 1/2
     assert row2.index([132, 152, 181]) < row1.index([8, 48, 107])
 
 
-def test_names_label_rows(tmp_path: Path) -> None:
+def test_picture_rows_are_labelled(tmp_path: Path) -> None:
     shares_png(np.eye(2), tmp_path / "s.png", "who can teach", ("the first of all", "b"))
     letters = np.asarray(Image.open(tmp_path / "s.png").convert("L"))[66:84, 10:120]
     assert letters.min() < 100
@@ -216,7 +216,7 @@ def test_names_label_rows(tmp_path: Path) -> None:
         assert pixels[49 * row + 24, left + 24].max() == 0
 
 
-def test_images_are_laid_out_by_class() -> None:
+def test_image_grid_is_ordered_by_class() -> None:
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
     labels = torch.tensor([2, 0, 2, 2, 0])
     rows, names = by_class(images, labels, ("a", "b", "c"), columns=3)

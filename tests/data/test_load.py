@@ -1,5 +1,4 @@
-"""The loaders, on files that the tests write in the official formats: what is read, and what is
-missing."""
+"""The loaders, on files that the tests write in the official formats, and errors of missing files."""
 
 from __future__ import annotations
 
@@ -31,24 +30,25 @@ def no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_files_plain_and_compressed(files: Any, zipped: bool, tmp_path: Path) -> None:
+def test_plain_and_compressed_idx_files_are_read(files: Any, zipped: bool, tmp_path: Path) -> None:
     written = files.write_idx("FashionMNIST", ("train", "t10k"), zipped=zipped)
     train, test = load_dataset("fashion-mnist", tmp_path)
-    found = [train.images[:, 0], train.labels, test.images[:, 0], test.labels]
+    loaded = [train.images[:, 0], train.labels, test.images[:, 0], test.labels]
     assert all(
-        np.array_equal(one.numpy(), other) for one, other in zip(found, written, strict=True)
+        np.array_equal(actual.numpy(), expected)
+        for actual, expected in zip(loaded, written, strict=True)
     )
-    assert train.spec.train_size == 60_000  # the published constant, not what the files hold
+    assert train.spec.train_size == 60_000  # the published constant, not the size of the files
 
 
-def test_emnist_letters_are_upright_and_count_from_zero(files: Any, tmp_path: Path) -> None:
+def test_emnist_letters_are_upright_with_labels_from_zero(files: Any, tmp_path: Path) -> None:
     x, y, *_ = files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=1)
     train, _ = load_dataset("emnist-letters", tmp_path)
     assert np.array_equal(train.images[:, 0].numpy(), x.transpose(0, 2, 1))
     assert np.array_equal(train.labels.numpy(), y - 1)
 
 
-def test_cifar10_as_python_3_and_python_2_write_it(files: Any, tmp_path: Path) -> None:
+def test_cifar10_batches_of_python_2_and_3_are_read(files: Any, tmp_path: Path) -> None:
     data = files.write_cifar10()
     (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(python2())
     train, test = load_dataset("cifar10", tmp_path)
@@ -58,7 +58,7 @@ def test_cifar10_as_python_3_and_python_2_write_it(files: Any, tmp_path: Path) -
     assert test.labels.tolist() == [3, 4]
 
 
-def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
+def test_cifar100_uses_fine_labels(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
     rows = RNG.integers(0, 256, (3, 3072), dtype=np.uint8)
@@ -70,7 +70,7 @@ def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
     assert np.array_equal(train.images.numpy(), rows.reshape(3, 3, 32, 32))
 
 
-def test_svhn_counts_ten_as_zero(files: Any, tmp_path: Path) -> None:
+def test_svhn_label_ten_becomes_zero(files: Any, tmp_path: Path) -> None:
     x = files.write_svhn()
     train, test = load_dataset("svhn", tmp_path)
     assert train.labels.tolist() == test.labels.tolist() == [0, 1, 9, 0]
@@ -90,18 +90,18 @@ def test_tiny_imagenet_numbers_classes_by_sorted_name(files: Any, tmp_path: Path
     assert (test.images[:, 0].float().mean((1, 2)) - test.labels).abs().max() < 3
 
 
-def test_cinic10_trains_on_train_and_tests_on_test(files: Any, tmp_path: Path) -> None:
+def test_cinic10_ignores_validation_split(files: Any, tmp_path: Path) -> None:
     files.write_cinic10()
     for split, green in zip(load_dataset("cinic10", tmp_path), (0, 100), strict=True):
         assert tuple(split.images.shape) == (30, 3, 32, 32)
         assert split.labels.tolist() == [c for c in range(10) for _ in range(3)]
         assert torch.equal(split.images[:, 0, 5, 6].long(), 20 * split.labels)
-        # nothing of `valid`, which would be 50
+        # without `valid`, whose green is 50
         assert split.images[:, 1].unique().tolist() == [green]
         assert split.images[:, 2, 0, 0].tolist() == [0, 1, 2] * 10
 
 
-def test_office_caltech_every_fifth_image_tests(files: Any, tmp_path: Path) -> None:
+def test_office_caltech_tests_on_every_fifth_image(files: Any, tmp_path: Path) -> None:
     files.write_office_caltech()
     train, test = load_dataset("office-caltech-10", tmp_path)
     assert (len(train), len(test)) == (4 * 10 * 5, 4 * 10)
@@ -112,7 +112,7 @@ def test_office_caltech_every_fifth_image_tests(files: Any, tmp_path: Path) -> N
     assert torch.equal(train.images[:, 2, 0, 0].long(), 255 - level)
 
 
-def test_domainnet_by_its_official_lists(files: Any, tmp_path: Path) -> None:
+def test_domainnet_follows_official_lists(files: Any, tmp_path: Path) -> None:
     files.write_domainnet()
     train, test = load_dataset("domainnet-10", tmp_path)
     assert train.labels.tolist() == [9, 0] * 6
@@ -130,7 +130,7 @@ def test_femnist_orders_writers_by_name(files: Any, tmp_path: Path) -> None:
     assert np.array_equal(train.images.reshape(14, 784).numpy(), pixels)
     assert train.labels.tolist() == [label for name in order for label in written[name][1]]
     assert train.images.dtype == torch.uint8
-    # the writer who did not train comes after those who did
+    # the writer without training images has the last number
     assert test.groups.tolist() == [0, 1, 2, 4, 4]
     assert test.labels.tolist()[-2:] == tested["f0000_14"][1]
 
@@ -144,7 +144,7 @@ def test_femnist_pixels_are_rounded_to_levels(files: Any, tmp_path: Path) -> Non
     assert train.images[0, 0, 0, :5].tolist() == [255, 0, 128, 0, 255]
 
 
-def test_svhn_files_are_those_that_torchvision_lists() -> None:
+def test_svhn_checksums_match_torchvision() -> None:
     listed = {name: md5 for _, name, md5 in torchvision.datasets.SVHN.split_list.values()}
     assert {name: listed[name] for name in SVHN_MD5} == SVHN_MD5
 
@@ -152,7 +152,7 @@ def test_svhn_files_are_those_that_torchvision_lists() -> None:
 def test_digits_need_no_files() -> None:
     train, test = load_dataset("digits")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
-    assert train.images.stride() == (64, 64, 8, 1)  # others select other convolutions
+    assert train.images.stride() == (64, 64, 8, 1)  # other strides select other convolutions
     assert int(train.images.max()) == 255
     assert set(train.images.unique().tolist()) <= {round(level * 255 / 16) for level in range(17)}
     pixels = train.images.double() / 255
@@ -161,21 +161,21 @@ def test_digits_need_no_files() -> None:
     assert test.labels[:2].tolist() == [4, 9]  # examples 4 and 9 of scikit-learn's list
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_equal_scikit_learn() -> None:
     bundled = pytest.importorskip("sklearn.datasets").load_digits()
     with np.load(DIGITS) as file:
         assert np.array_equal(file["images"], bundled.images)
         assert np.array_equal(file["labels"], bundled.target)
 
 
-def test_folder_of_environment(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_root(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.write_idx("MNIST", ("train", "t10k"))
     monkeypatch.setenv("FEDSYNTH_DATA", str(tmp_path))
     assert len(load_dataset("mnist")[0]) == 20
 
 
 @pytest.mark.parametrize(
-    ("name", "lacks"),
+    ("name", "missing"),
     [
         ("mnist", "MNIST/raw/train-images-idx3-ubyte"),
         ("svhn", "train_32x32.mat"),
@@ -184,16 +184,16 @@ def test_folder_of_environment(files: Any, tmp_path: Path, monkeypatch: pytest.M
         ("femnist", "femnist/train"),
     ],
 )
-def test_missing_files_have_a_source(name: str, lacks: str, tmp_path: Path) -> None:
-    assert missing_files(name, tmp_path)[0] == lacks
+def test_missing_file_errors_name_source(name: str, missing: str, tmp_path: Path) -> None:
+    assert missing_files(name, tmp_path)[0] == missing
     with pytest.raises(DataFilesMissingError) as error:
         load_dataset(name, tmp_path)
     assert re.search(r"https?://|download=True", str(error.value))
-    for part in (name, f"needs {lacks}", "data.data_root"):
+    for part in (name, f"needs {missing}", "data.data_root"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     with pytest.raises(
-        DataFilesMissingError, match=f"needs a data folder with {lacks}. Set data.data_root"
+        DataFilesMissingError, match=f"needs a data folder with {missing}. Set data.data_root"
     ):
         load_dataset(name)
 
@@ -202,7 +202,7 @@ def test_missing_files_have_a_source(name: str, lacks: str, tmp_path: Path) -> N
     ("name", "cls", "failure"),
     [("mnist", "MNIST", URLError("no\nnetwork")), ("svhn", "SVHN", OSError("no\nnetwork"))],
 )
-def test_a_failed_download_is_one_line(
+def test_failed_downloads_raise_one_line_errors(
     name: str, cls: str, failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(root: str, *args: object, download: bool) -> None:

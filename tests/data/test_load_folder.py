@@ -1,4 +1,4 @@
-"""Folders of a user's own images: layouts, sizes, modes, manifests, files that are damaged."""
+"""Folders of a user's images: layouts, sizes, modes, manifests, declarations and damaged files."""
 
 from __future__ import annotations
 
@@ -20,71 +20,71 @@ from tests.data.conftest import png
 from tests.image_folders import make_image_folder, write_declaration, write_image
 
 
-def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
-    """Catches: images under another label or at another site than their folders say."""
-    found = load_folder(make_image_folder(tmp_path, per_class=2))
-    assert found.names == ("north", "south")
-    assert [part.tolist() for part in found.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert found.train.labels.tolist() == [0, 0, 1, 1] * 2
-    assert found.train.spec.class_names == ("ill", "well")
+def test_sites_become_clients_with_unchanged_pixels(tmp_path: Path) -> None:
+    """Each image has the label and the site of its folders."""
+    loaded = load_folder(make_image_folder(tmp_path, per_class=2))
+    assert loaded.names == ("north", "south")
+    assert [part.tolist() for part in loaded.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loaded.train.labels.tolist() == [0, 0, 1, 1] * 2
+    assert loaded.train.spec.class_names == ("ill", "well")
     expected = np.asarray(Image.open(tmp_path / "south" / "ill" / "01.png"))
-    assert np.array_equal(found.train.images[5, 0].numpy(), expected)
-    assert (found.test, found.test_kind) == (None, "none")
-    for name in ("2", "10", "1"):  # class 10 is not before class 2
+    assert np.array_equal(loaded.train.images[5, 0].numpy(), expected)
+    assert (loaded.test, loaded.test_kind) == (None, "none")
+    for name in ("2", "10", "1"):  # class 10 comes after class 2
         write_image(tmp_path / "classes" / name / "a.png", 1)
-    found = load_folder(tmp_path / "classes")
-    assert (found.train.spec.class_names, found.sites) == (("1", "2", "10"), None)
+    loaded = load_folder(tmp_path / "classes")
+    assert (loaded.train.spec.class_names, loaded.sites) == (("1", "2", "10"), None)
 
 
-def test_sizes_that_differ_ask_for_one_and_one_colour_image_makes_all_so(tmp_path: Path) -> None:
+def test_mixed_sizes_are_rejected_and_mixed_modes_become_rgb(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
     write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20), mode="RGB")
     with pytest.raises(DataError, match=r"2 different sizes. Most are 16×16.*data.image_size=64"):
         load_folder(tmp_path)
-    found = load_folder(tmp_path, image_size="12x10").train.images
-    assert list(found.shape[1:]) == [3, 12, 10]
-    assert bool((found[0, 0] == found[0, 2]).all())  # a grey one: three equal channels
+    images = load_folder(tmp_path, image_size="12x10").train.images
+    assert list(images.shape[1:]) == [3, 12, 10]
+    assert bool((images[0, 0] == images[0, 2]).all())  # a grey image: three equal channels
     assert load_folder(tmp_path, image_size=16, channels=1).train.images.shape[1] == 1
 
 
-def test_of_16_bits_the_upper_8_are_kept(tmp_path: Path) -> None:
-    """Catches: Pillow's own conversion, which makes all above 255 white."""
+def test_16_bit_images_keep_upper_8_bits(tmp_path: Path) -> None:
+    """Pillow's conversion would make all levels above 255 white."""
     levels = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Image.fromarray(levels).save(tmp_path / name / "deep.png")
-    found = load_folder(tmp_path).train.images[0, 0]
-    assert found.flatten().tolist() == list(range(256))
+    pixels = load_folder(tmp_path).train.images[0, 0]
+    assert pixels.flatten().tolist() == list(range(256))
 
 
-def test_photographs_are_upright(tmp_path: Path) -> None:
-    """Catches: an image on its side, as the camera wrote it."""
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
+    """A camera may store an image on its side, and its rotation as EXIF."""
     picture = np.zeros((16, 24, 3), np.uint8)
     picture[:, :8] = 255  # a bright left third
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned right by 90°: left comes up
+    exif[0x0112] = 6  # to be turned right by 90°: the left side becomes the top
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Image.fromarray(picture).save(tmp_path / name / "p.png", exif=exif)
-    found = load_folder(tmp_path).train
-    assert list(found.images.shape[2:]) == [24, 16]
-    rows = found.images[0].float().mean(dim=(0, 2))
+    train = load_folder(tmp_path).train
+    assert list(train.images.shape[2:]) == [24, 16]
+    rows = train.images[0].float().mean(dim=(0, 2))
     assert rows[:8].min() > 200 > 50 > rows[8:].max()
 
 
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
-    bad = tmp_path / "north" / "well" / "03.png"
-    bad.write_bytes(bad.read_bytes()[:60])
+    damaged = tmp_path / "north" / "well" / "03.png"
+    damaged.write_bytes(damaged.read_bytes()[:60])
     (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
-    named = r"2 of 24 files .*north/well/03.png .*, south/ill/00.png .*data.skip_corrupt=True"
-    with pytest.raises(DataFilesCorruptError, match=named):
+    message = r"2 of 24 files .*north/well/03.png .*, south/ill/00.png .*data.skip_corrupt=True"
+    with pytest.raises(DataFilesCorruptError, match=message):
         load_folder(tmp_path, image_size=16)
     with pytest.warns(UserWarning, match=r"skipped in (.|\n)*north/well/03.png"):
-        found = load_folder(tmp_path, image_size=16, skip_corrupt=True)
-    assert found.skipped == ("north/well/03.png", "south/ill/00.png")
-    assert [len(part) for part in found.sites] == [11, 11]
-    assert found.train.labels[found.sites[1]].tolist() == [0] * 5 + [1] * 6
+        loaded = load_folder(tmp_path, image_size=16, skip_corrupt=True)
+    assert loaded.skipped == ("north/well/03.png", "south/ill/00.png")
+    assert [len(part) for part in loaded.sites] == [11, 11]
+    assert loaded.train.labels[loaded.sites[1]].tolist() == [0] * 5 + [1] * 6
     for image in tmp_path.rglob("*.png"):
         image.write_bytes(b"")
     with pytest.raises(DataFilesCorruptError, match="24 of 24 files"):
@@ -106,7 +106,9 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("a/1.dcm", "b/2.dcm"), r"no image .*\.dcm: 2 \(a/1.dcm …\)"),
     ],
 )
-def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text: str) -> None:
+def test_invalid_layouts_raise_one_line_errors(
+    tmp_path: Path, files: tuple[str, ...], text: str
+) -> None:
     for name in files:
         write_image(tmp_path / Path(name).with_suffix(".png"), 1)
         (tmp_path / Path(name).with_suffix(".png")).rename(tmp_path / name)
@@ -115,9 +117,9 @@ def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------- what is skipped is counted
+# --------------------------------------------------------------------------------- other files
 def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
-    """What is done to a folder of images at root/scans, and how the error counts it."""
+    """Returns changes of a folder of images at root/scans, and the count in the error of each."""
     scans, image = root / "scans", root / "scans/north/ill/00.png"
     unsure = scans / "north/unsure"
     return {
@@ -132,45 +134,45 @@ def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
 
 
 @pytest.mark.parametrize("name", damages(Path()))
-def test_files_that_are_not_images_are_counted_and_refused(tmp_path: Path, name: str) -> None:
-    """Catches: half an archive, a site or a class that vanishes behind one note."""
+def test_non_image_files_are_counted_and_rejected(tmp_path: Path, name: str) -> None:
+    """An incomplete archive must not lose a site or a class with one warning."""
     make_image_folder(tmp_path / "scans", ("north",))
     (tmp_path / "empty").mkdir()
-    damage, counted = damages(tmp_path)[name]
+    damage, message = damages(tmp_path)[name]
     damage()
-    if counted is not None:
-        with pytest.raises(DataError, match=rf"{counted}.*data.skip_other=True") as caught:
+    if message is not None:
+        with pytest.raises(DataError, match=rf"{message}.*data.skip_other=True") as caught:
             load_folder(tmp_path / "scans")
         assert "\n" not in str(caught.value)
-    with pytest.warns(UserWarning, match=counted or "hidden: 1"):
-        found = load_folder(tmp_path / "scans", skip_other=True)
-    assert len(found.train) == 12 - (name == "ending")
-    assert (found.left_out == "") == (counted is None)
+    with pytest.warns(UserWarning, match=message or "hidden: 1"):
+        loaded = load_folder(tmp_path / "scans", skip_other=True)
+    assert len(loaded.train) == 12 - (name == "ending")
+    assert (loaded.left_out == "") == (message is None)
 
 
 def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
-    """Catches: a site on another disk that is left out, and the run is of one site."""
+    """A site on another disk is included by a link."""
     make_image_folder(tmp_path / "disk", ("south",))
     make_image_folder(tmp_path / "scans", ("north",))
     (tmp_path / "scans/south").symlink_to(tmp_path / "disk/south")
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
-    found = load_folder(tmp_path / "scans")
-    assert (found.names, len(found.train)) == (("north", "south"), 25)
-    for other in ("disk/south", "scans"):  # a site twice, a loop
+    loaded = load_folder(tmp_path / "scans")
+    assert (loaded.names, len(loaded.train)) == (("north", "south"), 25)
+    for target in ("disk/south", "scans"):  # a site twice, a loop
         link = tmp_path / "scans" / "west"
-        link.symlink_to(tmp_path / other)
+        link.symlink_to(tmp_path / target)
         with pytest.raises(DataFilesCorruptError, match="the same folder"):
             load_folder(tmp_path / "scans")
         link.unlink()
 
 
-def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
+def test_ledgers_and_hidden_files_are_not_images(tmp_path: Path) -> None:
     write_declaration(make_image_folder(tmp_path), ledger="kept/here")
     for place in ("fedsynth-ledger/north.jsonl", "kept/here/north.jsonl", ".git/config"):
         (tmp_path / place).parent.mkdir(parents=True)
         (tmp_path / place).write_text("x")
     (tmp_path / "north" / "ill" / "._00.png").write_bytes(b"of a Macintosh")
-    for image in (tmp_path / "south" / "ill").iterdir():  # one site without a class is allowed
+    for image in (tmp_path / "south" / "ill").iterdir():  # a site may lack a class
         image.unlink()
     with pytest.warns(
         UserWarning, match=r"empty folders: 1 \(south/ill\).*hidden: 2|hidden: 2.*empty"
@@ -178,17 +180,17 @@ def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
         assert len(load_folder(tmp_path).train) == 18
 
 
-# -------------------------------------------------------------------- what trains does not test
-def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
-    """Catches: `--data N5`, where N5 has train/ and test/, which trains on the test images."""
+# -------------------------------------------------------------------- training and test images
+def test_split_folders_are_rejected_as_sites(tmp_path: Path) -> None:
+    """`--data N5`, where N5 contains train/ and test/, would train on the test images."""
     folder = make_image_folder(tmp_path, ("train", "test"))
     with pytest.raises(DataError, match="folders test, train, which would become sites"):
         load_folder(folder, test_folder=folder / "test")
-    found = load_folder(folder / "train", test_folder=folder / "test")
-    assert len(found.test) == 12
+    loaded = load_folder(folder / "train", test_folder=folder / "test")
+    assert len(loaded.test) == 12
 
 
-def test_a_file_that_trains_does_not_test(tmp_path: Path) -> None:
+def test_shared_training_and_test_images_are_rejected(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "scans")
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
     for test in ("scans", "link"):
@@ -196,29 +198,29 @@ def test_a_file_that_trains_does_not_test(tmp_path: Path) -> None:
             load_folder(tmp_path / "scans", test_folder=tmp_path / test)
 
 
-def test_people_on_both_sides_are_counted(tmp_path: Path) -> None:
-    for part, people in (("train", "ABCD"), ("test", "DEFG")):
+def test_users_in_both_splits_are_counted(tmp_path: Path) -> None:
+    for part, users in (("train", "ABCD"), ("test", "DEFG")):
         folder = make_image_folder(tmp_path / part, sites=(), per_class=2)
-        images = [one.relative_to(folder).as_posix() for one in sorted(folder.rglob("*.png"))]
-        rows = [f"{path},{who}" for path, who in zip(images, people, strict=True)]
+        images = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.png"))]
+        rows = [f"{path},{user}" for path, user in zip(images, users, strict=True)]
         (folder / "users.csv").write_text("\n".join(["image,patient", *rows]))
     with pytest.warns(UserWarning, match="1 of 4 users .* also have training images"):
         load_folder(tmp_path / "train", test_folder=tmp_path / "test")
 
 
 # ---------------------------------------------------------------------------------- manifests
-def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
+def test_manifests_set_label_site_and_user(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "deep/down/c.png"):
         write_image(tmp_path / name, 1)
     (tmp_path / "manifest.csv").write_text(
         "user;path;site;label\nMüller;b.png;north;ill\nOtt;a.png;south;well\n"
         "Müller;deep/down/c.png;north;well\n"
     )
-    for place in (tmp_path, tmp_path / "manifest.csv"):
-        found = load_folder(place)
-        assert found.train.labels.tolist() == [1, 0, 1]  # a, b, c
-        assert found.train.groups.tolist() == [1, 0, 0]
-        assert found.names == ("north", "south")
+    for path in (tmp_path, tmp_path / "manifest.csv"):
+        loaded = load_folder(path)
+        assert loaded.train.labels.tolist() == [1, 0, 1]  # a, b, c
+        assert loaded.train.groups.tolist() == [1, 0, 0]
+        assert loaded.names == ("north", "south")
 
 
 @pytest.mark.parametrize(
@@ -239,13 +241,13 @@ def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
         ("\n\npath;label\n\na.png;\n", "line 5 of .* empty cell in the column label"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, error: str) -> None:
+def test_invalid_tables_raise_one_line_errors(tmp_path: Path, text: str, error: str) -> None:
     name = "users.csv" if "user" in text else "manifest.csv"
     write_image(tmp_path / ("a/a.png" if "user" in text else "a.png"), 1)
     if "user" not in text:
         (tmp_path / "empty.png").touch()
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
-    for size in (None, 8):  # the same error, whether sizes have to be looked up or not
+    for size in (None, 8):  # the same error, with and without the search for sizes
         with pytest.raises(DataError, match=error) as caught:
             load_folder(tmp_path, image_size=size)
         assert "\n" not in str(caught.value)
@@ -259,30 +261,30 @@ FORMS: list[Callable[[str], bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("encode", FORMS)
 @pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
-def test_tables_of_spreadsheets(tmp_path: Path, saved: Callable[[str], bytes], name: str) -> None:
-    """Catches: a table that one of the two readers takes and the other does not."""
+def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], name: str) -> None:
+    """Both readers accept the same tables."""
     folder = "KÖLN"
     rows = [(f"{folder}/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
     for path, _ in rows:
         write_image(tmp_path / path, 1)
-    head = "Image,Label,Patient\n"
-    text = head + "".join(f"{path},{label},P{label}\n" for path, label in rows)
-    (tmp_path / name).write_bytes(saved(text))
-    found = load_folder(tmp_path)
-    assert found.train.groups.tolist() == [0, 0, 1, 1]
-    assert found.train.labels.tolist() == [0, 0, 1, 1]
+    header = "Image,Label,Patient\n"
+    text = header + "".join(f"{path},{label},P{label}\n" for path, label in rows)
+    (tmp_path / name).write_bytes(encode(text))
+    loaded = load_folder(tmp_path)
+    assert loaded.train.groups.tolist() == [0, 0, 1, 1]
+    assert loaded.train.labels.tolist() == [0, 0, 1, 1]
 
 
 # -------------------------------------------------------------------------------- declarations
-def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
+def test_declaration_determines_image_spec(tmp_path: Path) -> None:
     write_declaration(make_image_folder(tmp_path))
-    found = load_folder(tmp_path)
-    assert found.train.spec.name == "clinic"
-    assert found.train.spec.train_size == 50  # declared, and not the 24 that there are
-    assert found.declaration.signed_by == "A. Keller, 2026-11-22"
-    assert found.declaration.ledger == tmp_path / "fedsynth-ledger"
+    loaded = load_folder(tmp_path)
+    assert loaded.train.spec.name == "clinic"
+    assert loaded.train.spec.train_size == 50  # declared, not the 24 of the folder
+    assert loaded.declaration.signed_by == "A. Keller, 2026-11-22"
+    assert loaded.declaration.ledger == tmp_path / "fedsynth-ledger"
     with pytest.raises(SettingError, match=r"data.image_size must be 16x16, as .* declares"):
         load_folder(tmp_path, image_size=8)
 
@@ -304,7 +306,7 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
         (("north",), ("north/ill",), "no image of the class 'well'"),
     ],
 )
-def test_what_is_not_declared_is_refused(
+def test_undeclared_sites_and_classes_are_rejected(
     tmp_path: Path, sites: tuple[str, ...], folders: tuple[str, ...], error: str
 ) -> None:
     for folder in folders:
@@ -314,8 +316,8 @@ def test_what_is_not_declared_is_refused(
         load_folder(tmp_path)
 
 
-def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
-    """Catches: δ checked against a wrong bound; an archive of which a part is missing."""
+def test_wrong_declared_counts_are_rejected(tmp_path: Path) -> None:
+    """δ is checked against the declared bound, and a low count indicates an incomplete archive."""
     write_declaration(make_image_folder(tmp_path / "many", per_class=26))
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
         load_folder(tmp_path / "many")
@@ -342,7 +344,7 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
         ('"ill", "well"', '"ill", "ill "', "images.class_names"),
     ],
 )
-def test_damaged_declarations_name_the_key(tmp_path: Path, old: str, new: str, error: str) -> None:
+def test_damaged_declarations_name_key(tmp_path: Path, old: str, new: str, error: str) -> None:
     path = write_declaration(tmp_path)
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(DataFilesCorruptError, match=error) as caught:
@@ -350,32 +352,32 @@ def test_damaged_declarations_name_the_key(tmp_path: Path, old: str, new: str, e
     assert "\n" not in str(caught.value)
 
 
-def test_a_proposal_has_round_numbers_and_is_not_signed(tmp_path: Path) -> None:
-    """Catches: the exact number of images in a file that is to be public."""
+def test_proposals_have_rounded_counts_and_no_signature(tmp_path: Path) -> None:
+    """The file becomes public, so it must not contain the exact number of images."""
     make_image_folder(tmp_path, per_class=23)
-    found = describe_folder(FolderSettings(str(tmp_path)), lambda text: None)
-    facts = tomllib.loads(found.toml)
+    proposal = describe_folder(FolderSettings(str(tmp_path)), lambda text: None)
+    facts = tomllib.loads(proposal.toml)
     assert facts["sizes"] == {"images": 100, "most_images": 200, "users": 0}
     assert facts["images"]["sites"] == ["north", "south"]
-    assert "92" not in found.toml.replace("192", "")
-    assert "46" in found.table  # the owner sees what there is
-    assert found.path == tmp_path / "fedsynth.toml"
-    found.path.write_text(found.toml)
-    assert not read_declaration(found.path).signed_by
+    assert "92" not in proposal.toml.replace("192", "")
+    assert "46" in proposal.table  # the owner sees the exact counts
+    assert proposal.path == tmp_path / "fedsynth.toml"
+    proposal.path.write_text(proposal.toml)
+    assert not read_declaration(proposal.path).signed_by
     assert load_folder(tmp_path).train.spec.class_names == ("ill", "well")
 
 
-def test_names_of_sites_are_names_of_ledgers() -> None:
+def test_site_names_are_unique_ledger_names() -> None:
     first, second, third = site_names(("St. Mary", "St_ Mary", "north"))
     assert first.startswith("St._Mary-")
     assert second.startswith("St__Mary-")
     assert third == "north"
     assert len(set(map(str.casefold, site_names(("a b", "a_b", "A_B"))))) == 3
-    # a site that comes later takes nobody's ledger
+    # a new site does not take another site's ledger
     assert site_names(("Süd",))[0] == site_names(("Söd", "Süd"))[1]
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_folder_settings_are_rejected() -> None:
     for values in ({"image_size": "5000"}, {"channels": 2}, {"test": "secret"}, {"test": "public"}):
         with pytest.raises(FedsynthError, match=r"^data\."):
             FolderSettings(**{"folder": "x", **values})  # type: ignore[arg-type]
@@ -383,8 +385,8 @@ def test_settings_that_cannot_be() -> None:
         FolderSettings("")
 
 
-def test_hostile_image_files_are_refused(tmp_path: Path) -> None:
-    """Catches: a decompression bomb that is decoded, a pipe that is waited for."""
+def test_hostile_image_files_are_rejected(tmp_path: Path) -> None:
+    """A decompression bomb is not decoded, and a pipe does not block."""
     make_image_folder(tmp_path)
     (tmp_path / "north" / "ill" / "bomb.png").write_bytes(png(9_000, 9_000))
     os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")

@@ -1,5 +1,5 @@
-"""The partition rules: properties for all label arrays, the errors, FedDM's Table 3, and the skews of
-FedFM's, FedKF's and NIID-Bench's public code, in numbers."""
+"""The partition rules: properties for all label arrays, errors, FedDM's Table 3, and the label skews
+of the public code of FedFM, FedKF and NIID-Bench."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = BY_LABELS
 label_arrays = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=200).map(
     lambda y: np.array(y, dtype=np.int64)
 )
-wishes = st.builds(
+rules = st.builds(
     PartitionSettings,
     kind=st.sampled_from(KINDS),
     clients=st.integers(1, 12),
@@ -45,46 +45,46 @@ wishes = st.builds(
 )
 
 
-def balanced(classes: int, each: int) -> IntArray:
-    return np.repeat(np.arange(classes), each)
+def balanced(classes: int, size: int) -> IntArray:
+    return np.repeat(np.arange(classes), size)
 
 
 @pytest.fixture(autouse=True)
-def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Impossible wishes should cost the tests little."""
+def limited_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits the draws for impossible rules."""
     monkeypatch.setattr(label_skew, "MAX_TRIES", 300)
 
 
 @settings(max_examples=200, deadline=None)
-@given(label_arrays, wishes)
-def test_every_example_is_assigned_exactly_once(y: IntArray, wish: PartitionSettings) -> None:
+@given(label_arrays, rules)
+def test_every_example_is_assigned_exactly_once(y: IntArray, rule: PartitionSettings) -> None:
     try:
-        parts = partition(y, wish, CLASSES)
+        parts = partition(y, rule, CLASSES)
     except PartitionError:
         even = ("iid", "dirichlet-plain", "dirichlet-dominant")
-        assert wish.kind not in even or wish.clients > len(y)
-        return  # which other wishes may be refused is tested below
-    assert len(parts) == wish.clients
+        assert rule.kind not in even or rule.clients > len(y)
+        return  # other rejected rules are tested below
+    assert len(parts) == rule.clients
     assert all(part.dtype == np.int64 and np.array_equal(part, np.unique(part)) for part in parts)
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(y)))
     counts = count_matrix(y, parts, CLASSES)
     assert np.array_equal(counts.sum(axis=0), np.bincount(y, minlength=CLASSES))
     assert np.array_equal(counts.sum(axis=1), [len(part) for part in parts])
-    if wish.kind in ("dirichlet", "quantity"):
-        assert min(map(len, parts)) >= wish.min_size
-    if wish.kind in ("iid", "dominant"):
+    if rule.kind in ("dirichlet", "quantity"):
+        assert min(map(len, parts)) >= rule.min_size
+    if rule.kind in ("iid", "dominant"):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_decides(kind: str) -> None:
+def test_seed_determines_partition(kind: str) -> None:
     y = balanced(CLASSES, 50)
 
     def parts(seed: int) -> list[list[int]]:
-        wish = PartitionSettings(kind=kind, clients=4, classes_per_client=3, seed=seed)
-        return [part.tolist() for part in partition(y, wish, CLASSES)]
+        rule = PartitionSettings(kind=kind, clients=4, classes_per_client=3, seed=seed)
+        return [part.tolist() for part in partition(y, rule, CLASSES)]
 
-    state = np.random.get_state()  # noqa: NPY002 (it is what must not change)
+    state = np.random.get_state()  # noqa: NPY002 (the global state must not change)
     assert parts(5) == parts(5)
     assert parts(5) != parts(6)
     assert np.array_equal(np.random.get_state()[1], state[1])  # type: ignore[index]  # noqa: NPY002
@@ -95,33 +95,32 @@ def test_the_seed_decides(kind: str) -> None:
 def test_large_alpha_tends_to_iid(kind: str, alpha: float) -> None:
     # A share has mean 1/K and standard deviation below 1/sqrt(α K) ~ 2e-4 at α = 1e7, so of 1,000
     # examples the counts differ from 1000/K by the rounding of two cuts and little else. The mask
-    # can act in the last class only, because nobody holds N/K before.
-    K, each = 5, 1000
+    # can act in the last class only, because no client has N/K examples before.
+    K, size = 5, 1000
     for seed in range(10):
-        wish = PartitionSettings(kind=kind, clients=K, alpha=alpha, seed=seed)
-        counts = count_matrix(balanced(10, each), partition(balanced(10, each), wish, 10), 10)
-        left = K - 1 if kind == "dirichlet-dominant" else 0  # of rounding: one client gets it all
-        assert np.abs(counts[:, :9] - each / K).max() <= 3 + left
-        assert np.abs(counts.sum(axis=1) - 10 * each / K).max() <= 30
+        rule = PartitionSettings(kind=kind, clients=K, alpha=alpha, seed=seed)
+        counts = count_matrix(balanced(10, size), partition(balanced(10, size), rule, 10), 10)
+        rest = K - 1 if kind == "dirichlet-dominant" else 0  # one client gets all rounding
+        assert np.abs(counts[:, :9] - size / K).max() <= 3 + rest
+        assert np.abs(counts.sum(axis=1) - 10 * size / K).max() <= 30
 
 
-def test_the_balance_mask_closes_full_clients() -> None:
-    # A client that reached N/K gets nothing of later classes, so what it has beyond N/K comes from
-    # one class.
+def test_balance_mask_skips_full_clients() -> None:
+    # A client with N/K examples gets none of later classes, so its surplus is of one class.
     y = balanced(10, 500)
     for seed in range(20):
         counts = count_matrix(
             y, partition(y, PartitionSettings(clients=8, alpha=0.3, seed=seed), 10), 10
         )
-        before = np.cumsum(counts, axis=1) - counts
-        assert not counts[before >= len(y) / 8].any()
+        previous = np.cumsum(counts, axis=1) - counts
+        assert not counts[previous >= len(y) / 8].any()
 
 
 @pytest.mark.parametrize("alpha", [1e-300, 1e-9, 1e-5])
 def test_vanishing_alpha_gives_each_class_to_one_client(alpha: float) -> None:
     for kind in ("dirichlet", "dirichlet-plain", "dirichlet-dominant"):
-        wish = PartitionSettings(kind=kind, clients=5, alpha=alpha, min_size=0)
-        counts = count_matrix(balanced(10, 100), partition(balanced(10, 100), wish, 10), 10)
+        rule = PartitionSettings(kind=kind, clients=5, alpha=alpha, min_size=0)
+        counts = count_matrix(balanced(10, 100), partition(balanced(10, 100), rule, 10), 10)
         assert (counts.max(axis=0) > 95).all()
 
 
@@ -129,26 +128,26 @@ def test_vanishing_alpha_gives_each_class_to_one_client(alpha: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
 def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: int) -> None:
-    y, lacks = balanced(10, 61), 10 - c
-    wish = PartitionSettings(
-        kind=kind, clients=clients, classes_per_client=c, missing_classes=lacks, seed=seed
+    y, missing = balanced(10, 61), 10 - c
+    rule = PartitionSettings(
+        kind=kind, clients=clients, classes_per_client=c, missing_classes=missing, seed=seed
     )
     if clients * c < 10:
         with pytest.raises(PartitionError, match="cannot cover 10 classes"):
-            partition(y, wish, 10)
+            partition(y, rule, 10)
         return
-    counts = count_matrix(y, partition(y, wish, 10), 10)
-    held = counts > 0
-    assert (held.sum(axis=1) == c).all()
-    assert np.ptp(held.sum(axis=0)) <= 1
+    counts = count_matrix(y, partition(y, rule, 10), 10)
+    present = counts > 0
+    assert (present.sum(axis=1) == c).all()
+    assert np.ptp(present.sum(axis=0)) <= 1
     for label in range(10):
-        shares = counts[held[:, label], label]
+        shares = counts[present[:, label], label]
         assert np.ptp(shares) <= 1
         assert shares.sum() == 61
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "wish", "message"),
+    ("kind", "sizes", "rule", "message"),
     [
         ("iid", [2] * 6, {"clients": 20}, "number of examples .12., got 20"),
         ("dirichlet", [10] * 9, {"min_size": 10}, "need 100 examples, but there are 90"),
@@ -180,16 +179,18 @@ def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: 
         ),
     ],
 )
-def test_impossible_wishes(kind: str, sizes: list[int], wish: dict[str, Any], message: str) -> None:
+def test_impossible_rules_raise_errors(
+    kind: str, sizes: list[int], rule: dict[str, Any], message: str
+) -> None:
     y = np.repeat(np.arange(len(sizes)), sizes)
-    wish = (
-        {"clients": 3, "classes_per_client": 2} | wish if kind in ("classes", "missing") else wish
+    rule = (
+        {"clients": 3, "classes_per_client": 2} | rule if kind in ("classes", "missing") else rule
     )
     with pytest.raises(PartitionError, match=message):
-        partition(y, PartitionSettings(kind=kind, **wish), len(sizes))
+        partition(y, PartitionSettings(kind=kind, **rule), len(sizes))
 
 
-def test_labels_that_are_none() -> None:
+def test_invalid_labels_are_rejected() -> None:
     for labels in (np.zeros(9), np.zeros((3, 3), int), np.array([0, 10]), np.array([-1, 0])):
         with pytest.raises(DataError, match="labels must"):
             partition(labels, PartitionSettings(clients=1), 10)
@@ -209,9 +210,7 @@ MNIST = np.repeat(np.arange(10), MNIST_SIZES)
         (MNIST, 0.5, 81), (MNIST, 0.1, 47), (MNIST, 0.01, 14),
     ],
 )  # fmt: skip
-def test_upload_sizes_are_those_of_feddms_table_3(
-    y: IntArray, alpha: float, published: int
-) -> None:
+def test_upload_sizes_match_feddm_table_3(y: IntArray, alpha: float, published: int) -> None:
     """Table 3 ÷ (ipc × image size) is the number of (client, class) pairs with at least 10
     examples, K = 10.
 
@@ -231,72 +230,73 @@ def test_upload_sizes_are_those_of_feddms_table_3(
 # ------------------------------------------------------------------------------------- other skews
 
 
-def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
+def counts_of(sizes: npt.ArrayLike, rule: PartitionSettings) -> IntArray:
     y = np.repeat(np.arange(len(np.asarray(sizes))), sizes)
-    return count_matrix(y, partition(y, wish, len(np.asarray(sizes))), len(np.asarray(sizes)))
+    return count_matrix(y, partition(y, rule, len(np.asarray(sizes))), len(np.asarray(sizes)))
 
 
 @pytest.mark.parametrize(
-    ("classes", "each", "dominant", "many", "few"),
+    ("classes", "size", "dominant", "many", "few"),
     [(10, 5000, 1, 2300, 300), (200, 500, 20, 230, 30)],
 )
-def test_dominant_as_in_fedfm(classes: int, each: int, dominant: int, many: int, few: int) -> None:
-    """CIFAR-10 and Tiny-ImageNet over 10 clients, by pytorch/utils.py, noniid-2."""
-    wish = PartitionSettings(kind="dominant", dominant_classes=dominant, seed=3)
-    counts = counts_of(np.full(classes, each), wish)
+def test_dominant_matches_fedfm(
+    classes: int, size: int, dominant: int, many: int, few: int
+) -> None:
+    """CIFAR-10 and Tiny-ImageNet over 10 clients, as noniid-2 of pytorch/utils.py."""
+    rule = PartitionSettings(kind="dominant", dominant_classes=dominant, seed=3)
+    counts = counts_of(np.full(classes, size), rule)
     assert set(counts.flatten().tolist()) == {many, few}
     assert ((counts == many).sum(axis=1) == dominant).all()
-    assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client, as there
+    assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client
 
 
-def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
-    wish = PartitionSettings(kind="dominant", clients=10, dominant_share=0.5, seed=1)
-    counts = counts_of(MNIST_SIZES, wish)
+def test_dominant_keeps_shares_of_uneven_classes() -> None:
+    rule = PartitionSettings(kind="dominant", clients=10, dominant_share=0.5, seed=1)
+    counts = counts_of(MNIST_SIZES, rule)
     assert (counts.sum(axis=1) == 6000).all()
     assert np.array_equal(counts.sum(axis=0), MNIST_SIZES)
     assert (counts.max(axis=1) == 3000).all()
     owner = counts.argmax(axis=1)
     assert sorted(owner) == list(range(10))
-    # What is left of a class spreads over the nine others: rows of 3,000, columns of n_c − 3,000,
-    # and as even as these allow, which is to say x_kc = a_k·b_c outside the dominant cells: cross
-    # ratios are 1, but for the rounding of numbers around 330.
+    # The nine other clients share the rest of a class as evenly as the row sums, 3,000, and the
+    # column sums, n_c − 3,000, allow: x_kc = a_k·b_c outside the dominant cells. Cross ratios are
+    # then 1, except for the rounding of numbers around 330.
     x = counts[np.argsort(owner)].astype(float)
     for i, j, k, m in ((0, 1, 2, 3), (4, 7, 5, 9), (8, 2, 6, 1), (3, 9, 0, 5)):
         assert x[i, k] * x[j, m] / (x[i, m] * x[j, k]) == pytest.approx(1, abs=4 / 300)
-    assert x[0, 1] > x[0, 5] + 50  # of the larger class there is more
+    assert x[0, 1] > x[0, 5] + 50  # the larger class has more
 
 
-def test_quantity_is_niid_benchs_rule() -> None:
+def test_quantity_matches_niid_bench() -> None:
     """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at
     ⌊cumsum(p)·N⌋."""
     y, redraws = np.arange(2000) % 7, 0
     for seed in range(20):
-        wish = PartitionSettings(kind="quantity", clients=6, alpha=0.5, min_size=15, seed=seed)
+        rule = PartitionSettings(kind="quantity", clients=6, alpha=0.5, min_size=15, seed=seed)
         rng, sizes = numpy_generator(seed, "partition"), np.zeros(6)
         while sizes.min() < 15:
             cuts = (np.cumsum(rng.dirichlet(np.full(6, 0.5))) * 2000).astype(int)
             sizes, redraws = np.diff(cuts[:-1], prepend=0, append=2000), redraws + 1
-        assert [len(part) for part in partition(y, wish, 7)] == sizes.tolist()
-    assert redraws > 40  # the least size is what decides here
+        assert [len(part) for part in partition(y, rule, 7)] == sizes.tolist()
+    assert redraws > 40  # the least size decides
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
-def test_every_client_dominates_a_class_before_any_dominates_two(alpha: float) -> None:
-    """EMNIST's 26 letters over 20 clients: the first 20 letters have different largest holders, the
-    last six too."""
+def test_clients_dominate_one_class_before_a_second(alpha: float) -> None:
+    """EMNIST's 26 letters over 20 clients: the dominant clients of the first 20 letters differ, and
+    so do those of the last six."""
     for seed in range(5):
-        wish = {"clients": 20, "alpha": alpha, "seed": seed}
-        counts = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-dominant", **wish))
+        rule = {"clients": 20, "alpha": alpha, "seed": seed}
+        counts = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-dominant", **rule))
         largest = counts.argmax(axis=0).tolist()
         assert sorted(largest[:20]) == list(range(20))
         assert len(set(largest[20:])) == 6
-        plain = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-plain", **wish))
+        plain = counts_of(np.full(26, 1000), PartitionSettings(kind="dirichlet-plain", **rule))
         assert len(set(plain.argmax(axis=0).tolist()[:20])) < 20  # some client dominates nothing
 
 
-def test_more_clients_than_classes_come_in_groups() -> None:
-    """Ten clients, four classes: groups of 4, 4 and 2, with 400, 400 and 200 of each class of
-    1000."""
+def test_more_clients_than_classes_form_groups() -> None:
+    """Ten clients, four classes: groups of 4, 4 and 2 have 400, 400 and 200 of 1000 per class."""
     counts = counts_of(
         np.full(4, 1000), PartitionSettings(kind="dirichlet-dominant", clients=10, alpha=0.1)
     )
@@ -308,9 +308,9 @@ def test_more_clients_than_classes_come_in_groups() -> None:
     assert sorted(last[:2]) == sorted(last[2:]) == [0, 1]
 
 
-def test_dominated_dirichlet_is_the_redrawn_one_of_fedkfs_code() -> None:
-    """Its rule word by word, with redraws: the same means of each class's sorted shares, and of the
-    largest's square."""
+def test_dominated_dirichlet_matches_fedkf_redraws() -> None:
+    """FedKF's rule with redraws has the same means of each class's sorted shares and of the largest
+    share's square."""
     rng, draws, K, size = np.random.default_rng(0), 3000, 3, 10_000
 
     def redrawn() -> IntArray:
@@ -325,16 +325,16 @@ def test_dominated_dirichlet_is_the_redrawn_one_of_fedkfs_code() -> None:
             counts[:, label] = p * size
         return counts
 
-    def moments(made: list[IntArray]) -> npt.NDArray[np.float64]:
-        shares = np.array(made) / size
+    def moments(samples: list[IntArray]) -> npt.NDArray[np.float64]:
+        shares = np.array(samples) / size
         by_rank = np.sort(shares, axis=1).mean(axis=0)
-        apart = np.abs(shares[:, :, 0] - shares[:, :, 1]).mean()
-        return np.array([*by_rank.ravel(), (shares.max(axis=1) ** 2).mean(), apart])
+        difference = np.abs(shares[:, :, 0] - shares[:, :, 1]).mean()
+        return np.array([*by_rank.ravel(), (shares.max(axis=1) ** 2).mean(), difference])
 
     sizes = np.full(4, size)
-    wish = PartitionSettings(clients=K, alpha=0.5)
-    mine = [dominated_dirichlet(sizes, wish, rng) for _ in range(draws)]
-    np.testing.assert_allclose(moments(mine), moments([redrawn() for _ in range(draws)]), atol=0.02)
+    rule = PartitionSettings(clients=K, alpha=0.5)
+    ours = [dominated_dirichlet(sizes, rule, rng) for _ in range(draws)]
+    np.testing.assert_allclose(moments(ours), moments([redrawn() for _ in range(draws)]), atol=0.02)
 
 
 GROUPS = np.array([5, 2, 9, 2, 5, 5, 9, 0])
@@ -342,15 +342,15 @@ ZEROS = np.zeros(8, np.int64)
 
 
 def natural(clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]:
-    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
-    return [part.tolist() for part in partition(ZEROS, wish, 1, **origins)]
+    rule = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    return [part.tolist() for part in partition(ZEROS, rule, 1, **origins)]
 
 
-def test_natural_with_some_groups_leaves_the_others_out() -> None:
-    everyone = natural(4, groups=GROUPS)
-    assert everyone == [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
-    assert natural(4, domains=GROUPS) == natural(4, groups=GROUPS, domains=ZEROS) == everyone
-    drawn = {tuple(map(everyone.index, natural(2, seed, groups=GROUPS))) for seed in range(200)}
+def test_natural_partition_may_use_some_groups() -> None:
+    all_groups = natural(4, groups=GROUPS)
+    assert all_groups == [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
+    assert natural(4, domains=GROUPS) == natural(4, groups=GROUPS, domains=ZEROS) == all_groups
+    drawn = {tuple(map(all_groups.index, natural(2, seed, groups=GROUPS))) for seed in range(200)}
     assert drawn == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
 
 
@@ -360,30 +360,30 @@ def test_natural_with_some_groups_leaves_the_others_out() -> None:
 )
 def test_natural_clients_are_groups(groups: list[int], clients: int, seed: int) -> None:
     y, g = np.zeros(len(groups), np.int64), np.array(groups)
-    wish = PartitionSettings(kind="natural", clients=clients, seed=seed)
+    rule = PartitionSettings(kind="natural", clients=clients, seed=seed)
     if clients > len(set(groups)):
         with pytest.raises(PartitionError, match="must be at most"):
-            partition(y, wish, 1, groups=g)
+            partition(y, rule, 1, groups=g)
         return
-    parts = partition(y, wish, 1, groups=g)
-    whose = [set(g[part].tolist()) for part in parts]
-    assert len(whose) == clients == len(set.union(*whose))
-    for part, (group,) in zip(parts, whose, strict=True):
+    parts = partition(y, rule, 1, groups=g)
+    client_groups = [set(g[part].tolist()) for part in parts]
+    assert len(client_groups) == clients == len(set.union(*client_groups))
+    for part, (group,) in zip(parts, client_groups, strict=True):
         assert part.dtype == np.int64
         assert np.array_equal(part, np.flatnonzero(g == group))
 
 
-def test_natural_of_a_subset_has_the_groups_that_are_left() -> None:
-    wish = PartitionSettings(kind="natural", clients=2, subset=0.5)
+def test_natural_partition_of_subset_keeps_groups() -> None:
+    rule = PartitionSettings(kind="natural", clients=2, subset=0.5)
     groups = np.repeat([3, 8], 50)
-    parts = partition(np.zeros(100, np.int64), wish, 1, groups=groups)
+    parts = partition(np.zeros(100, np.int64), rule, 1, groups=groups)
     assert [set(groups[part].tolist()) for part in parts] == [{3}, {8}]
     assert sum(map(len, parts)) == 50
-    both = partition(np.zeros(100, np.int64), wish, 1, domains=np.arange(100) % 2, groups=groups)
+    both = partition(np.zeros(100, np.int64), rule, 1, domains=np.arange(100) % 2, groups=groups)
     assert [part.tolist() for part in both] == [part.tolist() for part in parts]
 
 
-def test_the_partition_by_domain() -> None:
+def test_domain_partition_assigns_domains() -> None:
     domains = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])
     labels = np.zeros(9, np.int64)
     parts = partition(labels, PartitionSettings(kind="domain", clients=3), 1, domains)
@@ -399,7 +399,7 @@ def test_the_partition_by_domain() -> None:
             partition(labels, PartitionSettings(kind=kind, clients=3), 1)
 
 
-def test_a_federation_of_domains_reports_each() -> None:
+def test_domain_partition_reports_domain_accuracies() -> None:
     spec = replace(dataset_spec("digits"), name="scans", domains=("A", "B", "C"))
     train, _ = load_dataset("digits")
     data = from_arrays(train.images[:300], train.labels[:300], spec, np.arange(300) % 2)

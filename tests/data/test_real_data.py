@@ -18,8 +18,8 @@ pytestmark = pytest.mark.data
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    lacking = FOLDER is None or bool(missing_files(name, Path(FOLDER)))
-    return pytest.mark.skipif(lacking, reason=f"FEDSYNTH_DATA has no {name}, or is not set")
+    missing = FOLDER is None or bool(missing_files(name, Path(FOLDER)))
+    return pytest.mark.skipif(missing, reason=f"FEDSYNTH_DATA has no {name}, or is not set")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def needs(name: str) -> pytest.MarkDecorator:
         for name in ("mnist", "fashion-mnist", "emnist-letters", "cifar10", "cifar100", "svhn")
     ],
 )
-def test_sizes_constants_and_classes(name: str) -> None:
+def test_sizes_constants_and_classes_match_registry(name: str) -> None:
     train, test = load_dataset(name)
     spec = train.spec
     assert (len(train), len(test)) == (spec.train_size, spec.test_size)
@@ -44,15 +44,15 @@ def test_sizes_constants_and_classes(name: str) -> None:
         mean = float((share * pixel).sum())
         std = float((share * (pixel - mean).square()).sum().sqrt())
         assert mean == pytest.approx(spec.mean[channel], abs=2e-4)
-        # there the field's constants are not the pixels' deviations (see the registry)
+        # CIFAR-10's usual constants are not the pixels' deviations (see the registry)
         if name != "cifar10":
             assert std == pytest.approx(spec.std[channel], abs=2e-4)
-    some = train.images[:5000]
-    assert torch.equal(denormalise(normalise(some, spec), spec), some)
+    sample = train.images[:5000]
+    assert torch.equal(denormalise(normalise(sample, spec), spec), sample)
 
 
 @needs("cifar10")
-def test_cifar10_is_what_the_standard_unpickler_makes_of_it() -> None:
+def test_cifar10_matches_standard_unpickler() -> None:
     import pickle
 
     train, test = load_dataset("cifar10")
@@ -79,9 +79,9 @@ def test_emnist_letters_are_upright() -> None:
 
 
 @needs("femnist")
-def test_femnist_is_dark_on_white_and_by_writer() -> None:
+def test_femnist_has_published_moments_and_writers() -> None:
     train, _ = load_dataset("femnist")
-    assert int(train.groups.max()) + 1 == len(train.groups.unique())  # every number is a writer's
+    assert int(train.groups.max()) + 1 == len(train.groups.unique())  # no number without a writer
     pixels = train.images[:: max(1, len(train) // 10_000)].double() / 255
     assert float(pixels.mean()) == pytest.approx(train.spec.mean[0], abs=5e-3)
     assert float(pixels.std()) == pytest.approx(train.spec.std[0], abs=1e-2)
@@ -91,5 +91,5 @@ def test_femnist_is_dark_on_white_and_by_writer() -> None:
 def test_office_caltech_has_its_published_domains() -> None:
     train, test = load_dataset("office-caltech-10")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
-    found = torch.bincount(train.domains) + torch.bincount(test.domains)
-    assert found.tolist() == [958, 1123, 157, 295]
+    sizes = torch.bincount(train.domains) + torch.bincount(test.domains)
+    assert sizes.tolist() == [958, 1123, 157, 295]

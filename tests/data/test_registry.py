@@ -1,4 +1,4 @@
-"""The registry's facts, and Synthetic(α, β): the distribution of its parts, and its exact labels."""
+"""The registry of data sets, and Synthetic(α, β): its distributions and its exact labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_publi
 from fedsynth.errors import SettingError, UnknownNameError
 
 
-def test_the_names_and_the_published_sizes() -> None:
+def test_data_sets_have_published_sizes() -> None:
     sizes = {
         name: (spec.image_shape, spec.classes, spec.train_size, spec.test_size)
         for name, spec in DATASETS.items()
@@ -35,13 +35,13 @@ def test_the_names_and_the_published_sizes() -> None:
         "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
         "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
     } | {
-        f"synthetic({which})": ((1, 1, 60), 10, 6_743, 764)
-        for which in ("iid", "0,0", "0.5,0.5", "1,1")
+        f"synthetic({variant})": ((1, 1, 60), 10, 6_743, 764)
+        for variant in ("iid", "0,0", "0.5,0.5", "1,1")
     }
 
 
 @pytest.mark.parametrize("spec", DATASETS.values(), ids=list(DATASETS))
-def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
+def test_specs_are_consistent(spec: DatasetSpec) -> None:
     assert dataset_spec(spec.name) is spec
     assert resolve({"data": {"dataset": spec.name}}).dataset == spec.name
     assert len(set(spec.class_names)) == spec.classes
@@ -49,23 +49,23 @@ def test_every_spec_fits_itself(spec: DatasetSpec) -> None:
     assert "\n" not in spec.source
 
 
-def test_synthetic_data_sets_of_any_numbers() -> None:
-    for given, name in (
+def test_synthetic_names_are_normalised() -> None:
+    for text, name in (
         ("synthetic(0.5, 0.5)", "synthetic(0.5,0.5)"),
         ("synthetic( 1.0 ,1)", "synthetic(1,1)"),
         ("synthetic(0.0001,99.9999)", "synthetic(0.0001,99.9999)"),
         ("synthetic( iid )", "synthetic(iid)"),
     ):
-        assert dataset_spec(given).name == resolve({"data": {"dataset": given}}).dataset == name
+        assert dataset_spec(text).name == resolve({"data": {"dataset": text}}).dataset == name
 
 
 @pytest.mark.parametrize("numbers", ["1", "-1,1", "1;1", "nan,1", "\u0661,1", "1e9,1", "100,1"])
-def test_invalid_synthetic_data_sets(numbers: str) -> None:
+def test_invalid_synthetic_names_are_rejected(numbers: str) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown data set .*did you mean .*synthetic\("):
         dataset_spec(f"synthetic({numbers})")
 
 
-def test_a_spec_that_contradicts_itself_is_refused() -> None:
+def test_inconsistent_specs_are_rejected() -> None:
     for key, wrong in (
         *(("channels", 0), ("mean", (0.1, 0.2)), ("std", (0.0,))),
         *(("mean", (float("nan"),)), ("class_names", ("a",))),
@@ -74,12 +74,12 @@ def test_a_spec_that_contradicts_itself_is_refused() -> None:
             dataclasses.replace(dataset_spec("digits"), **{key: wrong})
 
 
-def test_a_specification_is_published_only_as_it_is() -> None:
+def test_changed_specs_are_not_published() -> None:
     for name in ("digits", "mnist", "synthetic(1,1)", "synthetic(0.5,0.25)", "synthetic(iid)"):
         assert is_published(dataset_spec(name))
     digits = dataset_spec("digits")
-    for own in ({"name": "scans"}, {"train_size": 1500}, {"source": "our clinic"}):
-        assert not is_published(dataclasses.replace(digits, **own))
+    for changes in ({"name": "scans"}, {"train_size": 1500}, {"source": "our clinic"}):
+        assert not is_published(dataclasses.replace(digits, **changes))
 
 
 # --------------------------------------------------------------------------------- Synthetic(α, β)
@@ -89,25 +89,24 @@ NAMES = ["synthetic(iid)", "synthetic(0,0)", "synthetic(2.5,7)"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_labels_are_exact_for_what_models_see(name: str) -> None:
+def test_synthetic_labels_are_exact_for_model_inputs(name: str) -> None:
     alpha, beta = None if "iid" in name else 0, None
     if "iid" not in name:
         alpha, beta = (float(number) for number in name[10:-1].split(","))  # type: ignore[assignment]
     sizes = ([int(0.9 * n) for n in device_sizes()], [n - int(0.9 * n) for n in device_sizes()])
-    for data, each in zip(load_dataset(name), sizes, strict=True):
-        assert torch.bincount(data.groups).tolist() == each
+    for data, counts in zip(load_dataset(name), sizes, strict=True):
+        assert torch.bincount(data.groups).tolist() == counts
         assert len(data) in (data.spec.train_size, data.spec.test_size)
         x = normalise(data.images, data.spec).flatten(1).double().numpy()
         for device in (0, 4, 29):
-            mine = (data.groups == device).numpy()
+            rows = (data.groups == device).numpy()
             _, W, b = draw_device(alpha, beta, device, 1)
-            logits = x[mine] @ W + b
-            assert np.array_equal(logits.argmax(axis=1), data.labels.numpy()[mine])
+            logits = x[rows] @ W + b
+            assert np.array_equal(logits.argmax(axis=1), data.labels.numpy()[rows])
 
 
-def test_the_devices_are_drawn_as_in_the_paper() -> None:
-    """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own
-    standard errors."""
+def test_synthetic_devices_have_paper_moments() -> None:
+    """Moments of 400 devices, α = 3 and β = 2 as standard deviations, within five standard errors."""
     alpha, beta, K, n = 3.0, 2.0, 400, 200
     drawn = [draw_device(alpha, beta, k, n) for k in range(K)]
     W, b = np.stack([d[1] for d in drawn]), np.stack([d[2] for d in drawn])
@@ -131,7 +130,7 @@ def test_the_devices_are_drawn_as_in_the_paper() -> None:
     assert np.abs(correlation).max() < 6 / np.sqrt(K * n)
 
 
-def test_the_iid_variant_has_one_model_and_one_distribution() -> None:
+def test_iid_synthetic_has_one_distribution() -> None:
     drawn = [draw_device(None, None, k, 500) for k in range(40)]
     assert all(
         np.array_equal(W, drawn[0][1]) and np.array_equal(b, drawn[0][2]) for _, W, b in drawn
@@ -143,10 +142,10 @@ def test_the_iid_variant_has_one_model_and_one_distribution() -> None:
     )
 
 
-def test_the_data_are_fixed_and_nothing_global_decides() -> None:
+def test_synthetic_data_ignore_global_random_state() -> None:
     first, _ = load_dataset("synthetic(1, 1)")
     torch.rand(3)
-    again, _ = load_dataset("synthetic(1,1)")
-    assert torch.equal(first.images, again.images)
-    assert torch.equal(first.labels, again.labels)
+    second, _ = load_dataset("synthetic(1,1)")
+    assert torch.equal(first.images, second.images)
+    assert torch.equal(first.labels, second.labels)
     assert missing_files("synthetic(1,1)", Path()) == []

@@ -1,4 +1,4 @@
-"""Whose records are whose: bounded contributions, splits by user and by record, and hashes of records."""
+"""Records of users: bounded contributions, splits by user and by record, and hashes of records."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def people(users: np.ndarray, seed: int = 0) -> ImageData:
     return ImageData(data.images, data.labels, SPEC, None, torch.from_numpy(users))
 
 
-def test_at_most_m_records_of_a_user_stay() -> None:
+def test_bounded_keeps_at_most_m_records_per_user() -> None:
     users = np.repeat([3, 0, 8], [10, 2, 5])
     data = people(users)
-    kept = bounded(np.arange(17), data, 4, 0)
-    assert np.bincount(users[kept], minlength=9)[[3, 0, 8]].tolist() == [4, 2, 4]
+    selected = bounded(np.arange(17), data, 4, 0)
+    assert np.bincount(users[selected], minlength=9)[[3, 0, 8]].tolist() == [4, 2, 4]
     assert bounded(np.arange(17), data, 10, 0).tolist() == list(range(17))
-    assert bounded(np.arange(17), data, 4, 1).tolist() != kept.tolist()
+    assert bounded(np.arange(17), data, 4, 1).tolist() != selected.tolist()
     assert bounded(np.arange(0), data, 4, 0).tolist() == []
 
 
-def test_the_choice_depends_only_on_a_users_records() -> None:
-    """Without another user, and in another order, the same records stay."""
+def test_bounded_is_independent_of_other_users() -> None:
+    """Removing another user and reordering the records keep the selection."""
     users = np.repeat([0, 1, 2], [30, 20, 30])
     data = people(users)
-    kept = set(bounded(np.arange(80), data, 5, 0).tolist())
+    selected = set(bounded(np.arange(80), data, 5, 0).tolist())
     rest = np.flatnonzero(users != 1)[::-1].copy()
-    alone = rest[bounded(np.arange(60), data.subset(rest), 5, 0)]
-    assert set(alone.tolist()) == {i for i in kept if users[i] != 1}
+    reduced = rest[bounded(np.arange(60), data.subset(rest), 5, 0)]
+    assert set(reduced.tolist()) == {i for i in selected if users[i] != 1}
 
 
-def test_local_splits_are_disjoint_and_of_the_given_share() -> None:
-    """Equal records are on the same side; the label is part of a record."""
+def test_local_splits_are_disjoint_with_given_share() -> None:
+    """Equal records are in the same split; the label is part of a record."""
     data = people(np.zeros(3000, np.int64))
     parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
     training, testing = hold_out(parts, 0.2, 0, data)
@@ -63,25 +63,25 @@ def test_local_splits_are_disjoint_and_of_the_given_share() -> None:
 
 
 @pytest.mark.parametrize("by_user", [False, True])
-def test_a_record_or_user_less_moves_no_other_to_the_other_split(by_user: bool) -> None:
-    """All after it are renumbered; users are numbered by their sorted names (users.csv, LEAF)."""
+def test_removing_record_or_user_keeps_other_splits(by_user: bool) -> None:
+    """Later records are renumbered; users are numbered by sorted names (users.csv, LEAF)."""
     users = np.repeat(np.arange(100), 3) if by_user else np.zeros(300, np.int64)
     data = people(users)
     (training,), (testing,) = hold_out([np.arange(300)], 0.3, 0, data, by_user=by_user)
     assert 0.15 < len(testing) / 300 < 0.45
     assert not by_user or not set(users[training]) & set(users[testing])
     for removed in (0, 50, 99):
-        gone = np.flatnonzero(users == removed) if by_user else np.array([removed])
-        rest = np.delete(np.arange(300), gone)[::-1].copy()
-        fewer = data.subset(rest)
-        groups = fewer.groups - (fewer.groups > removed).long()
-        renumbered = ImageData(fewer.images, fewer.labels, SPEC, None, groups)
-        (less,), _ = hold_out([np.arange(len(rest))], 0.3, 0, renumbered, by_user=by_user)
-        assert set(rest[less].tolist()) == set(training.tolist()) - set(gone.tolist())
+        drop = np.flatnonzero(users == removed) if by_user else np.array([removed])
+        rest = np.delete(np.arange(300), drop)[::-1].copy()
+        subset = data.subset(rest)
+        groups = subset.groups - (subset.groups > removed).long()
+        renumbered = ImageData(subset.images, subset.labels, SPEC, None, groups)
+        (train,), _ = hold_out([np.arange(len(rest))], 0.3, 0, renumbered, by_user=by_user)
+        assert set(rest[train].tolist()) == set(training.tolist()) - set(drop.tolist())
     assert hold_out([np.arange(0)], 0.3, 0, data, by_user=by_user)[0][0].tolist() == []
 
 
-def test_a_user_of_two_clients_is_refused() -> None:
+def test_users_of_two_clients_are_rejected() -> None:
     data = people(np.array([0, 0, 1, 1]))
     check_one_client_each([np.array([0, 1]), np.array([2, 3])], data)
     with pytest.raises(DataError, match=r"groups= to from_arrays, or put a file users\.csv"):
@@ -112,17 +112,17 @@ def test_digests_are_blake2b_of_pixels_and_label(digits: ImageData, device: torc
         assert digest.tobytes() == by_hand.digest()
 
 
-def test_a_digest_goes_with_its_record_and_not_with_its_place(digits: ImageData) -> None:
-    """Also across the pieces in which records are copied."""
+def test_digests_are_independent_of_position(digits: ImageData) -> None:
+    """Also across the chunks in which records are copied."""
     order = np.random.default_rng(0).permutation(5000) % len(digits)
-    many = ImageData(digits.images[order], digits.labels[order], digits.spec)
-    here = record_digests(digits, np.arange(len(digits)), KEY)
-    assert np.array_equal(record_digests(many, np.arange(5000), KEY), here[order])
-    assert len(np.unique(here, axis=0)) == len(digits)  # no two of the digits are the same
+    repeated = ImageData(digits.images[order], digits.labels[order], digits.spec)
+    expected = record_digests(digits, np.arange(len(digits)), KEY)
+    assert np.array_equal(record_digests(repeated, np.arange(5000), KEY), expected[order])
+    assert len(np.unique(expected, axis=0)) == len(digits)  # all digits differ
     assert record_digests(digits, np.arange(0), KEY).shape == (0, 16)
 
 
-def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None:
+def test_label_pixel_and_key_change_digest(digits: ImageData) -> None:
     images = digits.images[:1].repeat(3, 1, 1, 1)
     images[1, 0, 7, 7] ^= 1
     labels = digits.labels[:1].repeat(3)
@@ -137,11 +137,11 @@ def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None
     assert len(np.unique(unlabelled, axis=0)) == 2
 
 
-def test_a_ledger_recognises_a_relabelled_image(digits: ImageData) -> None:
-    """Two studies on the same images: what the first has spent stays with them."""
-    anew = ImageData(digits.images, 9 - digits.labels, digits.spec)
+def test_client_digests_ignore_labels(digits: ImageData) -> None:
+    """A second study on the same images continues their spent budget."""
+    relabelled = ImageData(digits.images, 9 - digits.labels, digits.spec)
     parts = [np.arange(5), np.arange(5, 9)]
-    before = Clients(digits, parts).digests(KEY)
-    assert [len(one) for one in before] == [5, 4]
-    for one, other in zip(before, Clients(anew, parts).digests(KEY), strict=True):
-        assert np.array_equal(one, other)
+    digests = Clients(digits, parts).digests(KEY)
+    assert [len(first) for first in digests] == [5, 4]
+    for first, second in zip(digests, Clients(relabelled, parts).digests(KEY), strict=True):
+        assert np.array_equal(first, second)

@@ -145,7 +145,7 @@ def json_bytes(value: Any, rng: random.Random) -> bytes:
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Ends what takes longer with a TimeoutError."""
 
     def late(*_: Any) -> None:
@@ -161,7 +161,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def other_content(path: Path, content: bytes | None) -> Iterator[None]:
+def replaced_content(path: Path, content: bytes | None) -> Iterator[None]:
     """Gives a file another content, or removes it; afterwards it is as before."""
     before = path.read_bytes() if path.exists() else None
     try:
@@ -219,7 +219,7 @@ class Faults:
     def of(self, case: object, call: Callable[..., Any], *args: Any) -> Any:
         """What the call returns; None where it refuses, or is at fault."""
         try:
-            with at_most(SECONDS):
+            with time_limit(SECONDS):
                 result = call(*args)
         except OWN as error:
             self.refused += 1

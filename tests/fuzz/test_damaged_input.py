@@ -45,7 +45,7 @@ from tests.fuzz.mutations import (
     altered_json,
     command,
     json_bytes,
-    other_content,
+    replaced_content,
 )
 from tests.message_examples import DTYPES, field_types, message_types, random_message
 from tests.special_files import SPECIAL_KINDS, make_special_file
@@ -237,7 +237,7 @@ def reports(bench: Faults) -> None:
         form = ("verify", "markdown", "verify", "html", "verify", "json")[number % 6]
         show = ["privacy", "report", str(run), "--format", form]
         words = ["privacy", "verify", str(run)] if form == "verify" else show
-        with other_content(file, content):
+        with replaced_content(file, content):
             done = bench.of(number, command, *words)
         if done is None:
             continue
@@ -291,7 +291,7 @@ def checkpoints(bench: Faults) -> None:
             content = altered(contents[file], rng, *contents.values())
         else:
             content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
-        with other_content(file, content):
+        with replaced_content(file, content):
             bench.of(number, same_checkpoint, path, good)
         assert sorted(path.iterdir()) == list(contents)
 

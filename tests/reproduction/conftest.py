@@ -20,6 +20,6 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             files.write_idx(folder, ("train", "t10k"), sizes=(200, 40))
         letters = ("emnist-letters-train", "emnist-letters-test")
         files.write_idx("EMNIST", letters, first=1, sizes=(200, 40), classes=26)
-        files.write_cifar10(each=40)
+        files.write_cifar10(per_batch=40)
         files.write_office_caltech()
         yield root
