@@ -1,4 +1,4 @@
-"""The clients' data as a method's step may read them.
+"""The interface through which a method's client step reads the data of the clients.
 
 Without differential privacy (DP) a step may read the data and exact statistics. With DP it gets
 only releases that were charged.
@@ -33,18 +33,20 @@ CPU_CHUNK, GPU_CHUNK = 512, 4096
 FEATURE_PASS = 512
 """The number of examples whose features are multiplied in one matrix product."""
 FEATURE_START = 64.0
-"""The fixed cost of such a matrix product, in examples. It is the cost of writing the resulting sum
-to memory."""
+"""The fixed cost of one matrix product over features, in units of the cost of one example. The cost
+comes from writing the resulting sum to memory."""
 
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""A function (features or z [N, d], labels [N]) -> one vector per example.
+"""The type of functions that compute one vector for each example, from features [N, d] and labels
+[N].
 
-Each vector may depend only on the example with the same position.
+Embeddings z [N, d] may take the place of the features. Each vector may depend only on the example
+with the same position.
 """
 
 
 def chunk(device: torch.device) -> int:
-    """Returns the number of real images that are held as floats at a time.
+    """Returns how many real images a step converts to floats at the same time.
 
     The number bounds memory. Features are computed for each example separately, so the number
     changes results only by rounding.
@@ -55,11 +57,11 @@ def chunk(device: torch.device) -> int:
 def _inputs(
     network: nn.Module | None, data: ImageData, parts: Sequence[Tensor], note: Note | None = None
 ) -> Callable[[Tensor, int], Tensor] | None:
-    """Returns a function that computes the network's input vectors z [length, d] for records [N].
+    """Returns a function that computes the input vectors of a network that works on features.
 
-    Returns None if the network takes images instead of features. The features of all `parts` are
-    computed once, during this call. The returned function pads the features with zeros to `length`
-    and then computes z.
+    The function maps records [N] to the network's input vectors z [length, d]. None is returned if
+    the network takes images instead of features. The features of all `parts` are computed once,
+    during this call. The function pads the features with zeros to `length` and then computes z.
     """
     if not isinstance(network, OnFeatures):
         return None
@@ -70,7 +72,7 @@ def _inputs(
 
 @dataclass(frozen=True)
 class ClientClassPairs:
-    """Identifies the (client, class) pairs whose data are in a group's tensors.
+    """The client and the class of each row, for tensors that have one row per (client, class) pair.
 
     Args:
         position: the client's position in the group, int64 [S] on the CPU.
@@ -84,12 +86,13 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of the pairs of the client at this position in the group."""
+        """Returns the indices of the pairs that belong to the client at this position."""
         return torch.nonzero(self.position == position).flatten()
 
 
 class _ClientView:
-    """A group of clients. Each attribute listed in `_per_client` has one entry for each client."""
+    """The base class of a group of clients. Each attribute listed in `_per_client` has one entry
+    for each client."""
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
@@ -112,14 +115,15 @@ class _ClientView:
 
 
 class ExactClientView(_ClientView):
-    """A group of clients without differential privacy, whose data a method may read directly.
+    """A group of clients without differential privacy. A method may read the clients' data
+    directly.
 
     Args:
         ids: the clients' indices.
         data: all clients' images, on the device.
         parts: for each client, the positions of its records in `data`.
         allowances: for each client, the noise of a mechanism that adds noise but guarantees
-            nothing. Empty for all other runs.
+            no privacy. Empty for all other runs.
         network: the network that is trained. If it uses a feature map, `images` returns the
             network's input vectors.
     """
@@ -144,9 +148,9 @@ class ExactClientView(_ClientView):
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
-        """Returns each client's noise for the plan with this name.
+        """Returns, for each client, the noise of the release plan with this name.
 
-        Only runs whose mechanism adds noise without a privacy guarantee have such noise.
+        Such noise exists only in runs whose mechanism adds noise without a privacy guarantee.
 
         Raises:
             UnplannedReleaseError: the exchange has no plan with this name, its noise was already
@@ -170,8 +174,10 @@ class ExactClientView(_ClientView):
         return ClientClassPairs(position, label)
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
-        """Returns the positions in `data` of a client's examples of one class, or of all
-        classes."""
+        """Returns the positions in `data` of a client's examples.
+
+        If `label` is given, only the examples of this class are returned.
+        """
         part = self._parts[position]
         if label is None:
             return part
@@ -180,7 +186,7 @@ class ExactClientView(_ClientView):
         return part[indices.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Returns normalised images [N, C, H, W], float32.
+        """Returns the normalised images at these positions in `data`, float32 [N, C, H, W].
 
         If the network uses a feature map, returns the network's input vectors z [N, d] instead.
         """
@@ -194,7 +200,9 @@ class ExactClientView(_ClientView):
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
     ) -> Tensor:
-        """Returns the exact sum of each client's vectors, [clients, D], float64.
+        """Computes one vector for each example, and returns each client's exact sum of the vectors.
+
+        The sums are float64 [clients, D].
 
         `rows` computes a vector for every example of the client. The vectors are clipped as in
         `PrivateClientView.feature_sums`, which releases a noisy sum instead.
@@ -211,7 +219,8 @@ class ExactClientView(_ClientView):
 
 
 class PrivateClientView(_ClientView):
-    """A group of clients with differential privacy, whose data a method cannot read.
+    """A group of clients with differential privacy. A method cannot read the clients' data, but
+    only noisy releases.
 
     A method gets only noisy sums and privately trained models from this class, and no data or
     counts. Every release was charged to each client's ledger in advance. `series` returns the
@@ -231,8 +240,8 @@ class PrivateClientView(_ClientView):
             only the number of records that are processed together (`fedsynth.privacy.passes`). If
             None, as many are processed together as memory allows.
         users: the user of each record of `data`, [len(data)], if differential privacy protects
-            users instead of records (`fedsynth.privacy.passes`). `nominal_size` and all public sizes
-            then count users.
+            users instead of records (`fedsynth.privacy.passes`). `nominal_size` and all public
+            sizes then count users.
         network: the network that is trained. If it uses a feature map, the network's input vectors
             replace the images. Each vector depends on one record only.
         note: receives the reason if the code of a feature map, a model or a method raises an error
@@ -278,7 +287,8 @@ class PrivateClientView(_ClientView):
         return ClientClassPairs(*torch.ones(shape).nonzero(as_tuple=True))
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan with this name, for example to read the clip or the sampling rate.
+        """Returns the release plan with this name, for example to read the clip or the sampling
+        rate.
 
         Raises:
             UnplannedReleaseError: this exchange has no plan with this name, or the clients' plans
@@ -287,7 +297,9 @@ class PrivateClientView(_ClientView):
         return self._allowance.plan(name)
 
     def series(self, name: str) -> list[GaussianSumMechanism]:
-        """Returns each client's charged series of releases for the plan with this name.
+        """Returns, for each client, the mechanism that was charged for the plan with this name.
+
+        Each mechanism makes one client's series of releases.
 
         Raises:
             UnplannedReleaseError: this exchange has no plan with this name, or its series was
@@ -299,7 +311,8 @@ class PrivateClientView(_ClientView):
         return mechanisms
 
     def _check_owners(self, series: Sequence[GaussianSumMechanism]) -> None:
-        """Checks that each client's records go only into that client's series.
+        """Checks that each client's records are used only with the mechanism that this client was
+        charged for.
 
         Raises:
             UnplannedReleaseError: a series belongs to another client.
@@ -318,10 +331,11 @@ class PrivateClientView(_ClientView):
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Takes one step with every client and releases a noisy sum of vectors for each class.
+        """Samples records of every client, and releases a noisy sum of vectors for each client and
+        class.
 
-        The step samples records of each client. `rows` computes one vector for each sampled record,
-        and the vectors of each class are added.
+        `rows` computes one vector for each sampled record, and the vectors of each class are added.
+        One call is one release of each client's series.
 
         Args:
             series: one charged series for each client of the group.
@@ -372,10 +386,10 @@ class PrivateClientView(_ClientView):
         rows: FeatureRows,
         embedding: Embedding | None = None,
     ) -> Released:
-        """Takes one step with every client and releases the noisy sum of each client's vectors.
+        """Samples records of every client, and releases the noisy sum of each client's vectors.
 
-        The step samples records of each client. `rows` computes one vector from the features of
-        each sampled record.
+        `rows` computes one vector from the features of each sampled record. One call is one release
+        of each client's series.
 
         Args:
             series: one charged series for each client of the group.
@@ -412,14 +426,17 @@ class PrivateClientView(_ClientView):
         return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSumMechanism]) -> float | None:
-        """Returns the public expected number of records that a step samples from all clients of the
-        group."""
+        """Returns how many records a release is expected to sample from all clients together.
+
+        The number is public. It is None if the clients have no public nominal size.
+        """
         if self._nominal_size is None:
             return None
         return self._nominal_size * sum(s.sample_rate for s in series)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Returns normalised images [length, C, H, W] of these records, padded with black images.
+        """Returns the normalised images of these records [length, C, H, W]. Black images fill the
+        missing places.
 
         If the network uses a feature map, returns its input vectors z [length, d] instead, padded
         with zeros.

@@ -1,4 +1,4 @@
-"""The context that a round's steps receive besides their inputs, and a method's server state.
+"""The context that every step of a round receives, and the base class of a method's server state.
 
 Everything in the context is public and can be pickled. A server state is a frozen dataclass that is
 serialised in the same way as a message.
@@ -24,7 +24,8 @@ from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, re
 
 @dataclass(frozen=True)
 class ServerState(Packed):
-    """The global model and, in a method's subclass, the rest of the method's server state.
+    """The values that the server keeps between rounds: the global model, and the fields of a
+    subclass.
 
     A subclass gives each further field a default value, which the field has before the first round.
     The default is {}, a number or None.
@@ -45,16 +46,16 @@ class ServerState(Packed):
 
 
 class Reporter(Protocol):
-    """The interface of objects that receive a step's progress and notes for users."""
+    """The interface of objects that receive the progress of a step and its notes for users."""
 
     def report(self, phase: str, completed: int, total: int) -> None:
-        """Is called when `completed` of `total` steps of a phase are done.
+        """Receives the progress of a phase, of which `completed` of `total` steps are done.
 
         An implementation must not wait for the device.
         """
 
     def note(self, text: str) -> None:
-        """Is called with a line of text for users."""
+        """Receives a line of text for users."""
 
 
 class Silent:
@@ -93,7 +94,8 @@ class PublicImages(Protocol):
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The public settings and facts that every step of a round receives besides its inputs.
+    """The public settings of the run and public facts of the round, which every step of a round
+    receives.
 
     Only `round`, `participants`, `reporter` and `keeper` differ between the rounds of a run.
 
@@ -168,7 +170,7 @@ class RoundContext:
 
     @property
     def loop_keeper(self) -> LoopCheckpointer | None:
-        """The object that saves checkpoints of loops, or None with differential privacy.
+        """The object that saves checkpoints of loops. It is None with differential privacy.
 
         A repeated private round draws new noise, so its loops start from the beginning.
         """
@@ -189,7 +191,7 @@ class RoundContext:
         return self.client_architectures[client]
 
     def report(self, phase: str, completed: int, total: int) -> None:
-        """Passes progress to the reporter."""
+        """Tells the reporter that `completed` of `total` steps of a phase are done."""
         self.reporter.report(phase, completed, total)
 
     def note(self, text: str) -> None:

@@ -20,8 +20,8 @@ from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
 MAX_BYTES = 3 * 2**30
-"""The largest cache of one data set's features φ, and also of the embeddings z. Vectors that need
-more memory are not cached and are computed again at each use."""
+"""The largest size in bytes of a data set's cache for features φ. The cache for embeddings z has
+the same limit. Vectors that need more memory are not cached and are computed again at each use."""
 PASS = 64
 """The fixed number of images whose features are computed at a time. It is fixed so that the choice
 of kernels does not depend on the number of records (`fedsynth.privacy.passes`)."""
@@ -34,7 +34,7 @@ memory that is needed in addition to the cache."""
 
 
 Look = Callable[[Tensor], Tensor]
-"""A function: positions [M] in a data set -> vectors [M, d]."""
+"""The type of functions that return the vectors [M, d] at the positions [M] of a data set."""
 
 
 class _Table:
@@ -66,8 +66,8 @@ class _Table:
 
 
 _CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Table]] = WeakKeyDictionary()
-"""The caches of each data set by feature map. The map object is the key, because two maps can have
-the same name, dimension and constants."""
+"""The table of cached vectors for each data set and each feature map. The map object is the key,
+because two maps can have the same name, dimension and constants."""
 
 
 def _cache_of(data: ImageData, features: FeatureMap) -> _Table:
@@ -126,7 +126,7 @@ def feature_table(
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
-    """Puts precomputed vectors of all images of a data set into the cache.
+    """Fills the cache of a data set with vectors of all its images that were computed before.
 
     Benchmarks use it for vectors that they have stored.
 

@@ -36,7 +36,7 @@ LARGEST = 2**63  # bound on integers
 LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
 DAMAGED = (safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError)
 """The errors that reading damaged tensors can raise. safetensors raises some of them. torch raises
-others for dtypes that it does not have and for sizes beyond its limits."""
+the others for dtypes that it does not have and for sizes beyond its limits."""
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
@@ -69,7 +69,7 @@ class Packed:
     """
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name of each tensor and the tensor.
+        """Yields each tensor with its name.
 
         A tensor in a mapping has the name `field.key`.
         """
@@ -81,7 +81,7 @@ class Packed:
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of `arrays`, followed by the plain numbers as float64 scalars."""
+        """Yields all tensors, and then the plain numbers as float64 scalars, each with its name."""
         yield from self.arrays()
         for f in fields(self):
             value = getattr(self, f.name)
@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """The number of floating-point values and of pixels sent as bytes.
+        """The number of floating-point values plus the number of pixels, which are sent as bytes.
 
         Papers use this unit in their tables of communication costs.
         """
@@ -174,7 +174,7 @@ class Packed:
             if not isinstance(value, forms[f.name]):
                 kind_name = type(value).__name__
                 raise MessageError(
-                    f"the field {cls.__name__}.{f.name} has the wrong type {kind_name}"
+                    f"the received field {cls.__name__}.{f.name} has the wrong type {kind_name}"
                 )
             values[f.name] = value
         unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
@@ -214,9 +214,9 @@ class Message(Packed):
 
 
 def _in_one_order(saved: bytes) -> bytes:
-    """Returns a safetensors file whose header has its keys in sorted order.
+    """Returns a copy of a safetensors file whose header lists its keys in sorted order.
 
-    safetensors writes the keys in random order.
+    safetensors writes the keys in random order, but equal messages must give equal bytes.
     """
     end = LENGTH_BYTES + int.from_bytes(saved[:LENGTH_BYTES], "little")
     parsed = json.loads(saved[LENGTH_BYTES:end])
@@ -237,7 +237,7 @@ def _header(sent: bytes) -> dict[str, Any]:
             raise ValueError(f"the wire format must be {WIRE_FORMAT}")
         return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
+        raise MessageError(f"the bytes are not a valid fedsynth message: {error!r:.80}") from None
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
@@ -275,10 +275,12 @@ def _pop_field(
     if name in keys:
         listed = keys.pop(name)
         if not isinstance(listed, list) or len(set(map(str, listed))) != len(listed):
-            raise MessageError(f"{what} must list each key exactly once")
+            raise MessageError(f"the received field {what} must list each key exactly once")
         missing = [key for key in listed if f"{name}.{key}" not in tensors]
         if missing:
-            raise MessageError(f"{what} must have a tensor for the key {missing[0]!r:.80}")
+            raise MessageError(
+                f"the received {what} must have a tensor for the key {missing[0]!r:.80}"
+            )
         return {key: tensors.pop(f"{name}.{key}") for key in listed}
     if name in tensors:
         return tensors.pop(name)
@@ -286,7 +288,8 @@ def _pop_field(
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns the declared privacy status and the reason of each field of a message type.
+    """Returns the privacy status that each field of a message type declares, and the declared
+    reason.
 
     The status is "released", "public", "unprotected" or "undeclared".
     """

@@ -1,4 +1,6 @@
-"""The interface of methods, which consist of frozen settings, declared messages and pure steps.
+"""The base class of methods. A method consists of settings, message types and the steps of a round.
+
+The settings are frozen, and the steps are pure functions.
 
 In a round, `broadcast` makes the server's message from the server's state. `client_step` makes each
 client's upload and new memory from the message and the client's data. `server_step` makes the next
@@ -40,8 +42,8 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
 Presets = Mapping[str, Mapping[str, Any]]
-"""For each data set, the settings whose defaults a method changes. The changes are in addition to
-those of the method's base classes."""
+"""The type of a method's presets. For each data set, they replace the defaults of some settings.
+The presets of the method's base classes apply too."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,11 @@ class Method(OptionalHooks):
 
     @classmethod
     def exchange_types(cls, phase: str) -> tuple[type[Message] | None, type[Message] | None]:
-        """Returns the declared types of the server's and of a client's message of an exchange,
-        "first" or "main".
+        """Returns the message types of an exchange: the type of the server's message and of a
+        client's message.
 
-        Both are None if the method has no such exchange.
+        The exchange `phase` is "first" or "main". Both types are None if the method has no first
+        exchange.
         """
         if phase == FIRST:
             return cls.first_downlink, cls.first_upload
@@ -133,7 +136,7 @@ class Method(OptionalHooks):
         """
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Returns the rule that the server applies to each field of this client's upload.
+        """Returns the rules by which the server checks the fields of this client's upload.
 
         A field without a rule may hold any finite values. The engine checks every tensor once,
         before a step reads it. The rules also determine the largest size of an upload on the wire.
@@ -199,13 +202,13 @@ class Method(OptionalHooks):
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
         """Returns the model that a run ends with.
 
-        A method overrides this hook if the clients start each round from another model.
+        By default this is the model in the state, from which the clients start each round.
         """
         parameters: Mapping[str, torch.Tensor] = state.parameters
         return parameters
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        """Returns the approximate memory in bytes that one more client in a `client_step` needs.
+        """Estimates how many bytes of memory each client of a group needs during `client_step`.
 
         The engine divides the run's memory bound by this number to choose the size of a group. The
         number does not change results. None means that clients run one at a time, for methods that
@@ -219,8 +222,8 @@ class Method(OptionalHooks):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of all releases that each client makes in a round, the main release
-        first.
+        """Returns the plans of all private releases that each client makes in a round, the main
+        release first.
 
         The engine calls it before any data are read, and charges each client for every plan. A step
         gets the charged releases by the plan's name (`PrivateClientView.series`).
@@ -249,7 +252,7 @@ def charge_for(
     secrets: Sequence[SecretGenerator],
     phase: str = MAIN,
 ) -> list[ReleaseBudget[GaussianSumMechanism]]:
-    """Charges each client for what it releases in one exchange of the method, outside a run.
+    """Charges each client's privacy budget for the releases of one exchange, in code outside a run.
 
     In a run, each client's budget (`fedsynth.federation.client_runtime`) charges the client
     according to the run's plan.

@@ -1,4 +1,4 @@
-"""Hooks that only some methods need. `Method` inherits all of them with their defaults."""
+"""Hooks that only some methods override. `Method` inherits every hook with a default."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ State = Any
 
 
 class OptionalHooks:
-    """Hooks with a default, in groups.
+    """The hooks that a method may override. The default of each hook suits methods that do not need
+    it.
 
     Class attributes:
         first_downlink: the type of the server's message in the first exchange. None if the method
@@ -71,7 +72,10 @@ class OptionalHooks:
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Returns each client's reply, and the memory that this round's `client_step` receives."""
+        """Computes the clients' replies to the server's message of the first exchange.
+
+        Returns each client's reply, and the memory that this round's `client_step` receives.
+        """
         raise NotImplementedError  # abstract
 
     def first_aggregate(
@@ -97,8 +101,9 @@ class OptionalHooks:
         return False
 
     def noise_shares(self, clients: int) -> int:
-        """Returns H, the number of clients whose noise is added up before the privacy cost is
-        computed.
+        """Returns the number H of clients whose noise together protects a sum.
+
+        The privacy cost is computed from the added noise of H clients.
 
         If H is 1, each client is charged for the noise that it adds alone.
 
@@ -108,8 +113,10 @@ class OptionalHooks:
         return 1
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
-        """Returns the name of the release plan for each upload field that the server sees only as a
-        sum."""
+        """Names the release plan of each upload field that the server sees only as a sum.
+
+        The keys are the names of the fields, and the values are the names of the plans.
+        """
         raise NotImplementedError  # abstract
 
     def from_sum(
@@ -131,7 +138,7 @@ class OptionalHooks:
     same_releases_every_round: ClassVar[bool] = True
 
     def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
-        """Selects the plans that are released in this round, in the order of `plans`.
+        """Selects the plans whose releases are made in this round, in the order of `plans`.
 
         By default these are all plans. A method overrides this hook if `same_releases_every_round`
         is False. The result must be public and fixed before any data are read.
@@ -222,7 +229,7 @@ class OptionalHooks:
         return parameters
 
     def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns other models of the same training run, which are also evaluated.
+        """Returns further models of the run, which are evaluated in addition to the global model.
 
         The keys are names in `variant_names`.
         """
@@ -247,7 +254,7 @@ class OptionalHooks:
         return {}
 
     def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """Computes metrics from a client's memory, for the metrics of the round.
+        """Computes one client's contribution to the metrics of a round, from the client's memory.
 
         With differential privacy it may read only values that were computed from the server's
         messages and from public noise (post-processing).
@@ -259,13 +266,15 @@ class OptionalHooks:
         return {}
 
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
-        """Returns matrices [classes, clients] of the server that are saved in the run folder, by
-        name."""
+        """Returns the server's matrices that are saved in the run folder, by name.
+
+        Each matrix has the shape [classes, clients].
+        """
         return {}
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        """Returns further items that the privacy report lists as public, with the reason for each
-        item."""
+        """Returns further facts that the privacy report lists as public, with a reason for each
+        fact."""
         return {}
 
     def public_images(self) -> str:

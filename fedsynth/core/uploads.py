@@ -1,17 +1,16 @@
-"""Validation of uploads by a rule for each field of a message.
+"""Validation of the uploads of clients and of the messages of the server.
 
-A method declares once what its clients may send (`Method.upload_rules`). The check of an upload and
-the upload's largest size on the wire both follow from these rules. All rules are public, because
-they depend only on settings, on the architecture and on what the clients declare when they join.
-Each rule checks one value of one client. An upload that breaks a rule is therefore always the fault
-of the client that sent it.
+A method declares once what its clients may send, by a rule for each field of an upload
+(`Method.upload_rules`). The check of an upload and the upload's largest size on the wire both
+follow from these rules. All rules are public, because they depend only on settings, on the
+architecture and on what the clients declare when they join. Each rule checks one value of one
+client. An upload that breaks a rule is therefore always the fault of the client that sent it.
 
-Checks of a server's message, which a client makes before it computes on private data.
-
-The privacy guarantee holds for every message, so these checks are a second line of defence. An
-honest server never sends weights that are not finite, or larger than those of any trained network.
-A malicious server could use such weights to amplify rounding errors (docs/threat-model.md,
-"Malicious servers").
+The module also checks the server's messages. A client makes these checks before it computes on
+private data. The privacy guarantee holds for every message, so these checks are a second line of
+defence. An honest server never sends weights that are not finite, or larger than those of any
+trained network. A malicious server could use such weights to amplify rounding errors
+(docs/threat-model.md, "Malicious servers").
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ LARGEST = 1e6
 network that learns stay below 1e3. With a bound of 1e6 no float32 sum or square over clients
 overflows."""
 LARGEST_COUNT = 2.0**53
-"""The largest counter value. float64 represents all integers up to this value exactly."""
+"""The largest allowed value of a counter. float64 represents all integers up to this value exactly.
+"""
 HEADER_BYTES = 64 * 2**10
 NAME_BYTES = 512
-"""The largest size of a tensor's entry in a packed message's header. `HEADER_BYTES` is the largest
-size of the rest of the header."""
+"""The largest size in bytes of one tensor's entry in the header of a packed message. `HEADER_BYTES`
+is the largest size of the rest of the header."""
 FREE_BYTES = 64 * 2**20
 """The largest size in bytes of a field for which the method declares no rule."""
 
@@ -57,7 +57,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Number:
-    """A rule for a plain number.
+    """A rule for a field that holds a plain number.
 
     Args:
         low, high: the smallest and the largest allowed value.
@@ -79,7 +79,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Array:
-    """A rule for a tensor.
+    """A rule for a field that holds a tensor.
 
     Args:
         shape: the required shape. If the first size is None, it may be anything up to `rows`.
@@ -132,7 +132,7 @@ class Array:
             error = float((value.double().sum(dim=-1) - 1).abs().max())
             if error > TOLERANCE:
                 raise UploadRejectedError(
-                    name, f"must have rows that sum to 1, but a sum differs by {error:.3g}"
+                    name, f"must have rows that sum to 1, but a row's sum differs by {error:.3g}"
                 )
 
     def _fits(self, value: Tensor) -> bool:
@@ -154,7 +154,7 @@ about 1e-3 for half precision."""
 
 @dataclass(frozen=True)
 class Named:
-    """A rule for a mapping of names to tensors.
+    """A rule for a field that holds a mapping of names to tensors.
 
     Args:
         arrays: the rule for each name.
@@ -320,7 +320,7 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor has dense memory, so that it is neither sparse nor a meta tensor."""
+    """Returns whether a tensor is dense, which excludes sparse and meta tensors."""
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
@@ -329,7 +329,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Refuses a server's message if a number in it is not finite or if its norm is too large.
+    """Refuses a server's message if a number is not finite or if the norm of all numbers is too
+    large.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).

@@ -1,6 +1,6 @@
-"""Looks up methods by name.
+"""Finds the class of a method by the name of the method.
 
-The list of methods is in `registry.py`. Listing them imports neither torch nor any method.
+The list of methods is in `registry.py`. Listing the methods imports neither torch nor any method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_METHOD = "feddm"
 CLASSES: Mapping[str, str] = MappingProxyType(
     exported_names(Path(__file__).with_name("registry.py"))
 )
-"""The module of each registered class, by the name of the class."""
+"""The name of the module that defines each registered class, by the name of the class."""
 
 
 def name_of(class_name: str) -> str:
@@ -38,7 +38,7 @@ def name_of(class_name: str) -> str:
 METHODS: Mapping[str, str] = MappingProxyType(
     {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
 )
-"""The module and class of each method as "module:class", by the name of the method."""
+"""The place of each built-in method's class as "module:class", by the name of the method."""
 
 
 _CUSTOM: dict[str, tuple[type[Method], OwnCode | None]] = {}

@@ -22,7 +22,7 @@ from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, aver
 
 @dataclass(frozen=True)
 class Dense(DataFreeEnsembleDistillation):
-    """Server-side distillation of the averaged logits of all clients on generated images.
+    """DENSE: the server trains a student on generated images, towards the clients' averaged logits.
 
     The settings are those of `DataFreeEnsembleDistillation`, with the defaults of DENSE. There is
     no cross-entropy on hard labels, and the adversarial term applies only where the student and the
@@ -59,7 +59,8 @@ class Dense(DataFreeEnsembleDistillation):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Performs the server's part of Algorithm 1."""
+        """Trains the generator and then the student in each epoch, as the server does in Algorithm
+        1."""
         training = OneShotDistillation(
             self,
             models,

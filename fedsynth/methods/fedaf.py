@@ -71,7 +71,7 @@ from fedsynth.synthesizer.condensation.sets import (
 
 @dataclass(frozen=True)
 class FedAF(FedAFSettings):
-    """Condensation on the clients, guided by class-mean logits that the server averages.
+    """FedAF: clients condense their data, guided by class-mean logits that the server averages.
 
     The settings are documented in `FedAFSettings`.
 
@@ -110,8 +110,10 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[dict[str, Tensor]]:
-        """Returns, for each client, V_k [C, C] (Eq. 5) as "logits" and a mask [C] of the client's
-        classes as "present"."""
+        """Computes the mean logits V_k of each class under the model w_r, for each client (Eq. 5).
+
+        Each entry has V_k [C, C] as "logits", and as "present" a mask [C] of the client's classes.
+        """
         if all("logits" in memory for memory in memories):  # released in the first phase
             return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
         C = context.spec.classes
@@ -134,7 +136,7 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients.
+        """Condenses the data of a group of clients into synthetic images.
 
         S [pairs, ipc, channels, H, W] contains the synthetic images of all (client, class) pairs.
         """
@@ -175,8 +177,11 @@ class FedAF(FedAFSettings):
     def _upload(
         self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
     ) -> CondensedSet:
-        """Returns the upload of a client: S_k as uint8 pixels, V_k, and R_k = softmax(V_k/τ) (Eq.
-        11)."""
+        """Returns the upload of a client: the images S_k, the mean logits V_k and the soft labels
+        R_k.
+
+        The images are uint8 pixels. R_k is softmax(V_k/τ) (Eq. 11).
+        """
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -186,7 +191,10 @@ class FedAF(FedAFSettings):
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns an object that computes ∇_S L_DM (Eq. 4) from embeddings, without logits."""
+        """Returns the matching loss of the condensation, which gives ∇_S L_DM (Eq. 4).
+
+        It compares embeddings only, without logits.
+        """
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
@@ -257,7 +265,7 @@ class FedAF(FedAFSettings):
 def resampled(
     w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields for each step the network with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
+    """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
     w̃ is newly initialised by the `reset_parameters` method of each layer. All clients use the same
     random draws, which repeat after `period` networks. The function yields the same network object
@@ -282,14 +290,16 @@ def resampled(
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Averages V (Eq. 8) and R (Eq. 12) over the clients that have examples of a class.
+    """Averages the logits V_k (Eq. 8) and the soft labels R_k (Eq. 12) of the clients.
+
+    The average for a class is over the clients that have examples of this class.
 
     The paper divides by the number of all clients, K, but Eq. 5 is undefined for a client without
     examples of the class. If no client of the round has a class, V keeps its value from an earlier
     round for this class.
 
-    `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C] of
-    the classes for which R is defined.
+    `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C]
+    of the classes for which R is defined.
     """
     present = [upload.present for upload in sent]
     V, has_logits = average_over_holders([upload.logits for upload in sent], present)

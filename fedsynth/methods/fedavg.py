@@ -1,5 +1,5 @@
-"""FedAvg, and methods that change one of its parts: FedAvgM the server's step, FedProx the clients'
-loss, and SOLO the exchange of models."""
+"""FedAvg and three variants of it. FedAvgM changes the server's step, FedProx changes the clients'
+loss, and SOLO sends no models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class FedAvg(TrainsLocally):
-    """Local training of the global model, followed by an average on the server (McMahan et al.
+    """FedAvg: clients train the global model, and the server averages the results (McMahan et al.
     2017).
 
     Without differential privacy, the average is weighted by n_k, the number of examples of each
@@ -52,14 +52,14 @@ class FedAvg(TrainsLocally):
 
 @dataclass(frozen=True)
 class VelocityState(AveragingState):
-    """The server's state, including the velocity v. An empty mapping means that v is zero."""
+    """The server's state in FedAvgM, with the velocity v. An empty mapping means that v is zero."""
 
     velocity: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedAvgM(TrainsLocally):
-    """FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
+    """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
     The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
 
@@ -104,7 +104,7 @@ class FedAvgM(TrainsLocally):
 
 @dataclass(frozen=True)
 class FedProx(TrainsLocally):
-    """FedAvg with a proximal term that keeps local training near the global model (Li et al. 2020).
+    """FedProx: FedAvg with a loss that keeps local training near the global model (Li et al. 2020).
 
     Each client minimises F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). The server averages the models, weighted
     by n_k. The models of clients that did not finish all epochs are included in the average, unless
@@ -142,12 +142,12 @@ class FedProx(TrainsLocally):
 
 @dataclass(frozen=True)
 class Nothing(Message):
-    """The upload of a client, which is empty."""
+    """The empty upload of a client in SOLO."""
 
 
 @dataclass(frozen=True)
 class Solo(TrainsLocally):
-    """Separate training of every client on its own data, without federation.
+    """SOLO: every client trains only on its own data, without federation.
 
     Nothing is sent to the server, and a client continues with its own model in each round. The
     model of the run remains the initial model. The result of a run is the accuracy of each client's
@@ -179,7 +179,9 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            raise SettingError("method", "final", "must be aca for solo, which has no global model")
+            raise SettingError(
+                "method", "final", "must be 'aca' for solo, which has no global model"
+            )
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

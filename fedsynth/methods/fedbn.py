@@ -42,7 +42,7 @@ def shared_values(values: Mapping[str, Tensor], model: nn.Module) -> dict[str, T
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally):
-    """FedAvg with batch-norm layers that stay on the clients.
+    """FedBN: FedAvg in which each client keeps its own batch-norm layers.
 
     The settings are documented in `TrainsLocally`. The method needs a network with batch norm
     (`model.norm=batch`) and refuses other networks, for which it would be FedAvg with equal
@@ -71,7 +71,7 @@ class FedBN(TrainsLocally):
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
-            reason = "must be batch for fedbn, which keeps the batch-norm layers on the clients"
+            reason = "must be 'batch' for fedbn, which keeps the batch-norm layers on the clients"
             raise SettingError("model", "norm", reason)
 
     def start_model(
@@ -97,8 +97,7 @@ class FedBN(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Averages the uploads with weight 1/K (Algorithm 1), and leaves the batch-norm layers
-        unchanged."""
+        """Averages the uploads with equal weights (Algorithm 1) and keeps the batch-norm layers."""
         return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
     def personal_parameters(

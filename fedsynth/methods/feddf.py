@@ -28,7 +28,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class FedDF(EnsembleDistillation):
-    """Server-side distillation of the averaged logits of all clients on public images.
+    """FedDF: the server trains a student on public images, towards the clients' averaged logits.
 
     The defaults are those of the paper.
 
@@ -67,13 +67,14 @@ class FedDF(EnsembleDistillation):
             raise SettingError(
                 "method",
                 "proxy",
-                "must name a data set with public images, or be noise for random pixels",
+                "must be the name of a data set with public images, or 'noise' for random pixels",
             )
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Performs the server's part of Algorithm 1, the fusion by AVGLOGITS."""
+        """Trains the student on public images towards the averaged logits (AVGLOGITS in Algorithm
+        1)."""
         images = context.proxy
         if images is None:
             raise SettingError(None, "RoundContext.proxy", "must contain public images for feddf")

@@ -61,10 +61,13 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall):
-    """Condensation on the clients by distribution matching around the global model.
+    """FedDM: clients condense their data into synthetic images whose features match those of the
+    data.
 
-    The defaults are the paper's. If it leaves a setting open, the reason for the default is given
-    below. `CondensingMethod` and `TrainsInBall` document the remaining settings.
+    The features are those of random networks around the global model.
+
+    The defaults are the paper's. If the paper leaves a setting open, the reason for the default is
+    given below. `CondensingMethod` and `TrainsInBall` document the remaining settings.
 
     Args:
         ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
@@ -126,8 +129,11 @@ class FedDM(CondensingMethod, TrainsInBall):
     def server_step(
         self, state: ServerState, uploads: Mapping[int, SyntheticSet], context: RoundContext
     ) -> ServerState:
-        """Trains w_{r+1} by SGD from w_r on the union of all S_k (Eq. 10) within the ball, as in
-        lines 7 and 8."""
+        """Trains the global model on the union of the clients' synthetic images (lines 7 and 8, Eq.
+        10).
+
+        The training starts from w_r and stays within the ball of radius ρ.
+        """
         w = context.load(state.parameters)
         train_on_union(w, uploads, self.union_sgd(), context)
         return replace(state, parameters=w.state_dict())
@@ -141,8 +147,9 @@ class FedDM(CondensingMethod, TrainsInBall):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients, with all (client, class) pairs in one batched
-        pass.
+        """Condenses the data of a group of clients into synthetic images.
+
+        One batched pass handles all (client, class) pairs.
 
         S [pairs, ipc, channels, H, W] contains the synthetic images of all pairs. The loss L is the
         sum of L_c over the pairs, so the images of each client receive the gradient of that
@@ -177,7 +184,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns an object that computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
+        """Returns the matching loss of the condensation (lines 13 to 17)."""
         if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
             return private_matching(clients, context, min_examples=self.min_examples)
         if self.networks_per_round:
@@ -242,8 +249,9 @@ class FedDM(CondensingMethod, TrainsInBall):
 def perturbed(
     w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields for each step a network with weights w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ
-    (App. D.3, Eq. 24).
+    """Yields the network of each step, drawn at random around the global model.
+
+    The weights are w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
 
     All clients use the same networks, which are drawn from the public seed of the round. In
     Algorithm 1 each client draws its own. The function yields the same network object each time,

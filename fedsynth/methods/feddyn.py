@@ -28,14 +28,15 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class DriftState(AveragingState):
-    """The server's state, including h. An empty mapping means that h is zero."""
+    """The server's state in FedDyn, with h. An empty mapping means that h is zero."""
 
     h: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedDyn(TrainsLocally):
-    """Local training with a dynamic regulariser.
+    """FedDyn: local training with a regulariser that aligns the clients' optima with the global
+    one.
 
     The following settings come in addition to those of `TrainsLocally`.
 

@@ -56,8 +56,9 @@ HISTOGRAM = "histogram"
 
 @dataclass(frozen=True)
 class StatisticsDown(ModelParameters):
-    """The message to the clients: the model w_t, γ for the channel means and deviations of each
-    stage, and the histogram π.
+    """The message to the clients of FedFA+: the model w_t and statistics of all clients.
+
+    The statistics are γ for the channel means and deviations of each stage, and the histogram π.
 
     γ and π are missing in round 1.
     """
@@ -67,23 +68,26 @@ class StatisticsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """The upload of a client: the model, the accumulated channel means and deviations [C] of each
-    stage, and the histogram π_k [D, bins]."""
+    """The upload of a client in FedFA+: the model and the client's statistics.
+
+    The statistics are the channel means and deviations [C] of each stage, accumulated over the
+    training, and the histogram π_k [D, bins].
+    """
 
     statistics: Mapping[str, Tensor] = unprotected()
 
 
 @dataclass(frozen=True)
 class StatisticsState(AveragingState):
-    """The server's state, including γ of each layer and π. The mapping is empty before the first
-    round."""
+    """The server's state in FedFA+, with γ of each layer and the histogram π. The mapping is empty
+    before the first round."""
 
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FedFAPlus(TrainsLocally):
-    """Local training with feature augmentation and feature alignment.
+    """FedFA+: local training with feature augmentation and feature alignment.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -243,8 +247,10 @@ class FedFAPlus(TrainsLocally):
         return tuple(names)
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
-        """Computes π_k over all examples of a client under the client's trained model, without
-        augmentation."""
+        """Computes the client's histogram π_k under its trained model, without augmentation.
+
+        The histogram is over all examples of the client.
+        """
         examples = client.examples(0)
         histogram = torch.zeros((), device=examples.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]

@@ -48,8 +48,10 @@ from fedsynth.validation import check_embedding, in_range, one_of
 
 @dataclass(frozen=True)
 class AnchorsDown(ModelParameters):
-    """The message to the clients: the model w_t, the anchors [C, D], and a boolean mask [C] of the
-    classes that have an anchor."""
+    """The message to the clients of FedFM: the model w_t and the anchors [C, D].
+
+    A boolean mask [C] marks the classes that have an anchor.
+    """
 
     anchors: Tensor = public("sent to clients, never uploaded")
     has_anchor: Tensor = public("sent to clients, never uploaded")
@@ -57,8 +59,10 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """The upload of the first exchange: the sums of the features of each class [C, D], and the
-    class counts [C]."""
+    """The upload of FedFM's first exchange: for each class, the sum of the features and the count.
+
+    The sums have the shape [C, D], and the counts [C].
+    """
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -66,15 +70,15 @@ class FeatureSums(Message):
 
 @dataclass(frozen=True)
 class ModelAndSums(ModelParameters):
-    """The upload of FedFM-Lite: the trained model, and the sums and class counts computed with
-    it."""
+    """The upload of FedFM-Lite: the trained model, and the class sums of its features with the
+    counts."""
 
     sums: Tensor = released()
     counts: Tensor = released()
 
 
 SUMS = "feature sums"
-"""The name of the release plan of the feature sums."""
+"""The name of the release plan for the sums of features."""
 
 LARGEST_PRIVATE_WEIGHT = 1.0
 """A larger weight with noisy anchors causes a warning. On the digits at ε = 8, single runs reached
@@ -94,7 +98,9 @@ def anchor_losses(
     *,
     temperature: float | None,
 ) -> Tensor:
-    """Computes q for each example [N], with features and anchors scaled to length 1.
+    """Computes the anchor loss q of each example [N].
+
+    Features and anchors are scaled to length 1.
 
     The loss is 0 for examples of a class without an anchor.
 
@@ -121,8 +127,8 @@ def anchor_losses(
 
 @dataclass(frozen=True)
 class AnchorState(AveragingState):
-    """The server's state, including the anchors [C, D] and a boolean mask [C] of the classes that
-    have an anchor. Both are None before the first anchors."""
+    """The server's state in FedFM, with the anchors [C, D] and a boolean mask [C] of the classes
+    that have an anchor. Both are None before the first anchors."""
 
     anchors: Tensor | None = None
     has_anchor: Tensor | None = None
@@ -130,7 +136,7 @@ class AnchorState(AveragingState):
 
 @dataclass(frozen=True)
 class FedFM(TrainsLocally):
-    """Local training that pulls features towards shared anchors.
+    """FedFM: local training that pulls features towards shared anchors.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -263,7 +269,7 @@ class FedFM(TrainsLocally):
                 "method",
                 "start_round",
                 "must be 1 with differential privacy, because every round is charged for anchors. "
-                "The weight method.weight must be above 0",
+                "For the same reason method.weight must be above 0",
             )
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
@@ -279,14 +285,14 @@ class FedFM(TrainsLocally):
     def feature_sums(
         self, model: nn.Module, client: ClientGroup, context: RoundContext
     ) -> ClassSums:
-        """Computes the sums of a client's features under `model` for each class."""
+        """Adds the features of a client's examples for each class, computed by `model`."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """Returns the state with the anchors of this round.
+        """Computes the anchors of this round, and returns the state with them.
 
         A class that no client of the round has keeps its last anchor.
         """

@@ -55,8 +55,9 @@ TALLIED = 32  # embeddings per class for a round's facts
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """The message to the clients: the model w_t, the generator, and a boolean mask [C] of the
-    classes that any client has had.
+    """The message to the clients of FedGen: the model w_t and the generator.
+
+    A boolean mask [C] marks the classes of which any client has had examples.
 
     The generator is empty in round 1.
     """
@@ -67,7 +68,7 @@ class GeneratorDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ModelAndCounts(ModelParameters):
-    """The upload of a client: the model, and the class counts [C]."""
+    """The upload of a client in FedGen: the model, and the number of examples of each class [C]."""
 
     counts: Tensor = public(
         "all 1 with differential privacy, and the numbers of examples of each class without it"
@@ -77,8 +78,9 @@ class ModelAndCounts(ModelParameters):
 def ensemble_loss(
     h_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
-    """Computes the classification loss of generated embeddings, Σ_k mean_n share[y_n, k]·CE(W_k G_n
-    + b_k, y_n).
+    """Computes how badly the clients' classifiers recognise the labels of generated embeddings.
+
+    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n).
 
     The classifier of each client is weighted by the client's share of the examples of a class.
     """
@@ -91,7 +93,7 @@ def ensemble_loss(
 
 @dataclass(frozen=True)
 class GeneratorState(AveragingState):
-    """The server's state, including the generator that it trains.
+    """The server's state in FedGen, with the generator that the server trains.
 
     Args:
         learner: the tensors of the generator and of its Adam optimiser, as returned by
@@ -106,7 +108,7 @@ class GeneratorState(AveragingState):
 
 @dataclass(frozen=True)
 class FedGen(TrainsLocally):
-    """Local training regularised by a generator of embeddings.
+    """FedGen: local training that is regularised by a generator of embeddings.
 
     The following settings come in addition to those of `TrainsLocally`.
 

@@ -292,7 +292,7 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
         # running statistics: momentum 0.1, six steps
         running = tiny.X[PARTS[k]].mean(0) * (1 - 0.9**6)
         np.testing.assert_allclose(personal["norm.running_mean"], running, atol=1e-5)
-    with pytest.raises(SettingError, match=r"model\.norm must be batch"):
+    with pytest.raises(SettingError, match=r"model\.norm must be 'batch'"):
         method.check_model(network())
 
 

@@ -165,7 +165,7 @@ def test_ensemble_excludes_models_of_zero_weight(monkeypatch: pytest.MonkeyPatch
     assert ensemble_sizes == [1]
     excluded = {0: replace(first, weight=0.0), 1: replace(second, weight=0.0)}
     assert Dense().server_step(state, excluded, context()) is state
-    with pytest.raises(SettingError, match="final must be aca"):
+    with pytest.raises(SettingError, match="final must be 'aca'"):
         Dense(final="oca")
 
 
