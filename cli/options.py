@@ -284,8 +284,8 @@ Log = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output. May be "
-        "repeated. All except csv need the pip extra with the same name.",
+        help="Also log each round to tensorboard or wandb, below --output. May be repeated. Each "
+        "needs the pip extra with the same name.",
     ),
 ]
 AsJson = Annotated[bool, flag("--json", "Print the result as JSON on stdout.")]

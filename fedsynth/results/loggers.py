@@ -1,20 +1,18 @@
-"""Logs the rounds of a run for other tools: as CSV, or to TensorBoard, Weights & Biases or MLflow.
+"""Logs the rounds of a run to TensorBoard or Weights & Biases.
 
 The loggers receive the same values as metrics.jsonl. For a private run, these exclude the values
-that only a simulation may show. All loggers except CSV add a time stamp to each entry, and the
-duration of a round may reveal something about private data. The logs are therefore written outside
-the run folder, and a private run prints a warning.
+that only a simulation may show. The loggers add a time stamp to each entry, and the duration of a
+round may reveal something about private data. The logs are therefore written outside the run
+folder, and a private run prints a warning.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.errors import OutputError
 from fedsynth.federation.protocol import Observer
-from fedsynth.privacy.files import read_text, write_whole
 from fedsynth.validation import check_choice
 
 TIMES = (
@@ -99,7 +96,6 @@ class Logger(Observer):
     Attributes:
         name: the logger's name for the option `--log`.
         module: the Python module that the logger needs, or an empty string.
-        stamps_times: whether the logger adds the time to each entry.
 
     Raises:
         OutputError: the logger's library is not installed, or cannot be imported.
@@ -107,7 +103,6 @@ class Logger(Observer):
 
     name = ""
     module = ""
-    stamps_times = True
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -159,38 +154,6 @@ class Logger(Observer):
 
     def _close(self, summary: Numbers, *, finished: bool) -> None:
         """Closes the log."""
-
-
-class CsvLogger(Logger):
-    """Writes the CSV file BASE/csv/RUN.csv, without time stamps.
-
-    The file has a line for each round, and a column for each number that occurs in any round.
-    """
-
-    name = "csv"
-    stamps_times = False
-
-    def _open(self, name: str, settings: Mapping[str, Any]) -> Path:
-        file = self.base / "csv" / f"{name}.csv"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._rows: dict[int, dict[str, Any]] = {}
-        if file.exists():  # of a run that is resumed
-            lines = csv.DictReader(StringIO(read_text(file)))
-            self._rows = {int(line["round"]): line for line in lines}
-        return file
-
-    def _write(self, values: Numbers, round: int) -> None:
-        for number in [number for number in self._rows if number >= round]:
-            del self._rows[number]  # of rounds that are repeated after a resumption
-        self._rows[round] = {"round": round}
-        for key, value in values.items():
-            self._rows[round][key] = f"{value:.10g}"
-        columns = dict.fromkeys(key for row in self._rows.values() for key in row)
-        text = StringIO()
-        writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows.values())
-        write_whole(self._log, text.getvalue().encode())
 
 
 class TensorBoardLogger(Logger):
@@ -246,41 +209,7 @@ class WandbLogger(Logger):
         self._log.finish(exit_code=0 if finished else 1)
 
 
-class MlflowLogger(Logger):
-    """Logs to MLflow, in the experiment fedsynth.
-
-    The log is at MLFLOW_TRACKING_URI if this variable is set. Otherwise it is in BASE/mlflow.db,
-    and `mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db` shows it.
-    """
-
-    name = "mlflow"
-    module = "mlflow.tracking"
-
-    def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        self.base.mkdir(parents=True, exist_ok=True)
-        database = f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
-        client = self._library.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
-        if client.get_experiment_by_name("fedsynth") is None:
-            client.create_experiment("fedsynth")
-        experiment = client.get_experiment_by_name("fedsynth")
-        self._id = client.create_run(experiment.experiment_id, run_name=name).info.run_id
-        for key, value in settings.items():
-            client.log_param(self._id, key, str(value)[:500])
-        return client
-
-    def _write(self, values: Numbers, round: int) -> None:
-        for key, value in values.items():
-            self._log.log_metric(self._id, key, value, step=round)
-
-    def _close(self, summary: Numbers, *, finished: bool) -> None:
-        for key, value in summary.items():
-            self._log.log_metric(self._id, f"final/{key}", value)
-        self._log.set_terminated(self._id, "FINISHED" if finished else "KILLED")
-
-
-LOGGERS: Mapping[str, type[Logger]] = {
-    kind.name: kind for kind in (CsvLogger, TensorBoardLogger, WandbLogger, MlflowLogger)
-}
+LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 
 
 def make_loggers(
@@ -292,7 +221,7 @@ def make_loggers(
         names: names in `LOGGERS`. A repeated name has no effect.
         base: the parent folder of the logs.
         private: whether the run has differential privacy.
-        note: receives a warning if the log of a private run has time stamps.
+        note: receives a warning about time stamps if the run is private.
 
     Raises:
         UnknownNameError: there is no logger with such a name.
@@ -301,7 +230,6 @@ def make_loggers(
     for name in names:
         check_choice(None, "--log", name, tuple(LOGGERS))
     loggers = [LOGGERS[name](base) for name in dict.fromkeys(names)]
-    stamped = [logger.name for logger in loggers if logger.stamps_times]
-    if private and stamped:
-        note(TIMES.format(names=", ".join(stamped)))
+    if private and loggers:
+        note(TIMES.format(names=", ".join(logger.name for logger in loggers)))
     return loggers

@@ -1,6 +1,6 @@
 """Executes the runs of a sweep, each in its own process.
 
-Several runs may be active at once, within a memory limit. Each run's folder is below OUTPUT/KEY,
+Several runs may be active at once. Each run's folder is below OUTPUT/KEY,
 where KEY depends on the run's settings. If a sweep is repeated, finished runs are kept and
 interrupted runs are resumed. A run with changed settings is a new run.
 
@@ -9,7 +9,6 @@ Reads the TOML file of a sweep, which contains common settings of all runs and a
 [sweep]                      # optional, as is each key
 output = "sweeps/skew"       # default: sweeps/NAME, where NAME is that of the file
 jobs = 2                     # maximum number of active runs; default: 1
-memory_gb = 10               # memory limit for all active runs together
 metrics = ["test_accuracy"]  # values in summary.json to show in the table
 
 [run]                        # and [partition], [model], …: as in a run's config.toml
@@ -31,7 +30,6 @@ lr = 0.1
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import subprocess
@@ -42,14 +40,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsynth.config.resolve import fingerprint, resolve, section_of
-from fedsynth.config.settings import MOST_GB, SECTIONS, RunSettings
+from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.results.finished import run_folders
 from fedsynth.results.run_folder import INCOMPLETE
-from fedsynth.validation import check_ranges, from_mapping, read_sections, to_toml
+from fedsynth.validation import check_fields, from_mapping, in_range, read_sections, to_toml
 
 MAX_RUNS = 10_000
 SEED = "seed"
@@ -69,18 +67,15 @@ class SweepSettings:
         output: the folder for the runs. An empty string stands for sweeps/NAME, where NAME is that
             of the sweep file.
         jobs: the maximum number of active runs.
-        memory_gb: the memory limit for all active runs together, in units of 2^30 bytes. With 0,
-            only `jobs` limits the number of active runs.
     """
 
     section: ClassVar[str] = "sweep"
 
     output: str = ""
-    jobs: int = 1
-    memory_gb: float = 0.0
+    jobs: int = in_range(1, 1, 1000)
 
     def __post_init__(self) -> None:
-        check_ranges(self, jobs=(1, 1000), memory_gb=(0, MOST_GB))
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,13 +265,8 @@ def _key(values: Values, settings: RunSettings) -> str:
     return f"{readable}-{fingerprint(settings)}".lstrip("-.")
 
 
-OVERHEAD_GB = 1.0
-"""Memory that a process needs for the interpreter, torch and the data set, in addition to training.
-"""
-DEFAULT_GB = 4.0  # memory that is assumed for training if run.memory_gb is not set
 POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
 STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
-REPORT_SECONDS = 30.0  # time between two reports about the progress of the active runs, in seconds
 LOG = "log.txt"
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
 """A function that returns the command line of a run.
@@ -307,33 +297,24 @@ def finished(sweep: Sweep, cell: Cell) -> Path | None:
     return folders[-1] if folders else None
 
 
-def memory_of(cell: Cell) -> float:
-    """Returns the memory that is reserved for a run, in units of 2^30 bytes."""
-    return (cell.settings.memory_gb or DEFAULT_GB) + OVERHEAD_GB
-
-
 def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> SweepResult:
     """Executes all runs of a sweep that have not finished.
 
     Args:
         sweep: the sweep.
         command: a function that returns the command line of a run.
-        report: receives a line when a run begins or ends, and the progress of active runs every 30
-            seconds.
+        report: receives a line when a run begins or ends.
 
     Raises:
-        SweepError: a run needs more memory than the sweep may use.
         KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
             sweep is repeated, it resumes these runs.
     """
-    _check_memory(sweep)
     result = SweepResult()
     waiting: list[Cell] = []
     for cell in sweep.cells:
         (result.existing if finished(sweep, cell) else waiting).append(cell)
     report(f"{len(sweep.cells)} runs in {sweep.output}, {len(result.existing)} are finished")
     running: dict[Cell, subprocess.Popen[bytes]] = {}
-    last_report = time.monotonic()
     try:
         while waiting or running:
             for cell in _startable(sweep, waiting, running):
@@ -345,35 +326,19 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
                 if process.poll() is not None:
                     del running[cell]
                     _record_end(sweep, cell, process.returncode, result, report)
-            if time.monotonic() - last_report > REPORT_SECONDS:
-                last_report = time.monotonic()
-                for cell in running:
-                    report(f"{cell.label}: {last_line(sweep.output / cell.key / LOG)}")
     finally:
         _stop(list(running.values()))
     return result
 
 
-def _check_memory(sweep: Sweep) -> None:
-    limit = sweep.settings.memory_gb
-    for cell in sweep.cells:
-        if limit and memory_of(cell) > limit:
-            raise SweepError(
-                f"the run {cell.label} needs {memory_of(cell):g} GB, but sweep.memory_gb is "
-                f"{limit:g}. Increase sweep.memory_gb, or reduce run.memory_gb"
-            )
-
-
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
     """Returns the runs that may begin now, in the order of the sweep's file.
 
-    A run may begin if a job and enough memory are free, and no active run charges the same ledgers.
+    A run may begin if a job is free, and no active run charges the same ledgers.
     """
-    limit = sweep.settings.memory_gb or math.inf
     active = list(running)
     for cell in waiting:
-        memory = sum(map(memory_of, [*active, cell]))
-        if len(active) >= sweep.settings.jobs or memory > limit:
+        if len(active) >= sweep.settings.jobs:
             break
         ledger = _ledger(cell)
         if ledger is None or ledger not in map(_ledger, active):

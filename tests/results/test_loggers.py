@@ -3,7 +3,6 @@ library, without a network, and skipped where that is not installed."""
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation.protocol import Observer
 from fedsynth.results import loggers
-from fedsynth.results.loggers import LOGGERS, Several, make_loggers, numbers_of
+from fedsynth.results.loggers import LOGGERS, Logger, Several, make_loggers, numbers_of
 from fedsynth.simulation.simulate import simulate
 
 TINY: dict[str, dict[str, Any]] = {
@@ -86,29 +85,24 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_csv_has_a_line_a_round_and_drops_those_that_are_repeated(tmp_path: Path) -> None:
-    folder = logged("csv", tmp_path)
-    file = tmp_path / "csv" / f"{folder.name}.csv"
-    lines = list(csv.DictReader(file.open()))
-    for line, row in zip(lines, rows_of(folder), strict=True):
-        assert int(line["round"]) == row["round"]
-        assert float(line["test_accuracy"]) == pytest.approx(row["test_accuracy"])
-        assert float(line["local/amp"]) == pytest.approx(row["local"]["amp"])
-    (again,) = make_loggers(["csv"], tmp_path, private=False, note=print)
-    again.started(resolve(TINY), folder)  # goes on after its first round
-    again.round_ended({"round": 2, "test_accuracy": 0.25})
-    lines = list(csv.DictReader(file.open()))
-    assert [line["round"] for line in lines] == ["1", "2"]
-    assert lines[1]["test_accuracy"] == "0.25"
+class ListLogger(Logger):
+    """Keeps the numbers of each round in a list."""
+
+    name = "list"
+
+    def _open(self, name: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+        return []
+
+    def _write(self, values: Mapping[str, float], round: int) -> None:
+        self._log.append(dict(values))
 
 
-def test_a_private_run_logs_what_its_metrics_say_and_no_more(tmp_path: Path) -> None:
-    folder = logged("csv", tmp_path, PRIVATE)
-    lines = list(csv.DictReader((tmp_path / "csv" / f"{folder.name}.csv").open()))
-    allowed = {key for row in rows_of(folder) for key in numbers_of(row)}
-    assert set(lines[0]) == allowed
-    assert "seconds" not in lines[0]
-    assert float(lines[1]["epsilon"]) == pytest.approx(rows_of(folder)[1]["epsilon"])
+def test_private_runs_log_only_published_metrics(tmp_path: Path) -> None:
+    logger = ListLogger(tmp_path)
+    result = simulate(resolve(PRIVATE), output=tmp_path / "runs", observer=logger)
+    assert result.folder is not None
+    assert logger._log == [numbers_of(row) for row in rows_of(result.folder)]
+    assert "seconds" not in logger._log[0]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -125,25 +119,6 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "local/amp" in events.Tags()["scalars"]
     (text,) = events.Tensors("settings/text_summary")
     assert b'run.method = "fedavg"' in text.tensor_proto.string_val[0]
-
-
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed (fedsynth[mlflow])")
-    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed (fedsynth[mlflow])")
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folder = logged("mlflow", tmp_path)
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("fedsynth")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == folder.name
-    assert run.info.status == "FINISHED"
-    assert run.data.params["run.method"] == "fedavg"
-    history = client.get_metric_history(run.info.run_id, "test_accuracy")
-    assert sorted((one.step, one.value) for one in history) == [
-        (row["round"], pytest.approx(row["test_accuracy"])) for row in rows_of(folder)
-    ]
 
 
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +149,13 @@ def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
         make_loggers(["excel"], tmp_path, private=False, note=print)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_logger_that_cannot_begin_is_one_error_of_ours(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: tracebacks of a library that is missing, or without a key, rights or a server."""
     refuse = Mock(side_effect=RuntimeError("no API key\nconfigured"))
-    fake = SimpleNamespace(init=refuse, MlflowClient=refuse, SummaryWriter=refuse)
+    fake = SimpleNamespace(init=refuse, SummaryWriter=refuse)
     monkeypatch.setattr(loggers, "import_module", lambda module: fake)
     heard = Heard()
     with pytest.raises(OutputError) as caught:
@@ -198,7 +173,7 @@ def test_a_logger_that_cannot_begin_is_one_error_of_ours(
 
 
 def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
-    class Full(loggers.CsvLogger):
+    class Full(ListLogger):
         def _write(self, values: Mapping[str, float], round: int) -> None:
             raise OutputError("no place")
 
@@ -208,17 +183,12 @@ def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
     assert heard.events[-1][0] == "ended"
 
 
-def test_that_times_are_stamped_is_said_of_a_private_run(
+def test_private_runs_warn_about_time_stamps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stamping(loggers.CsvLogger):
-        name = "stamping"
-        stamps_times = True
-
-    monkeypatch.setattr(loggers, "LOGGERS", {"csv": loggers.CsvLogger, "stamping": Stamping})
+    monkeypatch.setattr(loggers, "LOGGERS", {"list": ListLogger})
     notes: list[str] = []
-    make_loggers(["csv"], tmp_path, private=True, note=notes.append)
-    make_loggers(["stamping"], tmp_path, private=False, note=notes.append)
+    make_loggers(["list"], tmp_path, private=False, note=notes.append)
     assert notes == []
-    make_loggers(["csv", "stamping"], tmp_path, private=True, note=notes.append)
-    assert "logging to stamping records the time" in notes[0]
+    make_loggers(["list"], tmp_path, private=True, note=notes.append)
+    assert "logging to list records the time" in notes[0]
