@@ -152,7 +152,8 @@ MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
 
 
 class PickledArray:
-    """A byte array in a pickle. A pickle creates an array first, and fills it later.
+    """A byte array that a pickle creates. A pickle first creates an empty array, and fills it in a
+    later instruction.
 
     Attributes:
         value: the array, or None before it is filled.
@@ -162,11 +163,15 @@ class PickledArray:
 
 
 class _Uint8:
-    """The type uint8, which is the only type that arrays in a pickle may have."""
+    """The placeholder for NumPy's uint8 while a pickle is read. Arrays in a pickle may have no
+    other type.
+    """
 
 
 def read_pickle(content: bytes) -> object:
-    """Reads a pickle of None, bool, int, str, bytes, list, tuple, dict and byte arrays.
+    """Reads a pickle without executing code that the pickle names.
+
+    The pickle may contain None, bool, int, str, bytes, list, tuple, dict and byte arrays.
 
     Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
     each byte (latin-1).
@@ -184,12 +189,16 @@ def read_pickle(content: bytes) -> object:
     if file.tell() != len(content):
         raise ValueError(f"the pickle has {len(content) - file.tell()} bytes after its end")
     if len(machine.stack) != 1 or machine.marks:
-        raise ValueError("the pickle does not end with one value")
+        raise ValueError("the pickle must contain exactly one value")
     return machine.stack[0]
 
 
 class _Machine:
-    """Executes instructions of a pickle on the stack, marks and memo of the pickle protocol."""
+    """Executes the few pickle instructions that image files need, and refuses all other
+    instructions.
+
+    The attributes are the stack, the marks and the memo of the pickle protocol.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -211,7 +220,7 @@ class _Machine:
             self.stack.append(value)
         elif name in ("BINGET", "LONG_BINGET"):
             if argument not in self.memo:
-                raise ValueError("the pickle reads an entry before storing this entry")
+                raise ValueError("the pickle reads an entry of its memo that it has not stored")
             self.stack.append(self.memo[argument])
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise ValueError(f"the pickle instruction {name} is not allowed in an image file")
@@ -245,7 +254,7 @@ class _Machine:
         keys = items[::2]
         # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
         if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
-            raise ValueError("the pickle sets items of a value that is not a dict of names")
+            raise ValueError("the pickle must set items of a dict with text keys")
         target.update(zip(keys, items[1::2], strict=True))
         return target
 
@@ -265,13 +274,16 @@ def _call(function: object, arguments: object) -> object:
 
 
 def _build(target: object, state: object) -> object:
-    """Fills an array. The state of a data type is ignored."""
+    """Executes the instruction BUILD, which fills an array that was created empty.
+
+    The instruction may also set the state of a data type. This state is ignored.
+    """
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
-        raise ValueError("the pickle fills a value that is not an empty array")
+        raise ValueError("the pickle may fill only empty arrays")
     if type(state) is not tuple or len(state) != 5:
-        raise ValueError("the pickle has an array without its five parts")
+        raise ValueError("an array in the pickle must have a state of five values")
     _, shape, kind, by_columns, content = state
     target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
     return target
@@ -298,9 +310,12 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Converts text to the bytes that it represents. Protocols before 3 store bytes as text."""
+    """Converts text to the bytes that the text represents.
+
+    The pickle protocols 0 to 2 store bytes as latin-1 text.
+    """
     if encoding != "latin1":
-        raise ValueError("the pickle encodes text otherwise than as bytes")
+        raise ValueError("the pickle encodes text in an encoding other than 'latin1'")
     return text.encode("latin1")
 
 

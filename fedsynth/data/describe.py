@@ -20,7 +20,7 @@ from fedsynth.data.registry import DatasetSpec
 
 @dataclass(frozen=True)
 class Described:
-    """A proposed declaration for a folder of images.
+    """The result of `describe_folder`: a proposed declaration for a folder of images.
 
     Attributes:
         toml: the text of the declaration.
@@ -65,9 +65,11 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds `count` to a number that is 1, 2 or 5 times a power of ten.
+    """Rounds a number so coarsely that the result does not reveal the exact number.
 
-    The result is the nearest such number, or the next higher one if `up` is true.
+    The result is 1, 2 or 5 times a power of ten.
+
+    Of these numbers, the function returns the nearest, or the next higher number if `up` is true.
 
     >>> coarse(570), coarse(640, up=True), coarse(3)
     (500, 1000, 2)
@@ -85,7 +87,8 @@ def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -
         spec: the specification that was read from the images.
         sites: the names of the sites.
         images: the number of images. The text contains the rounded number.
-        users: the number of people in the images, or 0 if it is unknown. It is rounded as well.
+        users: the number of people in the images, or 0 if it is unknown. The text contains the
+            rounded number.
     """
     toml = partial(json.dumps, ensure_ascii=False)
     return f"""\

@@ -1,7 +1,8 @@
-"""Helpers for data files: safe text for messages, safetensors files, and CSV files that list images.
+"""Helpers for data files: safe text for messages, safetensors files, and CSV lists of images.
 
-The CSV files are manifest.csv and users.csv, as spreadsheets save them. The module also defines the
-readers of published data sets and the splits that they return.
+The CSV files are manifest.csv and users.csv, in the forms in which spreadsheet programs save CSV
+files. The module also defines `Reader`, which reads a published data set, and `Split`, which such a
+reader returns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Describes the first error that pydantic found in untrusted values, and names its location."""
+    """Describes the first error that pydantic found in untrusted values, with the invalid key."""
     fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(map(str, fault["loc"]))[:80]
     return one_line(f"{place}: {fault['msg']}".removeprefix(": "), 300)
@@ -103,10 +104,11 @@ def expanded(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Split:
-    """The images [N, C, H, W] and labels [N] of one split.
+    """The images and labels of one split of a data set, such as its training split.
 
-    `domains` and `groups` [N] state the origin of each example. They are None if the data set does
-    not have them.
+    Images are [N, C, H, W], and labels are [N]. `domains` and `groups` [N] give the number of the
+    domain and the group that each example comes from. They are None if the data set does not have
+    domains or groups.
     """
 
     images: Bytes
@@ -117,7 +119,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Reader:
-    """The reader of a data set in a folder.
+    """Knows which files a published data set needs, and how they are read.
 
     Attributes:
         required: the files and folders that must be in the data folder.
@@ -159,7 +161,7 @@ DELIMITERS = ",;\t|"
 
 
 def same_name(text: str) -> str:
-    """Returns a name in the form in which names are compared.
+    """Normalises a name, so that two spellings of the name compare as equal.
 
     Accents are composed (Unicode NFC), and spaces at both ends are removed.
     """
@@ -169,7 +171,7 @@ def same_name(text: str) -> str:
 def read_table(
     file: Path, required: Collection[str], optional: Collection[str] = ()
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Reads a table of images row by row.
+    """Reads a CSV file that lists images, row by row.
 
     The file may start with a byte-order mark. Its columns may be separated by commas, semicolons,
     tabs or vertical bars. Blank lines are skipped.
@@ -222,7 +224,9 @@ def _positions(
     for position, cell in enumerate(cells):
         column = HEADINGS.get(cell.strip().casefold(), "")
         if column in positions:
-            raise DataFilesCorruptError(f"{location} has two columns for the {column}. Remove one")
+            raise DataFilesCorruptError(
+                f"{location} has two columns for the {column}. Remove one of these columns"
+            )
         if column in required or column in optional:
             positions[column] = position
     if not positions.keys() >= set(required):
@@ -242,7 +246,7 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
     path = PurePosixPath(cells[positions["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(
-            f"{location} has the path {one_line(path)}, which leads out of the folder of the file"
+            f"{location} has the path {one_line(path)}, which leads out of the folder of this file"
         )
     row["path"] = path.as_posix()
     return row
@@ -251,7 +255,8 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
 def read_users(file: Path) -> dict[str, str]:
     """Reads the user of each image from a CSV file with the columns `path` and `user`.
 
-    Spaces around a name, and the encoding of accents in names and paths, make no difference.
+    Two spellings of a name or path that differ only in outer spaces or in the encoding of accents
+    count as equal.
 
     Args:
         file: a CSV file that `read_table` accepts.
@@ -269,7 +274,7 @@ def read_users(file: Path) -> dict[str, str]:
         path = same_name(row["path"])
         if users.setdefault(path, row["user"]) != row["user"]:
             raise DataFilesCorruptError(
-                f"{location} states a second user for {one_line(path)}. Remove one of the lines"
+                f"{location} states a second user for {one_line(path)}. Remove the wrong line"
             )
     return users
 

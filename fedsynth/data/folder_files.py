@@ -1,9 +1,9 @@
 """Finds the images in a user's folder, with the class, site and user of each image.
 
 The folder has the layout SITE/CLASS/files or CLASS/files, or it contains a manifest. A manifest is
-a CSV file (`fedsynth.data.files`) with the columns `path` and `label`, and optionally `site`
-(the hospital or client) and `user` (the patient). Without a manifest, a file users.csv may name the
-user of each image. Files that are not images are counted, so that nothing is ignored silently.
+a CSV file with the columns `path` and `label`, and optionally `site` (the hospital or client) and
+`user` (the patient). Without a manifest, a file users.csv may name the user of each image. Files
+that are not images are counted, so that a report can name them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Entry(NamedTuple):
     """A file, link or empty folder below the folder of images.
 
     Attributes:
-        kind: `IMAGE`, `HIDDEN`, `BROKEN_LINK`, `EMPTY`, `NO_EXTENSION`, `NOT_DECLARED` or
-            `NO_USER`. Another file's kind is its extension.
+        kind: one of the constants `IMAGE`, `HIDDEN`, `BROKEN_LINK`, `EMPTY`, `NO_EXTENSION`,
+            `NOT_DECLARED` and `NO_USER`. If none of them applies, the kind is the file's extension.
         path: the path relative to the folder of images.
     """
 
@@ -90,12 +90,15 @@ class FolderFiles:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes, each once, in order."""
+        """The names of the classes without repetition, in the order of `in_order`."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """The names of the sites, each once, in order. Empty if the folder has no sites."""
+        """The names of the sites without repetition, in the order of `in_order`.
+
+        The result is empty if the folder has no sites.
+        """
         return in_order(self.sites[self.sites != ""])
 
     @property
@@ -104,7 +107,10 @@ class FolderFiles:
         return list(map(self.root.joinpath, self.paths))
 
     def select(self, rows: npt.NDArray[Any]) -> FolderFiles:
-        """Returns the images at the given positions, or those for which a mask is true."""
+        """Returns the images that `rows` selects.
+
+        `rows` contains positions of images, or a boolean for each image.
+        """
         return replace(
             self,
             paths=self.paths[rows],
@@ -115,7 +121,8 @@ class FolderFiles:
 
 
 def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
-    """Finds the images in a folder, or those that a manifest lists.
+    """Finds the images in a folder. If the folder has a manifest, only images in the manifest
+    count.
 
     Args:
         folder: the folder (with or without a manifest.csv), or the manifest itself.
@@ -144,7 +151,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
 def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool) -> FolderFiles:
     """Finds the images of declared classes for a private run.
 
-    Sites are ignored, and the result may be empty. Whether a file is included depends only on that
+    Sites are ignored, and the result may be empty. Whether a file is included depends only on this
     file, and no image file causes an error. Skipped files are listed in `excluded`.
 
     Args:
@@ -182,8 +189,7 @@ def manifest_of(folder: Path) -> Path:
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns each name once. The names are sorted as numbers if all of them are numbers, and
-    otherwise as text."""
+    """Sorts names and removes repetitions. If all names are numbers, they are sorted as numbers."""
     distinct = sorted(set(names))
     if all(map(_NUMBER.fullmatch, distinct)):
         distinct.sort(key=int)
@@ -191,7 +197,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def counted(entries: Iterable[Entry]) -> str:
-    """Describes how many entries of each kind there are, with an example of each kind."""
+    """Describes in one line how many entries there are of each kind, with one example each."""
     paths: dict[str, list[PurePosixPath]] = {}
     for kind, path in sorted(entries):
         paths.setdefault(kind, []).append(path)
@@ -207,7 +213,7 @@ def _names(values: Iterable[str]) -> Names:
 
 
 def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
-    """Raises an error for two spellings of a name, such as "T-shirt" and "t_shirt"."""
+    """Raises an error if two names are spellings of one name, such as "T-shirt" and "t_shirt"."""
     spellings: dict[str, str] = {}
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold()
@@ -223,15 +229,16 @@ def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
 
 
 def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
-    """Lists all files and empty folders below a folder, sorted by path. Links are followed.
+    """Lists all files and empty folders below a folder, sorted by path. Symbolic links are
+    followed.
 
     Args:
         root: the folder. Its declaration and its list of users are not listed.
         omitted: folders that are not searched.
 
     Raises:
-        DataFilesCorruptError: a folder cannot be listed, or a link leads to a folder that is
-            searched anyway, so that its images would count twice.
+        DataFilesCorruptError: a folder cannot be listed, or a link leads to a folder that is also
+            reached without the link. The images in this folder would count twice.
     """
     entries: list[Entry] = []
     visited: dict[tuple[int, int], str] = {}
@@ -241,7 +248,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         if other != folder:
             raise DataFilesCorruptError(
                 f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
-                "the link, because its images would count twice"
+                "the link, because the images in this folder would count twice"
             )
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -276,9 +283,9 @@ def _kind(file: Path) -> str:
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
-    """Labels each image with the name of the folder that contains it.
+    """Labels each image with the name of the folder that contains the image.
 
-    All entries that are not images in a subfolder become `excluded`.
+    Entries that are not images, and images that are not in a subfolder, become `excluded`.
     """
     images = []
     excluded = []
@@ -323,7 +330,7 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
 
 
 def _depth(root: Path, entries: Sequence[Entry]) -> int:
-    """Returns the number of parts in the images' paths: 2 for CLASS/file, 3 for SITE/CLASS/file."""
+    """Finds out the folder's layout: returns 2 for CLASS/file and 3 for SITE/CLASS/file."""
     paths = [entry.path for entry in entries if entry.kind == IMAGE]
     images = {len(path.parts): path for path in reversed(paths)}  # the first one of each depth
     if not images:

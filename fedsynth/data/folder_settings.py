@@ -35,7 +35,7 @@ rounded, and a larger ratio cannot come from rounding."""
 
 def _distinct(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
-        raise ValueError("must not contain the same name twice")
+        raise ValueError("must not contain a name twice")
     return names
 
 
@@ -196,10 +196,10 @@ def require_declared(files: FolderFiles, declaration: Declaration) -> None:
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
-    """Checks the numbers of images and users against the declaration.
+    """Checks that the numbers of images and users roughly agree with the declaration.
 
-    There must not be more images than the declared upper bound. There must not be far fewer images
-    or users than declared: at least a fourth of the declared number (`MAX_RATIO`).
+    There must be at most as many images as the declared upper bound. There must be at least a
+    fourth (1/`MAX_RATIO`) of the declared number of images, and of the declared number of users.
 
     Raises:
         DataError: a number does not match. The message names the key in the declaration.
@@ -326,15 +326,17 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the default path of the declaration: next to the manifest, or in the folder."""
+    """Returns the path at which the declaration is expected: next to the manifest, or in the
+    folder.
+    """
     return manifest_of(folder).with_name(DECLARATION)
 
 
 def default_name(folder: str) -> str:
-    """Returns the name of a data set that has no declaration.
+    """Names the data set in a folder that has no declaration.
 
-    It is the name of the folder or manifest. If a published data set has this name, "own" is put
-    before it.
+    The result is the name of the folder or manifest. If a published data set has the same name,
+    "own" is put before the result.
     """
     name = one_line(Path(folder).name.removesuffix(".csv") or "images")
     if is_known(name):

@@ -71,8 +71,8 @@ def images_in(folder: Path) -> list[Path]:
 def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, str]]:
     """Reads the headers of image files.
 
-    Returns the headers of the files that can be read, and a dictionary from the position of each
-    other file to a description of its fault.
+    Returns the headers of the files that can be read, and a dictionary with a description of the
+    fault of each other file. The keys of the dictionary are positions in `paths`.
     """
     headers, faults = _attempt(_read_header, paths)
     return list(filter(None, headers)), faults
@@ -88,8 +88,9 @@ def read_pixels(
     levels are scaled to 8 bits. Transparency is dropped, and photographs are turned upright
     according to their EXIF data.
 
-    Returns the images, and a dictionary from the position of each file that cannot be read to a
-    description of its fault. The images of these files are black.
+    Returns the images, and a dictionary with a description of the fault of each file that cannot be
+    read. The keys of the dictionary are positions in `paths`. The images of the unreadable files
+    are black.
     """
     images = np.zeros((len(paths), channels, height, width), np.uint8)
 
@@ -103,7 +104,7 @@ def read_pixels(
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
-    """Decodes the image files of a published data set, uint8 [N, C, H, W].
+    """Decodes the image files of a published data set into one array, uint8 [N, C, H, W].
 
     If `resize` is true, images of another size are resized (Lanczos). Otherwise they are refused.
 
@@ -153,11 +154,11 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
-    """Calls `read` for each item, and continues if a call fails.
+    """Calls `read` for each item in threads. If a call fails, the other calls still run.
 
-    Returns the results, with None for each failed call, and a dictionary from the position of each
-    failed item to a description of its fault. The calls run in threads, because image decoding
-    releases the interpreter's lock.
+    Returns the results, with None for each failed call, and a dictionary with a description of the
+    fault of each failed item. The keys of the dictionary are positions in `items`. Threads make
+    this faster, because image decoding releases the interpreter's lock.
     """
     faults: dict[int, str] = {}
 

@@ -167,7 +167,8 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 def read_domainnet_list(
     folder: Path, split: str, domain: int, spec: DatasetSpec
 ) -> list[LabelledFile]:
-    """Returns the files of the ten classes in the list of one domain and split.
+    """Reads the official list of one domain and split, and returns the listed files of the ten
+    classes.
 
     The class is taken from the folder in the path. The number in the list is not used, because it
     counts all 345 classes of DomainNet.
@@ -285,7 +286,8 @@ def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
 
 
 def _read_file(path: Path, spec: DatasetSpec) -> Writers:
-    """Reads a JSON file, and returns the images and labels of each writer by name.
+    """Reads one JSON file of LEAF. Returns a dictionary from each writer's name to the images and
+    labels.
 
     Images are uint8 [n, 1, 28, 28], with the values x of the file scaled to rint(255x).
     """
@@ -298,7 +300,7 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
     sizes = dict(zip(content.users, content.num_samples, strict=False))
     if len(content.num_samples) != len(sizes) or sizes.keys() != content.user_data.keys():
         raise DataFilesCorruptError(
-            f"users, num_samples and user_data of {path} must describe the same writers"
+            f"users, num_samples and user_data in {path} must describe the same writers"
         )
     pixels = spec.height * spec.width
     writers: Writers = {}

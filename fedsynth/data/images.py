@@ -2,9 +2,9 @@
 
 `ImageData` holds images as uint8 tensors. `normalise` and `denormalise` convert between pixels and
 model inputs. `ProxyImages` converts the images of another data set to model inputs, for FedDF's
-distillation. `record_digests` computes a keyed hash of each record, which identifies the record
-regardless of its position and owner. Without the key, a hash reveals nothing about its record. With
-the key, anyone who has the record can compute its hash.
+distillation. `record_digests` computes a keyed hash of each record, which does not depend on the
+record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
+anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ImageData:
             sets with domains, such as the hospitals or styles that the images come from.
         groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
             from. A number may have no image.
-        may_be_empty: whether zero examples are allowed. Private runs allow this if an error would
-            reveal that a data owner has no examples.
+        may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
+            because an error would reveal that a data owner has no examples.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
@@ -130,9 +130,10 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """Returns `domains` and `groups` as NumPy arrays, int64 [N], for `partition`.
+        """Returns the `domains` and the `groups` as NumPy arrays, which `partition` takes as
+        arguments.
 
-        Each is None if the data set does not have it.
+        Both arrays are int64 [N]. An array is None if the data set has no domains or no groups.
         """
         domains = self.domains.cpu().numpy() if self.domains is not None else None
         groups = self.groups.cpu().numpy() if self.groups is not None else None
@@ -242,10 +243,10 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns a tensor [1, C, 1, 1].
+    """Converts one number for each channel to a tensor [1, C, 1, 1], and keeps the tensor in a
+    cache.
 
-    It is cached, because a new copy to a GPU in each step would make the training loop wait for the
-    GPU.
+    Without the cache, a copy to the GPU in each step would make the training loop wait for the GPU.
     """
     # a tensor created in inference mode could not be used by autograd later
     with torch.inference_mode(False):
@@ -257,7 +258,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def _as_tensor(array: Array, what: str) -> Tensor:
-    """Copies an array to a new tensor, so that later changes to the array change no data."""
+    """Copies an array to a new tensor, which does not change if the array changes later."""
     if isinstance(array, Tensor):
         return array.detach().clone()
     try:
@@ -365,8 +366,10 @@ NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
-    """Draws images of uniformly random pixels from the run's seed. They are public, because they
-    depend on no data."""
+    """Draws images of uniformly random pixels from the run's seed.
+
+    The images are public, because they do not depend on any data.
+    """
     generator = torch_generator(seed, "noise proxy")
     pixels = torch.randint(
         256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8
@@ -377,8 +380,9 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
 class ProxyImages:
     """Converts images of one data set to the inputs of a network for another data set.
 
-    Grey images are repeated in all channels, and colour images are averaged to grey (ITU-R 601), as
-    the other data set requires. Images are then resized, and normalised with its constants.
+    Grey images get equal colour channels if the network expects colour. Colour images become grey
+    (ITU-R 601) if the network expects grey. All images are then resized to the network's input
+    size, and normalised with the constants in `spec`.
 
     Args:
         data: the images to convert.
@@ -393,7 +397,7 @@ class ProxyImages:
         return len(self._pixels)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Returns the images at the given positions as normalised inputs [N, C, H, W]."""
+        """Returns the images at the given positions as model inputs [N, C, H, W]."""
         x = self._pixels[indices].float()
         if x.shape[1] == 3 and self._spec.channels == 1:
             x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Computes how many examples of each class each client gets, for partitions with label skew.
+"""Computes the number of examples that each client gets of each class, for partitions with label
+skew.
 
 Each rule returns a matrix of counts [K, C], with a row for each client. `dirichlet` and `quantity`
 are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079). Many papers use `dirichlet`, among
@@ -35,9 +36,9 @@ _INTEGER_TOLERANCE = 1e-6
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
     """Draws counts [K, C] by the rule `dirichlet` or `quantity` of NIID-Bench.
 
-    Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, clients that
-    have N/K examples or more get none of the next class. The partition is drawn again while a
-    client has fewer than `min_size` examples.
+    Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, a client that
+    already has N/K examples or more gets no example of the next class. The whole partition is drawn
+    again until every client has at least `min_size` examples.
 
     Raises:
         PartitionError: no draw gives each client `min_size` examples.
@@ -66,8 +67,9 @@ def dirichlet_once(
 ) -> IntArray:
     """Draws counts [K, C] once, with Dirichlet shares of each class.
 
-    For each class, p ~ Dir(α·1_K), and the n_c examples are cut at ⌊cumsum(p)·n_c⌋. If `masked` is
-    true, p = 0 for clients with ≥ N/K examples.
+    For each class c, the shares are p ~ Dir(α·1_K), and the n_c examples are cut at
+    ⌊cumsum(p)·n_c⌋. If `masked` is true, clients that already have N/K examples or more get the
+    share 0.
     """
     K = settings.clients
     total = int(sizes.sum())
@@ -103,7 +105,7 @@ def classes_per_client(sizes: IntArray, settings: PartitionSettings, rng: Rng) -
 def missing_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
     """Returns counts [K, C] in which each client has all classes except m (`missing_classes`).
 
-    A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients. At least one client has it.
+    A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients. At least one client has the class.
     """
     per_client = int(np.count_nonzero(sizes)) - settings.missing_classes
     return _held_classes(sizes, settings.clients, per_client, "missing_classes", rng)
@@ -196,7 +198,10 @@ def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) 
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """Returns ⌊share·total⌋ for each share, and adds the remainder to a random entry."""
+    """Divides `total` by shares: returns ⌊share·total⌋ for each share.
+
+    The remainder is added to a random entry, so that the entries sum to `total`.
+    """
     numbers: IntArray = np.floor(shares * total).astype(np.int64)
     numbers[rng.integers(len(numbers))] += total - numbers.sum()
     return numbers
@@ -249,9 +254,9 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Returns the number of clients that each class is given to.
+    """Draws how many clients get each class.
 
-    The numbers differ by at most one, and the classes with the larger number are drawn at random.
+    The results differ by at most one. Which classes get one client more is random.
     """
     places = np.full(classes, clients * per_client // classes)
     places[rng.permutation(classes)[: clients * per_client % classes]] += 1
@@ -259,11 +264,13 @@ def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
 
 
 def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDArray[np.bool_]:
-    """Assigns classes to clients. Returns a matrix bool [K, C].
+    """Assigns classes to clients. Returns a matrix bool [K, C] that is true where a client has a
+    class.
 
-    In random order, each client takes the classes that still have the most places. Ties are broken
-    at random. The numbers of remaining places therefore differ by at most one, so every client gets
-    `per_client` different classes. If K·c = C, no two clients have a class in common.
+    In random order, each client takes the `per_client` classes that have the most remaining places.
+    Ties are broken at random. The numbers of remaining places therefore differ by at most one, so
+    every client gets `per_client` different classes. If K·c = C, no two clients have a class in
+    common.
     """
     remaining = places.copy()
     classes = len(places)
@@ -301,13 +308,14 @@ def _ratio(numerator: Floats, denominator: Floats) -> Floats:
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:
-    """Rounds `x` [K, C] up or down, so that the column sums are `columns` and the row sums differ
-    by at most one.
+    """Rounds each entry of `x` [K, C] up or down, so that the columns sum to `columns`.
+
+    The sums of the rows differ by at most one after rounding.
 
     All rows of `x` must have the same sum. The function first rounds down, and then finds a maximum
-    flow from clients to classes that tells which numbers to raise by one. Every client has ⌊N/K⌋
-    examples in total, and N mod K clients have one more. The fractional parts of `x` are such a
-    flow, so an integral flow of the same size exists.
+    flow from clients to classes. The flow determines which numbers are raised by one. Every client
+    has ⌊N/K⌋ examples in total, and N mod K clients have one more. The fractional parts of `x` form
+    a flow of the required size, so a flow of this size with whole numbers exists.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow

@@ -1,4 +1,4 @@
-"""Loads the data sets that have a name, and checks their structure.
+"""Loads the published and synthetic data sets by name, and checks the structure of their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
 `image_folders` reads the other data sets. Most files are checked by their structure and not by a
@@ -109,7 +109,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """Lists the files and folders that the data set `name` needs and that are missing in `folder`.
+    """Lists the files and folders of the data set `name` that are missing in `folder`.
 
     Paths are relative to `folder`. The list is empty if the data set needs no files.
 
@@ -126,7 +126,7 @@ def missing_files(name: str, folder: Path) -> list[str]:
 
 
 def _locate(path: Path) -> Path:
-    """Returns the path of the compressed file if only the compressed file exists."""
+    """Returns `path`, or the path with `.gz` if only the compressed file exists."""
     compressed = path.with_name(f"{path.name}.gz")
     if compressed.exists() and not path.exists():
         return compressed
@@ -155,7 +155,7 @@ def _download(name: str, root: Path) -> None:
 
 
 def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
-    """Converts a split to `ImageData` without a copy, because some data sets are large."""
+    """Converts a split to `ImageData`, without a copy because some data sets are large."""
     try:
         tensors: dict[str, Any] = {}
         for name, array in vars(split).items():

@@ -42,7 +42,7 @@ class FolderData:
         test_kind: whether the test images are "public" or "private", or "none" without test images.
         sites: the positions of each site's images in `train`, or None if the folder has no sites.
             Without sites, the run's partition divides the images.
-        names: the name of each site, in the form that is used in the names of ledgers.
+        names: the name of each site. `site_names` makes these names valid as names of ledgers.
         skipped: the image files that could not be read.
         left_out: a description of everything that was left out, or an empty string.
         declaration: the public facts about the images, or None.
@@ -181,11 +181,11 @@ def read_folder(
 def _find(
     folder: Path, note: Note, skip_other: bool, declaration: Declaration | None = None
 ) -> FolderFiles:
-    """Finds the images of a folder, and reports the number of other files.
+    """Finds the images of a folder, and reports how many files are not images.
 
     Raises:
-        DataError: the folder contains other files and `skip_other` is false, or `find_files`
-            refuses the folder.
+        DataError: the folder contains files that are not images and `skip_other` is false, or
+            `find_files` refuses the folder.
     """
     files = find_files(folder, getattr(declaration, "ledger", None))
     if files.ignored:
@@ -294,8 +294,10 @@ def _read(
     skip_corrupt: bool,
     may_be_empty: bool = False,
 ) -> tuple[ImageData, FolderFiles, tuple[str, ...]]:
-    """Reads images. Returns the data, the files that could be read, and the names of the skipped
-    files."""
+    """Reads the images of `files`.
+
+    Returns the images as `ImageData`, the files that could be read, and the names of skipped files.
+    """
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
@@ -329,9 +331,9 @@ def _read(
 
 
 def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: bool) -> None:
-    """Raises an error if files cannot be read.
+    """Raises an error if files cannot be read and may not be skipped, or if no file can be read.
 
-    Raises no error if unreadable files may be skipped and at least one file can be read.
+    Unreadable files may be skipped if `skip_corrupt` is true.
     """
     if not faults or (skip_corrupt and len(faults) < len(files.paths)):
         return
@@ -375,8 +377,8 @@ def read_as(
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
     """Reads the images of one data owner for a private run.
 
-    The result may be empty. A file that cannot be read, or whose class is not declared, is skipped
-    without an error, because an error would reveal that the file exists. Whether a file is skipped
+    The result may be empty. A file is skipped without an error if it cannot be read or if its class
+    is not declared, because an error would reveal that the file exists. Whether a file is skipped
     does not depend on other files.
 
     Args:
@@ -401,9 +403,10 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
 def _by_site(
     files: FolderFiles, declaration: Declaration | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
-    """Returns the positions of each site's images, and the sites' names as ledgers use them.
+    """Groups the images by site. Returns the positions of each site's images, and the sites' names.
 
-    Returns (None, None) if the images have no sites.
+    `site_names` makes the names valid as names of ledgers. The result is (None, None) if the images
+    have no sites.
     """
     names = files.site_names
     if declaration is not None and names:
@@ -415,11 +418,11 @@ def _by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Converts the names of sites to names that clients and ledgers may have.
+    """Converts the names of sites to valid names of clients and ledgers.
 
-    Each character that is not allowed becomes `_`, and a name that was changed ends with a hash of
-    the original name. The result for one site therefore does not depend on the other sites, unless
-    two names differ only in case or in such characters.
+    Each character that is not allowed becomes `_`, and a hash of the original name is appended to
+    each changed name. The result for a site does not depend on the other sites, unless two names
+    differ only in case or in characters that are not allowed.
 
     >>> site_names(["Nord", "Süd"])
     ('Nord', 'S_d-be833b')

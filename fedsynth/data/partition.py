@@ -98,9 +98,9 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws round(subset · n_c) examples of each class, but at least one.
+    """Draws the share `settings.subset` of the examples of each class, but at least one example.
 
-    Returns their sorted positions.
+    Returns the positions of the drawn examples, sorted.
     """
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = []
@@ -113,8 +113,8 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
     """Checks the positions of each client's examples.
 
-    They must be integers in [0, examples), and no position may occur twice, neither at one client
-    nor at two.
+    The positions must be integers in [0, examples). A position may occur only once, whether at one
+    client or at two clients.
 
     Raises:
         PartitionError: the positions are not valid. The message names the client.
@@ -153,9 +153,10 @@ def count_matrix(
 def _of_domains(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Gives client k examples of domain k mod D.
+    """Gives each client the examples of one domain: client k gets the domain k mod D.
 
-    If several clients have the same domain, its examples are split evenly (±1) among them.
+    D is the number of domains. If several clients have the same domain, the examples of this domain
+    are split evenly (±1) among these clients.
     """
     if domains is None:
         raise PartitionError(
@@ -197,7 +198,7 @@ def _of_groups(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Gives each client as many random examples of each class as `counts` [K, C] states."""
+    """Gives each client random examples of each class. Their numbers are in `counts` [K, C]."""
     pieces = []
     for c, class_counts in enumerate(counts.T):
         positions = rng.permutation(np.flatnonzero(y == c))
@@ -206,7 +207,7 @@ def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
 
 
 def users_of(data: ImageData) -> IntArray:
-    """Returns the user of each record, int64 [N].
+    """Returns the number of the user of each record, int64 [N].
 
     Raises:
         DataError: the data set does not state the users of its records.
@@ -221,9 +222,9 @@ def users_of(data: ImageData) -> IntArray:
 
 
 def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
-    """Checks that no user has records at two clients.
+    """Checks that no user has records at two clients, so that the guarantee for users holds.
 
-    The guarantee for users holds only if all records of a user are at one client.
+    The guarantee holds only if all records of a user are at one client.
 
     Raises:
         PartitionError: a user has records at two clients. The message names both clients.
@@ -242,7 +243,8 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
-    """Chooses at most `limit` records of each user. Returns their positions, sorted.
+    """Limits the records of each user to `limit`. Returns the sorted positions of the chosen
+    records.
 
     The records with the smallest keyed hashes are chosen. The choice for a user depends only on the
     records of this user and on the public seed, so an additional user does not change it. If a user
@@ -283,7 +285,7 @@ def user_digests(
 def hold_out(
     parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Divides the records of each client into a training split and a test split.
+    """Divides the records of each client into a training split and a test split at random.
 
     Each record is put into the test split with probability `share`. The split of a record depends
     on the seed and on the record's bytes, but not on its position. With differential privacy, an
@@ -296,7 +298,7 @@ def hold_out(
         seed: the public seed of the split.
         data: the images of all clients.
         by_user: whether all records of a user (`data.groups`) stay in one split, for runs that
-            protect users. The split then depends on a hash of all of them.
+            protect users. The split of a user then depends on a hash of all records of this user.
 
     Returns:
         The training positions and the test positions of each client, sorted.

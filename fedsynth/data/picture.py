@@ -123,7 +123,7 @@ def _heat_map(
 ) -> None:
     """Draws a heat map of numbers from 0 (white) to 1 (dark).
 
-    The texts are drawn in the cells if there is room for them.
+    `texts_RC` are drawn in the cells if there is room for them.
     """
     R, C = shares_RC.shape
     rows = list(map(_shortened, row_names))

@@ -1,4 +1,7 @@
-"""An exported synthetic set, as `fedsynth synthesize` and `fedsynth export` write it.
+"""Reads and writes synthetic sets in the folders that `fedsynth synthesize` and `fedsynth export`
+create.
+
+The folder of an exported set has these files:
 
 README.md                   a description, and how to train on the set
 images/NN-CLASS/NNNN.png    each image, for viewing: pixels are clipped to black and white
@@ -76,7 +79,10 @@ class SharedSet:
     delta: float | None
 
     def normalised(self) -> Tensor:
-        """Returns the images as model inputs: (x − mean)/std by channel, float32 [N, C, H, W]."""
+        """Returns the images as model inputs, float32 [N, C, H, W].
+
+        Each channel is normalised as (x − mean)/std.
+        """
         mean, std = pixel_constants(self.spec, self.images.device)
         return (self.images - mean) / std
 
@@ -122,7 +128,8 @@ def write_set(
     soft_labels: Tensor | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a synthetic set in the format that `shared_set` reads.
+    """Writes the tensors and metadata of a synthetic set to a file. `shared_set` builds the set
+    from them.
 
     Args:
         file: the safetensors file.
@@ -146,7 +153,7 @@ def write_set(
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
-    """Returns the metadata that the file of a synthetic set states about its images."""
+    """Returns the metadata about the images that is written into the file of a synthetic set."""
     return {
         "format": FORMAT,
         "pixels": pixels,
@@ -215,7 +222,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     )
     for values in (synthetic.images, synthetic.normalised()):
         if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
-            raise ValueError(f"the pixels must be finite, and at most {MAX_VALUE:g}")
+            raise ValueError(f"the pixels must be finite and within ±{MAX_VALUE:g}")
     return synthetic
 
 
@@ -240,7 +247,7 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
-        raise ValueError(f"a synthetic set has no tensor {one_line(undefined[0], 80)!r}")
+        raise ValueError(f"the tensor {one_line(undefined[0], 80)!r} is not allowed")
     labels = tensors["labels"]
     for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
         if numbers.shape != (count,) or numbers.dtype != torch.int64:
@@ -278,7 +285,7 @@ def check_hashes(root: Path) -> None:
         for line in read_text(root / SUMS, MAX_LIST_BYTES).splitlines():
             match = _SUM.fullmatch(line)
             if match is None:
-                raise DataFilesCorruptError(f"{root / SUMS} has a wrong line: {one_line(line)!r}")
+                raise DataFilesCorruptError(f"{root / SUMS} has a bad line: {one_line(line)!r}")
             listed[match[2]] = match[1]
         present = plain_files(root, leave_out=(SUMS,))
         missing = sorted(listed.keys() - set(present))
