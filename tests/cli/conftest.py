@@ -1,5 +1,5 @@
-"""Runs the command line in process, on the embedded digits, with settings so small that a run takes
-a fraction of a second."""
+"""Runs the command line in this process, on the digits, with settings that take a fraction of a
+second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call of `fedsynth` left; `output` is its --output."""
+    """The result of one call of `fedsynth`; `output` is its --output."""
 
     code: int
     stdout: str
@@ -43,7 +43,7 @@ class Outcome:
         return folder
 
     def assert_refused(self, text: str) -> None:
-        """A mistake of a user is one line on stderr, and exit code 2; it leaves no run."""
+        """Asserts exit code 2 and one error line on stderr that contains `text`."""
         assert self.code == 2, self.stdout + self.stderr
         assert self.stderr.startswith("fedsynth: error: ")
         assert (self.stderr[-1], self.stderr.count("\n")) == ("\n", 1), self.stderr
@@ -55,7 +55,7 @@ Call = Callable[..., Any]
 
 
 def call(line: str, *more: str, output: Path) -> Outcome:
-    """Runs the words of a line, and more words as they are."""
+    """Runs the arguments of a line, and more arguments verbatim."""
     # without catch_exceptions a traceback fails the test as itself
     runner = CliRunner(env={"FEDSYNTH_DATA": None, "COLUMNS": "160"})
     result = runner.invoke(app, [*shlex.split(line), *more], catch_exceptions=False)
@@ -65,18 +65,18 @@ def call(line: str, *more: str, output: Path) -> Outcome:
 def call_train(output: Path, line: str, *more: str) -> Outcome:
     method, _, options = line.partition(" ")
     tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {SMALL[method]}"
-    words = f"train --output '{output}' --method {method} {tiny} {options}"
-    return call(words, *more, output=output)
+    arguments = f"train --output '{output}' --method {method} {tiny} {options}"
+    return call(arguments, *more, output=output)
 
 
 @pytest.fixture
 def fedsynth(tmp_path: Path) -> Call:
-    """`fedsynth("train --dry-run", "more", "words")`; the working directory is not touched."""
+    """`fedsynth("train --dry-run", "more", "arguments")`, in the current working directory."""
     return lambda line="", *more: call(line, *more, output=tmp_path / "out")
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Call:
-    """`train("feddm --rounds 2", "more", "words")`: a tiny run into `tmp_path / "out"`; later
-    options win over the tiny ones."""
+    """`train("feddm --rounds 2", "more", "arguments")`: a tiny run into `tmp_path / "out"`; later
+    options override the tiny ones."""
     return lambda line, *more: call_train(tmp_path / "out", line, *more)

@@ -1,5 +1,5 @@
-"""A mistake of a user is one line on stderr, which names the setting's key in a config file, and
-exit code 2; it leaves nothing that looks like a run."""
+"""User errors print one line on stderr, with the setting's key in a config file, exit with code 2
+and leave no run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINES = (
     ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
     ("fedavg --set projection=8", "is not a setting of fedavg. Use model.projection"),
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
-    ("feddm --bogus 3", "No such option: --bogus"),  # the parser's own complaints
+    ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
     ("feddm surplus", "surplus"),
     ("feddm --rounds 0", "run.rounds must be at least 1, got 0"),
@@ -52,7 +52,7 @@ LINES = (
 
 
 @pytest.mark.parametrize(("line", "text"), LINES)
-def test_a_mistake_is_one_line(
+def test_user_errors_print_one_line(
     train: Call, fedsynth: Call, tmp_path: Path, line: str, text: str
 ) -> None:
     (tmp_path / "file").write_text("a file, and no folder")
@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_no_cuda(train: Call) -> None:
+def test_missing_cuda_is_rejected(train: Call) -> None:
     train("feddm --device cuda").assert_refused("run.device=cuda is not available")
 
 
@@ -76,7 +76,7 @@ def test_no_cuda(train: Call) -> None:
         (b"[partition]\nalpha = [1]\n", "partition.alpha must be a number, got [1]"),
     ],
 )
-def test_a_bad_config(train: Call, tmp_path: Path, toml: bytes, text: str) -> None:
+def test_invalid_configs_are_rejected(train: Call, tmp_path: Path, toml: bytes, text: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(toml)
     train(f"feddm --config {path}").assert_refused(text)

@@ -1,4 +1,4 @@
-"""The other commands, the entry point as users call it, and runs that are stopped and resumed."""
+"""Other commands, the installed script, and runs that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from tests.interruption import interrupt_in_round
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 
 
-def test_partition_prints_clients_examples(fedsynth: Call, train: Call) -> None:
-    shown = fedsynth("partition --clients 3")
-    assert shown.code == 0, shown.stderr
-    lines = shown.stdout.splitlines()
+def test_partition_prints_examples_per_client(fedsynth: Call, train: Call) -> None:
+    result = fedsynth("partition --clients 3")
+    assert result.code == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert sum(int(line.split()[1]) for line in lines[1:4]) == 1438
-    assert shown.stdout != fedsynth("partition --clients 3 --seed 1").stdout
+    assert result.stdout != fedsynth("partition --clients 3 --seed 1").stdout
     table = (train("real").folder / "simulation_only" / "partition.txt").read_text(encoding="utf-8")
     assert fedsynth("partition --clients 2").stdout.startswith(table.rstrip())
 
 
-def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth: Call) -> None:
+def test_methods_are_listed_and_their_settings_explained(fedsynth: Call) -> None:
     listed = fedsynth("methods")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == sorted(METHODS)
     feddm = fedsynth("methods show feddm").stdout
@@ -62,12 +62,12 @@ def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth:
     assert "refused: the clients send real images" in fedsynth("methods show real").stdout
     for name in METHODS:
         settings, explained = fedsynth(f"methods show {name}").stdout.split("\n\n", 2)[1:]
-        assert ">>>" not in explained  # examples are for who writes Python
+        assert ">>>" not in explained  # examples are for the Python interface
         for line in settings.splitlines()[1:]:
             assert re.search(rf"\b{line.split()[0]}\b", explained), (name, line)
 
 
-def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
+def test_runs_command_compares_runs(train: Call, fedsynth: Call) -> None:
     output = train("fedprox --model linear --set mu=0.1").output
     train("fedprox --model linear --set mu=0.5 --local-test 0.2")
     train("fedavg --model linear --dp-epsilon 8 --set weight_decay=0.1")
@@ -77,13 +77,13 @@ def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
     assert [row["settings"].get("mu") for row in rows] == [0.1, 0.5, None]
     # another method's weight decay is another setting
     assert "weight_decay" not in rows[2]["settings"]
-    # the same everywhere
+    # equal settings are omitted
     assert all("clients" not in key for row in rows for key in row["settings"])
     for row in rows:
         summary = json.loads((output / row["run"] / "summary.json").read_text())
         for key in ("test_accuracy", "upload_bytes"):
             assert row.get(key) == summary.get(key)
-        spent = [found.get("differential_privacy", {}).get("epsilon") for found in (row, summary)]
+        spent = [entry.get("differential_privacy", {}).get("epsilon") for entry in (row, summary)]
         assert spent[0] == spent[1]
     lines = fedsynth(f"runs {output}").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["fedprox", "fedprox", "fedavg"]
@@ -91,15 +91,15 @@ def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
     assert lines[2].endswith("mu=0.5")
 
 
-def test_damaged_and_missing_summaries(fedsynth: Call, tmp_path: Path) -> None:
+def test_damaged_summaries_are_rejected(fedsynth: Call, tmp_path: Path) -> None:
     summary = tmp_path / "broken" / "summary.json"
     summary.parent.mkdir()
     for text in ("{", "[]"):
         summary.write_text(text)
         fedsynth(f"runs {tmp_path}").assert_refused("")
     summary.write_text('{"method": "a", "test_accuracy": null}')
-    shown = fedsynth(f"runs {tmp_path}")
-    assert (shown.code, "accuracy" in shown.stdout) == (0, False)
+    result = fedsynth(f"runs {tmp_path}")
+    assert (result.code, "accuracy" in result.stdout) == (0, False)
 
 
 # ------------------------------------------------------------------------------ student, distill
@@ -107,24 +107,24 @@ def test_damaged_and_missing_summaries(fedsynth: Call, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("student")
+    root = tmp_path_factory.mktemp("student")
     method = FedStats(ipc=2, drawn_ipc=4)
     settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
-    run = simulate(settings, output=place / "runs", quiet=True)
-    export_run(str(run.folder), place / "share", with_model=True)
-    return place / "share"
+    run = simulate(settings, output=root / "runs", quiet=True)
+    export_run(str(run.folder), root / "share", with_model=True)
+    return root / "share"
 
 
-def test_a_student_learns_an_exported_set(share: Path, fedsynth: Call, tmp_path: Path) -> None:
-    made = tmp_path / "mine.safetensors"
-    options = f"--model linear --steps 20 --copies 1 --dataset digits --output {made}"
+def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: Path) -> None:
+    model_file = tmp_path / "mine.safetensors"
+    options = f"--model linear --steps 20 --copies 1 --dataset digits --output {model_file}"
     run = fedsynth(f"student {share} {options}")
     assert run.code == 0, run.stderr
     assert "trained on: 60 images, soft labels\n" in run.stdout
     epsilon = format_epsilon(load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, as for the synthetic images" in run.stdout
     assert " % of 359 real test images" in run.stdout
-    assert load_model(made) is not None
+    assert load_model(model_file) is not None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_student_learns_an_exported_set(share: Path, fedsynth: Call, tmp_path:
         ("--dataset digits --test-data x", "must not be set together with data.test_folder"),
     ],
 )
-def test_students_mistakes(options: str, text: str, share: Path, fedsynth: Call) -> None:
+def test_invalid_student_options_fail(options: str, text: str, share: Path, fedsynth: Call) -> None:
     fedsynth(f"student {share} {options}").assert_refused(text)
 
 
@@ -147,25 +147,25 @@ DISTILL = (
 )
 
 
-def write(path: Path, name: str, seed: int) -> Path:
+def write_model(path: Path, name: str, seed: int) -> Path:
     model = build_model(ModelSettings(name, width=4, depth=2), (1, 8, 8), 10, seed)
     save_file(model.state_dict(), path)
     return path
 
 
-def test_models_of_different_architectures_become_one(tmp_path: Path, fedsynth: Call) -> None:
-    first = write(tmp_path / "a.safetensors", "convnet", 1)
-    second = write(tmp_path / "b.safetensors", "resnet8", 2)
-    made = tmp_path / "out" / "student.safetensors"
+def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call) -> None:
+    first = write_model(tmp_path / "a.safetensors", "convnet", 1)
+    second = write_model(tmp_path / "b.safetensors", "resnet8", 2)
+    model_file = tmp_path / "out" / "student.safetensors"
     run = fedsynth(
         f"{DISTILL} --models {first},{second} --arch convnet,resnet8 --student cnn1 --evaluate "
-        f"--method fedhydra --set stratification_steps=2 --output {made}"
+        f"--method fedhydra --set stratification_steps=2 --output {model_file}"
     )
     assert run.code == 0, run.stderr
     assert run.stdout.count("test accuracy") == 3
     assert "batch-norm loss ignores the models 0, 1" in run.stdout
     student = build_model(ModelSettings("cnn1"), (1, 8, 8), 10, 0)
-    student.load_state_dict(load_file(made))
+    student.load_state_dict(load_file(model_file))
 
 
 @pytest.mark.parametrize(
@@ -182,19 +182,19 @@ def test_models_of_different_architectures_become_one(tmp_path: Path, fedsynth: 
         ("a --set crop=2", "method.crop must be between 0 and 0.5"),
     ],
 )
-def test_model_files_that_cannot_be_distilled(
+def test_invalid_model_files_are_rejected(
     options: str, text: str, tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken").write_bytes(b"nonsense")
-    state = load_file(write(Path("a"), "convnet", 1))
+    state = load_file(write_model(Path("a"), "convnet", 1))
     for name, dtype, value in (
         ("nan", torch.float32, float("nan")),
         ("complex", torch.complex64, 1.0),
         ("whole", torch.int32, 1.0),
         ("double", torch.float64, 1e300),
     ):
-        weights = {key: torch.full_like(one, value, dtype=dtype) for key, one in state.items()}
+        weights = {key: torch.full_like(old, value, dtype=dtype) for key, old in state.items()}
         save_file(weights, name)
     fedsynth(f"{DISTILL} --models {options} --output s").assert_refused(text)
 
@@ -202,10 +202,10 @@ def test_model_files_that_cannot_be_distilled(
 # ------------------------------------------------------------------------------ reproduce
 
 
-def test_a_tables_cells_settings_and_sources_are_shown(fedsynth: Call) -> None:
-    shown = fedsynth("reproduce --list feddm:table2 --alpha 0.1").stdout
+def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
+    table = fedsynth("reproduce --list feddm:table2 --alpha 0.1").stdout
     for text in ("method.iterations=1000", "Sec. 4.1, Hyperparameters", "67.38 ± 0.32"):
-        assert text in shown
+        assert text in table
     refused = fedsynth("reproduce fedkf:table4")
     assert (refused.code, "no selected cell of fedkf:table4 can be run" in refused.stderr) == (
         2,
@@ -213,109 +213,109 @@ def test_a_tables_cells_settings_and_sources_are_shown(fedsynth: Call) -> None:
     )
 
 
-def test_a_cell_runs_beside_the_published_value(fedsynth: Call, tmp_path: Path) -> None:
-    """On FedProx's synthetic data, scaled."""
+def test_reproduce_runs_scaled_cell(fedsynth: Call, tmp_path: Path) -> None:
+    """Runs on FedProx's synthetic data, scaled."""
     cell = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedprox"
     line = f"reproduce {cell} --output {tmp_path / 'found'}"
     first = fedsynth(f"{line} --scale 0.01")
     assert first.code == 0, first.stderr
     assert first.stderr.startswith("SCALED to 0.01. ")
     assert "scaled: no verdict" in first.stdout
-    again = fedsynth(f"{line} --scale 0.01")
-    assert "existing" in again.stderr
-    assert "unfinished" not in again.stderr
-    whole = fedsynth(f"{line} --time-budget 0")
-    assert "not run" in whole.stdout  # a scaled row is none
-    assert "not begun" in whole.stderr
+    second = fedsynth(f"{line} --scale 0.01")
+    assert "existing" in second.stderr
+    assert "unfinished" not in second.stderr
+    unscaled = fedsynth(f"{line} --time-budget 0")
+    assert "not run" in unscaled.stdout  # a scaled row is not a row of a whole run
+    assert "not begun" in unscaled.stderr
 
 
-def test_time_budgets() -> None:
-    given = {"170m": 10200.0, "1.5h": 5400.0, "90s": 90.0, "3600": 3600.0, "0": 0.0}
-    assert {text: seconds_of(text) for text in given} == given
-    for wrong in ("-5m", "1d", "m", "1h30m"):
+def test_time_budgets_are_parsed() -> None:
+    seconds = {"170m": 10200.0, "1.5h": 5400.0, "90s": 90.0, "3600": 3600.0, "0": 0.0}
+    assert {text: seconds_of(text) for text in seconds} == seconds
+    for invalid in ("-5m", "1d", "m", "1h30m"):
         with pytest.raises(OptionError, match="--time-budget must be"):
-            seconds_of(wrong)
+            seconds_of(invalid)
 
 
-def test_train_takes_a_tables_settings(fedsynth: Call, tmp_path: Path) -> None:
-    """Catches: another run than the library's preset, and a --method that is no table's."""
+def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
+    """The run equals the library's preset, and a --method that the table lacks is rejected."""
     line = f"train --output {tmp_path / 'out'} --preset"
-    shown = fedsynth(
+    run = fedsynth(
         f"{line} fedprox:synthetic --dataset 'synthetic(0,0)' --rounds 1 --set local_epochs=1 "
         "--seed 4"
     )
-    assert shown.code == 0, shown.stderr
-    assert shown.stderr.startswith("preset fedprox:synthetic (FedProx (arXiv 1812.06127), Figures")
-    made = resolve(read_sections(shown.folder / "config.toml"))
+    assert run.code == 0, run.stderr
+    assert run.stderr.startswith("preset fedprox:synthetic (FedProx (arXiv 1812.06127), Figures")
+    settings = resolve(read_sections(run.folder / "config.toml"))
     changes = {"run": {"rounds": 1}, "method": {"local_epochs": 1}}
-    named = {"dataset": "synthetic(0,0)", "method": "fedprox"}
-    assert made == load_preset("fedprox:synthetic", **named, seed=4, changes=changes)
+    cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
+    assert settings == load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no cell with method moon")
 
 
 # ------------------------------------------------------------------------------ processes
 
 
-def test_the_installed_script_keeps_to_one_line_and_to_an_old_locale(tmp_path: Path) -> None:
-    def script(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def test_installed_script_works_in_ascii_locale(tmp_path: Path) -> None:
+    def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
         env = {**os.environ, **environment}
-        return subprocess.run([SCRIPT, *words], capture_output=True, cwd=tmp_path, env=env)
+        return subprocess.run([SCRIPT, *arguments], capture_output=True, cwd=tmp_path, env=env)
 
-    wrong = script("train", "--bogus")
-    assert (wrong.returncode, wrong.stdout) == (2, b"")
-    assert wrong.stderr.startswith(b"fedsynth: error: No such option: --bogus")
-    assert wrong.stderr.count(b"\n") == 1
+    rejected = script("train", "--bogus")
+    assert (rejected.returncode, rejected.stdout) == (2, b"")
+    assert rejected.stderr.startswith(b"fedsynth: error: No such option: --bogus")
+    assert rejected.stderr.count(b"\n") == 1
     ascii_only = script("train", "--help", PYTHONIOENCODING="ascii")
     assert ascii_only.returncode == 0, ascii_only.stderr
     assert b"--dp-epsilon" in ascii_only.stdout
 
 
-def heed_signals() -> None:
-    """A job that a shell starts in the background ignores SIGINT, and so do its children."""
+def restore_sigint() -> None:
+    """Restores SIGINT, which background jobs of a shell and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_gets_a_signal_ends_in_order(number: int, code: int, tmp_path: Path) -> None:
-    output, said = tmp_path / "out", tmp_path / "stderr"
+def test_signals_end_runs_with_exit_code(number: int, code: int, tmp_path: Path) -> None:
+    output, log = tmp_path / "out", tmp_path / "stderr"
     options = "--dp-sigma 3 --rounds 400 --set iterations=2 --subset 0.2 --device cpu"
-    with said.open("w") as stderr:
+    with log.open("w") as stderr:
         run = subprocess.Popen(
             [SCRIPT, "train", "--output", str(output), *options.split()],
             stderr=stderr,
             stdout=subprocess.DEVNULL,
-            preexec_fn=heed_signals,
+            preexec_fn=restore_sigint,
         )
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         try:
-            while "round 2/400" not in said.read_text() and time.monotonic() < until:
+            while "round 2/400" not in log.read_text() and time.monotonic() < deadline:
                 time.sleep(0.05)
             run.send_signal(number)
             assert run.wait(60) == code
         finally:
             run.kill()
     (folder,) = output.iterdir()
-    assert "of 400 rounds. Spent: ε = " in said.read_text()
-    assert f"To resume: --resume {folder}" in said.read_text()
+    assert "of 400 rounds. Spent: ε = " in log.read_text()
+    assert f"To resume: --resume {folder}" in log.read_text()
 
 
-def test_resume_ends_a_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same folder as any run, and a report that verifies."""
-    small = f"--device cpu --output {tmp_path / 'out'} --set iterations=1 --subset 0.2 --width 8"
+def test_resume_ends_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run folder is renamed as usual, and its report verifies."""
+    options = f"--device cpu --output {tmp_path / 'out'} --set iterations=1 --subset 0.2 --width 8"
     with interrupt_in_round(2, monkeypatch):
-        cut = fedsynth(f"train {small} --dp-sigma 3")
-    assert cut.code == 130
-    left = cut.folder
-    fedsynth(f"train --resume {left} --rounds 3").assert_refused(
+        interrupted = fedsynth(f"train {options} --dp-sigma 3")
+    assert interrupted.code == 130
+    folder = interrupted.folder
+    fedsynth(f"train --resume {folder} --rounds 3").assert_refused(
         "--rounds cannot be used with --resume"
     )
-    ended = fedsynth(f"train --resume {left} --device cpu")
-    assert ended.code == 0
-    assert "the run resumes after 1 of 3 rounds" in ended.stderr
-    assert cut.folder.suffix != ".incomplete"
-    assert fedsynth(f"privacy verify {cut.folder}").code == 0
-    fedsynth(f"train --resume {cut.folder}").assert_refused("has finished")
+    resumed = fedsynth(f"train --resume {folder} --device cpu")
+    assert resumed.code == 0
+    assert "the run resumes after 1 of 3 rounds" in resumed.stderr
+    assert interrupted.folder.suffix != ".incomplete"
+    assert fedsynth(f"privacy verify {interrupted.folder}").code == 0
+    fedsynth(f"train --resume {interrupted.folder}").assert_refused("has finished")
 
 
 FAULTS = """
@@ -338,14 +338,14 @@ def python(code: str, *args: str, **more: Any) -> str:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
-def test_freed_memory_is_not_faulted_in_again() -> None:
+def test_freed_memory_is_reused_without_faults() -> None:
     faults = {mode: int(python(FAULTS, mode)) for mode in ("default", "keep")}
     assert faults["keep"] < 0.3 * faults["default"]
 
 
 @pytest.mark.parametrize("policy", [None, "active"])
 def test_threads_wait_passively_by_default(policy: str | None) -> None:
-    """The policy is set before torch is imported, which reads it then."""
+    """The policy is set before the import of torch, which reads it."""
     code = (
         "import os, sys; from fedsynth.cli import app as a;"
         "a.app = lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules); a.main()"

@@ -1,5 +1,5 @@
-"""Files and folders that options name, and what the file system makes of them: a result, or one
-line and exit code 2; no pipe is waited for, no device read."""
+"""Files and folders of options: each gives a result, or one line and exit code 2, without blocking on
+a pipe or reading a device."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ PATHS = (
 )
 
 
-def refused(line: str, name: str) -> str:
+def error_of(line: str, name: str) -> str:
     with time_limit(20), pytest.raises(CommandFailedError) as caught:
         command(*(word.format(name) for word in line.split()))
     return str(caught.value)
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inside_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("line", PATHS)
-def test_names_that_no_file_can_have(tmp_path: Path, line: str) -> None:
-    """The home of nobody, a loop of links, and a name that is too long."""
-    assert "home" in refused(line, "~nobody-of-that-name/x.py")
-    assert list(tmp_path.iterdir()) == []  # no folder of that name
-    refused(line, "x" * 5000)
+def test_impossible_file_names_are_rejected(tmp_path: Path, line: str) -> None:
+    """The home folder of an unknown user, a loop of links, and a name that is too long."""
+    assert "home" in error_of(line, "~nobody-of-that-name/x.py")
+    assert list(tmp_path.iterdir()) == []  # no folder was created
+    error_of(line, "x" * 5000)
     Path("loop").symlink_to("loop")
-    refused(line, "loop")
+    error_of(line, "loop")
 
 
 @pytest.mark.parametrize("line", READ)
 def test_special_files_are_refused(tmp_path: Path, line: str) -> None:
     for kind in ("pipe", "device", "large"):
-        refused(line, str(make_special_file(tmp_path / "x.py", kind)))
+        error_of(line, str(make_special_file(tmp_path / "x.py", kind)))
 
 
-def test_a_name_that_is_not_utf8(train: Call, tmp_path: Path) -> None:
-    """config.toml is UTF-8, and would have to say it."""
-    done = train("fedavg --dp-sigma 3 --dp-ledger", os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    assert (done.code, "utf-8" in done.stderr.lower()) == (2, True)
-    assert not done.output.exists()
+def test_non_utf8_names_are_rejected(train: Call, tmp_path: Path) -> None:
+    """config.toml is UTF-8 and cannot contain the name."""
+    result = train("fedavg --dp-sigma 3 --dp-ledger", os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    assert (result.code, "utf-8" in result.stderr.lower()) == (2, True)
+    assert not result.output.exists()
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_a_name_that_is_not_utf8(train: Call, tmp_path: Path) -> None:
     [
         (PermissionError(13, "Permission denied", "/x/y"), True),
         (OSError(28, "No space left"), True),
-        # bugs, and errors that no file is the cause of, or a file of the package
+        # bugs, and errors without a file or with a file of the package
         (OSError(22, "Invalid argument"), False),
         (FileNotFoundError(2, "No", str(PACKAGE / "absent.html")), False),
         (KeyError(1), False),
     ],
 )
-def test_an_error_of_the_file_system_is_one_line_and_a_bug_keeps_its_traceback(
+def test_file_system_errors_print_one_line_and_bugs_raise(
     error: Exception, one_line: bool, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:
@@ -114,9 +114,9 @@ RUN = "import sys; sys.argv[0] = 'fedsynth'; from fedsynth.cli.app import main; 
         ("{} >&-", 0, ""),
     ],
 )
-def test_broken_streams(shell: str, code: int, text: str) -> None:
-    """Catches: tracebacks, also those that Python prints when it shuts down."""
+def test_broken_streams_print_no_traceback(shell: str, code: int, text: str) -> None:
+    """Python does not print a traceback at its shutdown either."""
     line = shell.format(f'"{sys.executable}" -c "{RUN}"')
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if text else 0), done.stderr
-    assert text in done.stderr
+    run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.count("\n")) == (code, 1 if text else 0), run.stderr
+    assert text in run.stderr

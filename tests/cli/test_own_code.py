@@ -1,5 +1,5 @@
-"""--model, --method and --features FILE.py:NAME: a user's own code, by name, and by hash
-afterwards; and that nothing but what is named on the command line is ever executed."""
+"""--model, --method and --features FILE.py:NAME: a user's code is loaded by name and identified by
+hash, and only code named on the command line is executed."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ OPTIONS = {
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """A folder of a user's own files."""
+    """Returns a folder with a user's code."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def forget() -> None:
-    """Forgets what was registered, as a new process would."""
+def clear_registry() -> None:
+    """Clears the registered names, as in a new process."""
     _CUSTOM.clear()
     CUSTOM_FEATURES.clear()
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Any:
+def empty_registry() -> Any:
     yield
-    forget()
+    clear_registry()
 
 
 def base(code: Path, rounds: int = 1) -> str:
@@ -78,13 +78,13 @@ def base(code: Path, rounds: int = 1) -> str:
 
 
 @pytest.mark.parametrize("kinds", [("method", "model"), ("features",)], ids=str)
-def test_own_files_are_recorded(kinds: tuple[str, ...], code: Path, fedsynth: Call) -> None:
-    """Catches: code that no other command knows again, or that changed unseen."""
-    own = " ".join(OPTIONS[kind].format(code) for kind in kinds)
-    own += "" if "method" in kinds else " --method fedavg"
-    done = fedsynth(f"{base(code)} {own} --set local_epochs=1 --set batch=128 --dp-sigma 3")
-    assert done.code == 0, done.stderr
-    folder = done.folder
+def test_own_code_is_recorded(kinds: tuple[str, ...], code: Path, fedsynth: Call) -> None:
+    """Other commands load the recorded code, and reject it if it changed."""
+    options = " ".join(OPTIONS[kind].format(code) for kind in kinds)
+    options += "" if "method" in kinds else " --method fedavg"
+    run = fedsynth(f"{base(code)} {options} --set local_epochs=1 --set batch=128 --dp-sigma 3")
+    assert run.code == 0, run.stderr
+    folder = run.folder
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["settings"]["lr"] == 0.5 or "method" not in kinds
     assert set(summary["sources"]) == set(kinds)
@@ -92,38 +92,37 @@ def test_own_files_are_recorded(kinds: tuple[str, ...], code: Path, fedsynth: Ca
         assert (folder / "sources" / source["file"]).read_text() == FILES[source["file"]]
     assert str(code) not in (folder / "summary.json").read_text().replace(str(folder.parent), "")
 
-    verify = f"privacy verify {folder} " + own.replace("--method fedavg", "")
-    again = fedsynth(verify)
-    assert (again.code, again.stdout[:10]) == (0, "the report")
-    forget()
+    verify = f"privacy verify {folder} " + options.replace("--method fedavg", "")
+    verified = fedsynth(verify)
+    assert (verified.code, verified.stdout[:10]) == (0, "the report")
+    clear_registry()
     file = {"method": "mine.py:Mine@", "features": "enc.py:rows@"}[kinds[0]]
-    forgotten = fedsynth(f"privacy verify {folder}")
-    assert forgotten.code == 1
-    assert file in forgotten.stdout
-    forget()
+    unregistered = fedsynth(f"privacy verify {folder}")
+    assert unregistered.code == 1
+    assert file in unregistered.stdout
+    clear_registry()
     changed = code / file.partition(":")[0]
     changed.write_text(changed.read_text() + "# changed\n")
     assert fedsynth(verify).code == 1
 
 
-@pytest.mark.parametrize("times", [True, False], ids=["of the same time", "unchecked"])
-def test_the_text_that_was_hashed_is_what_runs(code: Path, times: bool) -> None:
-    """Python's loader takes a cached file of the same size and time, or one that says that it
-    needs no check."""
+@pytest.mark.parametrize("same_time", [True, False], ids=["same-time", "unchecked"])
+def test_hashed_source_is_executed(code: Path, same_time: bool) -> None:
+    """Python's loader uses bytecode of the same size and time, or of the mode without a check."""
     file = code / "net.py"
     file.write_text(NET.replace("Net", "Bad"))
     checked = py_compile.PycInvalidationMode.TIMESTAMP
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    py_compile.compile(str(file), invalidation_mode=checked if times else unchecked)
-    before = file.stat()
+    py_compile.compile(str(file), invalidation_mode=checked if same_time else unchecked)
+    status = file.stat()
     file.write_text(NET)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    made, source = load_own("model", "name", f"{file}:Net")
-    assert (made.__name__, source.text) == ("Net", NET)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    loaded, source = load_own("model", "name", f"{file}:Net")
+    assert (loaded.__name__, source.text) == ("Net", NET)
 
 
-def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Call) -> None:
-    """Catches: a run folder from anybody that runs a program when it is read."""
+def test_code_named_in_config_is_never_executed(code: Path, fedsynth: Call) -> None:
+    """Reading a foreign run folder must not run a program."""
     (code / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Net: pass\n")
     places = (("model", "name"), ("run", "method"), ("method", "features"), ("model", "features"))
     for section, key in places:
@@ -140,51 +139,53 @@ def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Call) -> No
         ("--method fedstats {features}", "features", "enc.py"),
     ],
 )
-def test_a_killed_run_is_resumed_with_its_own_file_only(
+def test_resume_needs_same_code(
     line: str, kind: str, name: str, code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: --resume that cannot be, or uses another file."""
+    """--resume needs the same file, and then gives the result of an uninterrupted run."""
     option = OPTIONS[kind].format(code)
     line = f"{base(code, 2)} {line.format(**{kind: option})}"
-    whole = fedsynth(line)
-    accuracy = json.loads((whole.folder / "summary.json").read_text())["test_accuracy"]
+    complete = fedsynth(line)
+    accuracy = json.loads((complete.folder / "summary.json").read_text())["test_accuracy"]
     shutil.rmtree(code / "out")
     with interrupt_in_round(2, monkeypatch):
         assert fedsynth(line).code == 130
-    (left,) = (code / "out").iterdir()
-    forget()
-    fedsynth(f"train --resume {left}").assert_refused(name)
+    (folder,) = (code / "out").iterdir()
+    clear_registry()
+    fedsynth(f"train --resume {folder}").assert_refused(name)
     content = (code / name).read_text()
     (code / name).write_text(content + "# changed\n")
-    other = fedsynth(f"train --resume {left} {option}")
-    assert other.code == 2
-    assert re.search("file that you named is|other settings", other.stderr)
+    changed = fedsynth(f"train --resume {folder} {option}")
+    assert changed.code == 2
+    assert re.search("file that you named is|other settings", changed.stderr)
     (code / name).write_text(content)
-    done = fedsynth(f"train --resume {left} {option}")
-    assert done.code == 0, done.stderr
-    summary = json.loads((done.folder / "summary.json").read_text())
+    resumed = fedsynth(f"train --resume {folder} {option}")
+    assert resumed.code == 0, resumed.stderr
+    summary = json.loads((resumed.folder / "summary.json").read_text())
     assert summary["test_accuracy"] == accuracy
 
 
-def test_resuming_adds_no_file(code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a file that changes the run, or that is left out without an error."""
+def test_resume_adds_no_code(code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the run did not use must neither change it nor be ignored."""
     with interrupt_in_round(2, monkeypatch):
         assert fedsynth(f"{base(code, 2)} --method fedstats").code == 130
-    (left,) = (code / "out").iterdir()
+    (folder,) = (code / "out").iterdir()
     for option in OPTIONS.values():
-        done = fedsynth(f"train --resume {left} {option.format(code)}")
-        assert (done.code, "fedsynth: error: " in done.stderr) == (2, True)
+        result = fedsynth(f"train --resume {folder} {option.format(code)}")
+        assert (result.code, "fedsynth: error: " in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("1 / 0", "which fails with ZeroDivisionError: division by zero"),
         ("cols = 3", "names 'rows', but"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
     ],
 )
-def test_a_file_without_a_feature_map(text: str, words: str, code: Path, fedsynth: Call) -> None:
+def test_invalid_feature_maps_are_rejected(
+    text: str, message: str, code: Path, fedsynth: Call
+) -> None:
     (code / "enc.py").write_text(text + "\n")
     options = f"--method fedstats {OPTIONS['features'].format(code)} --dp-epsilon 8"
-    fedsynth(f"{base(code)} {options}").assert_refused(words)
+    fedsynth(f"{base(code)} {options}").assert_refused(message)

@@ -1,4 +1,4 @@
-"""`--data`, `data describe`, `synthesize`, `export` and `runs --output`, as typed."""
+"""`--data`, `data describe`, `synthesize`, `export` and `runs --output` on the command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHORT = (
 )
 
 
-def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> None:
-    """The documentation's way: describe, sign, synthesize, load."""
+def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
+    """The steps of the documentation: describe, sign, synthesize, load."""
     folder = make_image_folder(tmp_path / "scans")
     share = tmp_path / "share"
     runs = f"--output {tmp_path / 'runs'}"
@@ -39,33 +39,33 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     toml.write_text(
         toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "2026-11-23"')
     )
-    done = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
-    assert done.code == 0, done.stderr
+    result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
+    assert result.code == 0, result.stderr
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
-    assert f"you may share the folder {share}" in done.stderr
-    found = load_synthetic(share)
-    assert found.epsilon <= 8
+    assert f"you may share the folder {share}" in result.stderr
+    synthetic = load_synthetic(share)
+    assert synthetic.epsilon <= 8
     fedsynth(f"privacy verify {share}").assert_refused("in the run folder")
 
-    (kept,) = (tmp_path / "runs").iterdir()
-    exported = fedsynth(f"export {kept} --out {tmp_path / 'again'}")
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    exported = fedsynth(f"export {run_folder} --out {tmp_path / 'again'}")
     assert exported.code == 0, exported.stderr
-    again = load_synthetic(tmp_path / "again")
-    assert again.images.equal(found.images)
-    assert (again.epsilon, again.spec) == (found.epsilon, found.spec)
+    second = load_synthetic(tmp_path / "again")
+    assert second.images.equal(synthetic.images)
+    assert (second.epsilon, second.spec) == (synthetic.epsilon, synthetic.spec)
 
 
-def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
+def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
     folder = make_image_folder(tmp_path / "scans")
     (folder / "north" / "ill" / "00.png").write_bytes(b"x")
     write_image(folder / "north" / "ill" / "big.png", 1, (20, 20))
     line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
     fedsynth(f"{line} --image-size 16").assert_refused("--skip-corrupt (data.skip_corrupt=True)")
     assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
-    done = fedsynth(f"{line} --image-size 16 --skip-corrupt")
-    assert done.code == 0, done.stderr
-    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP file)" in done.stderr
-    for path in done.folder.rglob("*"):  # their names stay on the screen
+    result = fedsynth(f"{line} --image-size 16 --skip-corrupt")
+    assert result.code == 0, result.stderr
+    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP file)" in result.stderr
+    for path in result.folder.rglob("*"):  # file names are only printed
         assert path.is_dir() or b"00.png" not in path.read_bytes()
 
 
@@ -77,23 +77,23 @@ def quick(**run: Any) -> RunSettings:
     return RunSettings(method, model=ModelSettings("linear"), **{"rounds": 2, **run})
 
 
-def test_simulate_is_silent_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_progress_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     simulate(quick())
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "round 2/2" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "round 2/2" in captured.err
     simulate(quick(), quiet=True)
     simulate(quick(), observer=Observer())
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_that_ends_early_prints_its_cost_and_folder(
+def test_early_ends_print_epsilon_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches: a cap or an error that ends a run without a word on ε and its folder."""
+    """Both a reached cap and an error print ε and the folder."""
     private = PrivacySettings(noise_multiplier=3.0)
-    once: Any = simulate(quick(rounds=1, privacy=private), quiet=True).privacy
-    cap = 1.2 * once["guarantee"]["epsilon"]
+    single: Any = simulate(quick(rounds=1, privacy=private), quiet=True).privacy
+    cap = 1.2 * single["guarantee"]["epsilon"]
     capped = quick(privacy=PrivacySettings(noise_multiplier=3.0, epsilon=cap))
     result = simulate(capped, output=tmp_path / "capped")
     line = capsys.readouterr().err.splitlines()[-1]
@@ -105,6 +105,6 @@ def test_a_run_that_ends_early_prints_its_cost_and_folder(
     with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
         simulate(quick(privacy=private), output=tmp_path / "cut")
     line = capsys.readouterr().err.splitlines()[-1]
-    (left,) = (tmp_path / "cut").iterdir()
+    (folder,) = (tmp_path / "cut").iterdir()
     assert "after 1 of 2 rounds. Spent: ε = " in line
-    assert line.endswith(f"--resume {left}")
+    assert line.endswith(f"--resume {folder}")

@@ -1,4 +1,4 @@
-"""`fedsynth privacy …`: plans, reports, signatures, audits, and what is done to ledgers."""
+"""`fedsynth privacy …`: plans, reports, signatures, audits, and commands on ledgers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ REASON = "a round of real (none): a run on the same data without differential pr
 
 
 def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(fedsynth(f"privacy plan {line} --json").stdout)
-    return found
+    entries: list[dict[str, Any]] = json.loads(fedsynth(f"privacy plan {line} --json").stdout)
+    return entries
 
 
-def test_a_budget_gives_sigma_for_each_mechanism(fedsynth: Call) -> None:
-    """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the
-    budget."""
-    found = plans(fedsynth, "--epsilon 3 --rounds 2 --set iterations=50 --n 6000")
-    assert [p["mechanism"] for p in found] == ["residual", "gradient", "features"]
-    residual, _, features = found
+def test_plan_computes_sigma_for_each_mechanism(fedsynth: Call) -> None:
+    """Every plan's ε equals the accountant's for its σ, q and releases, just below the budget."""
+    entries = plans(fedsynth, "--epsilon 3 --rounds 2 --set iterations=50 --n 6000")
+    assert [p["mechanism"] for p in entries] == ["residual", "gradient", "features"]
+    residual, _, features = entries
     sigma, rate = residual["noise_multiplier"], residual["sample_rate"]
     row = Release(1, "x", "m", "c", sigma, 1.0, rate, "poisson", 100, 1)
     assert epsilon([row], 1e-5) == pytest.approx(residual["epsilon"]["2"], rel=1e-9)
@@ -46,10 +45,10 @@ def test_a_budget_gives_sigma_for_each_mechanism(fedsynth: Call) -> None:
         Release(1, "n", "m", "c", sigma * 3 / 4, 1.0, 1.0, "full", 2, 1),
     ]
     assert epsilon(rows, 1e-5) == pytest.approx(features["epsilon"]["2"], rel=1e-9)
-    assert all(2.97 < p["epsilon"]["2"] <= 3 for p in found)
+    assert all(2.97 < p["epsilon"]["2"] <= 3 for p in entries)
 
 
-def test_a_plan_tells_the_signal_to_noise_of_public_cases(fedsynth: Call) -> None:
+def test_plan_shows_signal_to_noise_of_public_data(fedsynth: Call) -> None:
     """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments
     (with privacy without second ones) and steps 400/√10, over 2·√share⁻¹·√4·√D."""
     line = "--method fedstats --sigma 2 --n 100 --clients 4 --rounds 3 --dataset digits"
@@ -61,8 +60,8 @@ def test_a_plan_tells_the_signal_to_noise_of_public_cases(fedsynth: Call) -> Non
     assert "S/N" not in fedsynth("privacy plan --sigma 2 --rounds 1").stdout
 
 
-def test_a_plan_is_of_the_settings_that_it_used(fedsynth: Call) -> None:
-    """Catches: δ, or the budget, of the options only, where --set says another."""
+def test_plan_uses_set_options(fedsynth: Call) -> None:
+    """--set overrides δ and the budget of the options."""
     line = "--method fedavg --rounds 2 --dataset digits"
     (plan,) = plans(fedsynth, f"{line} --set privacy.noise_multiplier=2 --set privacy.delta=6e-4")
     assert plan["delta"] == 6e-4
@@ -73,9 +72,9 @@ def test_a_plan_is_of_the_settings_that_it_used(fedsynth: Call) -> None:
     assert "ε after round" in fedsynth(f"privacy plan {line} --sigma 3").stdout
 
 
-def test_a_dry_run_prints_the_guarantee_and_makes_nothing(fedsynth: Call, tmp_path: Path) -> None:
-    out, kept = tmp_path / "out", tmp_path / "kept"
-    line = f"train {FAST} --rounds 2 --output {out} --dp-ledger {kept} --dp-sigma"
+def test_dry_run_prints_guarantee_and_writes_nothing(fedsynth: Call, tmp_path: Path) -> None:
+    out, ledgers = tmp_path / "out", tmp_path / "kept"
+    line = f"train {FAST} --rounds 2 --output {out} --dp-ledger {ledgers} --dp-sigma"
     dry = fedsynth(f"{line} 3 --dry-run")
     as_json = json.loads(fedsynth(f"{line} 3 --dry-run --json").stdout)
     assert list(tmp_path.iterdir()) == []
@@ -89,22 +88,21 @@ def test_a_dry_run_prints_the_guarantee_and_makes_nothing(fedsynth: Call, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--dp-epsilon 8", "--dp-sigma 3"])
-def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None:
-    """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen
-    rounds."""
+@pytest.mark.parametrize("privacy", ["--dp-epsilon 8", "--dp-sigma 3"])
+def test_plans_of_enormous_runs_are_fast(fedsynth: Call, privacy: str) -> None:
+    """A million rounds or a thousand million epochs, with and without subsampling, print few ε."""
     started = time.process_time()
-    long = f"train --dry-run --method fedavg {words}"
+    long = f"train --dry-run --method fedavg {privacy}"
     epochs, million = "--set local_epochs=1000000000", "--rounds 1000000"
     sampled = "--rounds 2 --set batch=8 --clients 2"
     for more in (f"{million} {epochs}", f"{sampled} {epochs}", f"{sampled} {million}"):
         run = fedsynth(f"{long} {more}")
         assert len(run.stdout) < 5000
-        # a budget that no noise keeps is another line
+        # an impossible budget prints another line
         assert run.code == 0 or "8 is too small" in run.stderr
-    shown = json.loads(fedsynth(f"{long} {million} --json").stdout)["epsilon"]
-    assert 20 < len(shown) < 40
-    assert list(shown)[-1] == "1000000"
+    epsilons = json.loads(fedsynth(f"{long} {million} --json").stdout)["epsilon"]
+    assert 20 < len(epsilons) < 40
+    assert list(epsilons)[-1] == "1000000"
     assert time.process_time() - started < 20
 
 
@@ -112,16 +110,16 @@ def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None
 
 
 def trained(fedsynth: Call, tmp_path: Path, options: str) -> Path:
-    """The folder of a run with these options."""
-    done = fedsynth(f"train {FAST} --rounds 2 --output {tmp_path / 'out'} {options}")
-    assert done.code == 0, done.stderr
-    return done.folder  # type: ignore[no-any-return]
+    """Returns the folder of a run with these options."""
+    result = fedsynth(f"train {FAST} --rounds 2 --output {tmp_path / 'out'} {options}")
+    assert result.code == 0, result.stderr
+    return result.folder  # type: ignore[no-any-return]
 
 
-def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
+def test_reports_are_printed_and_verified(fedsynth: Call, tmp_path: Path) -> None:
     folder = trained(fedsynth, tmp_path, "--dp-epsilon 4 --dp-mechanism features")
-    shown = fedsynth(f"privacy report {folder}").stdout
-    assert shown == (folder / "privacy_report.md").read_text()
+    markdown = fedsynth(f"privacy report {folder}").stdout
+    assert markdown == (folder / "privacy_report.md").read_text()
     file = folder / "privacy_report.json"
     report = json.loads(file.read_text())
     good = fedsynth(f"privacy verify {folder}")
@@ -147,18 +145,20 @@ def test_reports_are_shown_and_verified(fedsynth: Call, tmp_path: Path) -> None:
     fedsynth(f"privacy report {folder}").assert_refused("is damaged: ")
 
 
-def test_unfinished_runs(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_runs_have_report_on_request(
+    fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with interrupt_in_round(2, monkeypatch):
         folder = fedsynth(f"train {FAST} --rounds 3 --dp-sigma 3 --output {tmp_path}/out").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
-    shown = fedsynth(f"privacy report {folder}")
-    assert (shown.code, "the run did not finish" in shown.stderr) == (0, True)
+    result = fedsynth(f"privacy report {folder}")
+    assert (result.code, "the run did not finish" in result.stderr) == (0, True)
     assert fedsynth(f"privacy verify {folder}").code == 0
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
-    """Files of a private key and its public one."""
+    """Returns the files of a private key and of its public key."""
     pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
     from cryptography.hazmat.primitives import serialization as forms
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -172,7 +172,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def test_a_signature_is_checked(keys: tuple[Path, Path], fedsynth: Call, tmp_path: Path) -> None:
+def test_signatures_are_verified(keys: tuple[Path, Path], fedsynth: Call, tmp_path: Path) -> None:
     private, public = keys
     train = f"train {FAST} --output {tmp_path / 'out'}"
     fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
@@ -190,7 +190,7 @@ def test_a_signature_is_checked(keys: tuple[Path, Path], fedsynth: Call, tmp_pat
     assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
     (folder / "simulation_only" / "partition.txt").unlink()
     assert fedsynth(verify).code == 0
-    (folder / "synthetic.png").write_bytes(b"another")  # no file that the report has a hash of
+    (folder / "synthetic.png").write_bytes(b"another")  # the report has no hash of this file
     assert fedsynth(f"privacy verify {folder}").code == 0
     bad = fedsynth(verify)
     assert bad.code == 1
@@ -208,36 +208,36 @@ OPEN = (
 FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
 
 
-def test_the_bound_is_printed_next_to_epsilon(fedsynth: Call) -> None:
-    told = fedsynth(f"privacy audit {FEDDM} --canaries 500")
-    assert told.code == 0
-    first, second = told.stdout.splitlines()
+def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
+    audit = fedsynth(f"privacy audit {FEDDM} --canaries 500")
+    assert audit.code == 0
+    first, second = audit.stdout.splitlines()
     assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
     assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
     assert "cannot prove privacy" in second
-    assert not told.output.exists()
+    assert not audit.output.exists()
 
 
-def test_a_refuted_claim_is_exit_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuted_claims_exit_with_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     original = SecretGenerator.normal
     monkeypatch.setattr(
         SecretGenerator,
         "normal",
         lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 9, device),
     )
-    told = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
-    facts = json.loads(told.stdout)
-    assert told.code == 1
+    audit = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
+    facts = json.loads(audit.stdout)
+    assert audit.code == 1
     assert facts["fault"]
     assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
-    assert "the claim is false" in told.stderr
+    assert "the claim is false" in audit.stderr
 
 
-def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path: Path) -> None:
+def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: Path) -> None:
     folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
     audit = f"privacy audit --run {folder}"
     file, config = folder / "privacy_report.json", folder / "config.toml"
-    before = file.read_bytes()
+    original = file.read_bytes()
     for option in ("--dp-clip 2", "--rounds 2"):
         fedsynth(f"{audit} {option}").assert_refused("the options differ from the settings")
     fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
@@ -245,9 +245,9 @@ def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
     assert "has other settings than the privacy" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
-    assert file.read_bytes() == before
-    told = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")
-    assert told.code == 0
+    assert file.read_bytes() == original
+    result = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")
+    assert result.code == 0
     entry = json.loads(file.read_text())["audit"]
     assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
     assert entry["command"] == (
@@ -262,30 +262,30 @@ def test_only_audits_of_its_own_settings_enter_a_report(fedsynth: Call, tmp_path
 # --------------------------------------------------------------------------------------- ledgers
 
 
-def test_a_ledger_may_be_named_without_privacy(train: Call, tmp_path: Path) -> None:
-    """Catches: `--method real` publishes raw images, and the next run's report says ε = 2."""
-    kept = f"--dp-ledger {tmp_path / 'ledgers'}"
-    dry, run = train(f"real {kept} --dry-run"), train(f"real {kept}")
-    for told in (dry.stdout, run.stderr):
-        assert "no later run on these data can state an ε" in told
+def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> None:
+    """After `--method real`, which publishes raw images, no run on the ledger can state an ε."""
+    ledger = f"--dp-ledger {tmp_path / 'ledgers'}"
+    dry, run = train(f"real {ledger} --dry-run"), train(f"real {ledger}")
+    for text in (dry.stdout, run.stderr):
+        assert "no later run on these data can state an ε" in text
     for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
-        train(f"feddm {budget} {kept}").assert_refused(REASON)
-    assert "no ε can be stated" in train(f"feddm --dp-sigma 3 {kept} --dry-run").stdout
-    noisy = train(f"feddm --dp-sigma 3 {kept}")
+        train(f"feddm {budget} {ledger}").assert_refused(REASON)
+    assert "no ε can be stated" in train(f"feddm --dp-sigma 3 {ledger} --dry-run").stdout
+    noisy = train(f"feddm --dp-sigma 3 {ledger}")
     assert "no differential privacy guarantee: a ledger in" in noisy.stderr
     assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
 
 
-def test_an_unnamed_ledger(train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_ledger_refused(train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
     monkeypatch.chdir(tmp_path)
-    for options, given in (("", ""), ("--dp-sigma 3", ""), ("--dp-sigma 3", " ")):
-        train(f"fedavg {options} --dp-ledger", given).assert_refused("ledger must be a folder")
+    for options, name in (("", ""), ("--dp-sigma 3", ""), ("--dp-sigma 3", " ")):
+        train(f"fedavg {options} --dp-ledger", name).assert_refused("ledger must be a folder")
         assert list(tmp_path.iterdir()) == []
 
 
-def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
-    """A ledger without fingerprints is taken once somebody says whose it is, and not before."""
+def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    """A ledger without fingerprints is rejected until its owner confirms it."""
     folder = tmp_path / "the ledgers"
     line = f"feddm --dp-sigma 3 --dp-ledger '{folder}'"
     row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
@@ -296,18 +296,18 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     command = f"fedsynth privacy carry-over '{folder}' client-000"
     train(line).assert_refused(f"run {command}")
     for name in names:
-        said = fedsynth(f"privacy carry-over '{folder}' {name}")
-        assert (said.code, "count for all records of" in said.stdout) == (0, True)
+        result = fedsynth(f"privacy carry-over '{folder}' {name}")
+        assert (result.code, "count for all records of" in result.stdout) == (0, True)
     assert train(line).code == 0
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
     wrong = fedsynth(f"privacy carry-over '{folder}' north")
     wrong.assert_refused("Clients with a ledger: client-000, client-001")
 
 
-def test_repair(fedsynth: Call, tmp_path: Path) -> None:
+def test_repair_removes_torn_line(fedsynth: Call, tmp_path: Path) -> None:
     path = tmp_path / "client-000.jsonl"
     Ledger("client-000", path).charge(Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1))
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"round": 2, "qua')
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"round": 2, "qua')
     assert '\'{"round": 2, "qua\'' in fedsynth(f"privacy repair {path}").stdout
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == complete

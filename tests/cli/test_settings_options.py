@@ -1,4 +1,4 @@
-"""Options made from the settings' classes, `--set`, and the help texts."""
+"""Options generated from the settings' classes, `--set`, and the help texts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
-    found = set_options(["method.mu=0.1", " model.projection = 256", "partition.missing_classes=2"])
-    assert found == {
+def test_set_keys_name_method_or_section_settings() -> None:
+    keys = set_options(["method.mu=0.1", " model.projection = 256", "partition.missing_classes=2"])
+    assert keys == {
         "method": {"mu": "0.1"},
         "model": {"projection": "256"},
         "partition": {"missing_classes": "2"},
@@ -50,23 +50,23 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
     assert set_options(["a=b=c"]) == {"method": {"a": "b=c"}}
 
 
-def test_anything_else_is_refused() -> None:
+def test_malformed_set_options_are_rejected() -> None:
     for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
         with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
             set_options([text])
 
 
-def test_a_setting_that_is_given_twice_is_refused() -> None:
-    given = {"partition": {"kind": "iid"}, "method": {}}
-    merged = with_set_options(given, ["partition.alpha=2"])
+def test_repeated_settings_are_rejected() -> None:
+    sections = {"partition": {"kind": "iid"}, "method": {}}
+    merged = with_set_options(sections, ["partition.alpha=2"])
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
     with pytest.raises(OptionError, match=r"^partition\.kind is set twice, by an option and by "):
-        with_set_options(given, ["partition.kind=classes"])
+        with_set_options(sections, ["partition.kind=classes"])
 
 
 @pytest.mark.parametrize("section", KEYS)
-def test_options_have_the_type_of_their_fields_and_a_help(section: str) -> None:
-    """Catches: a misspelt key, and a class's text that has no sentence on a field."""
+def test_options_have_field_type_and_help(section: str) -> None:
+    """Detects misspelt keys, and fields that a class docstring does not explain."""
     types = field_types(RunSettings) | field_types(CLASSES[section])
     for key in KEYS[section].split():
         option = setting_option(f"{section}.{key}", {})
@@ -81,22 +81,22 @@ def test_options_have_the_type_of_their_fields_and_a_help(section: str) -> None:
 
 def commands() -> Iterator[list[str]]:
     open_: list[tuple[list[str], Any]] = [([], get_command(app))]
-    for words, command in open_:  # which grows
-        open_ += [([*words, name], one) for name, one in getattr(command, "commands", {}).items()]
-        yield words
+    for path, command in open_:  # grows in the loop
+        open_ += [([*path, name], sub) for name, sub in getattr(command, "commands", {}).items()]
+        yield path
 
 
-@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
-def test_a_help_shows_all_of_its_texts_in_80_columns(words: list[str]) -> None:
-    """Catches: square brackets that are read as markup, and words that are cut."""
+@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+def test_help_shows_all_texts_in_80_columns(path: list[str]) -> None:
+    """Square brackets are not read as markup, and no word is cut."""
     command: Any = get_command(app)
-    for word in words:
+    for word in path:
         command = command.commands[word]
-    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    letters = "".join(shown.split())
-    texts = [command.help, *(one.help for one in command.params)]
+    screen = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, screen.splitlines())) <= 80
+    letters = "".join(screen.split())
+    texts = [command.help, *(parameter.help for parameter in command.params)]
     for text in filter(None, texts):
         assert "".join(text.split()) in letters
-    for one in command.params:
-        assert all(name in letters for name in one.opts if name.startswith("--"))
+    for parameter in command.params:
+        assert all(name in letters for name in parameter.opts if name.startswith("--"))

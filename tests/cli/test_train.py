@@ -1,4 +1,4 @@
-"""`fedsynth train`: what it prints, what it leaves, and what it keeps to itself."""
+"""`fedsynth train`: its messages, its files, and the values that stay private."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Each case, with accuracy on local splits, run once, when it is first asked for."""
-    done: dict[str, Any] = {}
+    """Returns a cache of runs: each case, with accuracy on local splits, runs at its first use."""
+    runs: dict[str, Any] = {}
 
     def outcome(line: str) -> Any:
-        if line not in done:
+        if line not in runs:
             folder = tmp_path_factory.mktemp("runs") / "new" / "folder"
-            done[line] = call_train(folder, f"{line} --local-test 0.2")
-        return done[line]
+            runs[line] = call_train(folder, f"{line} --local-test 0.2")
+        return runs[line]
 
     return outcome
 
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("line", CASES)
-def test_what_a_run_leaves_and_prints(outcomes: Callable[[str], Any], line: str) -> None:
+def test_run_writes_and_prints_expected_results(outcomes: Callable[[str], Any], line: str) -> None:
     run, method, private = outcomes(line), line.split()[0], "--dp" in line
     assert run.code == 0, run.stderr
     files = {p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()}
@@ -84,7 +84,7 @@ def test_what_a_run_leaves_and_prints(outcomes: Callable[[str], Any], line: str)
 @pytest.mark.parametrize(
     "line", [case for case, name in CASES.items() if name not in ("", "paper")]
 )
-def test_a_private_run_reports_its_epsilon_first(outcomes: Callable[[str], Any], line: str) -> None:
+def test_private_runs_report_epsilon_first(outcomes: Callable[[str], Any], line: str) -> None:
     run = outcomes(line)
     report = read_json(run.folder / "privacy_report.json")
     epsilon = report["guarantee"]["epsilon"]
@@ -95,10 +95,10 @@ def test_a_private_run_reports_its_epsilon_first(outcomes: Callable[[str], Any],
     for text in (run.stderr, run.stdout, (run.folder / "privacy_report.md").read_text()):
         assert text.index("ε") < text.index("σ" if "σ" in text else "noise multiplier")
     assert 0 < epsilon < 10
-    assert "--dp-epsilon" not in line or 3.6 < epsilon <= 4  # the noise is found
+    assert "--dp-epsilon" not in line or 3.6 < epsilon <= 4  # the noise is computed
 
 
-def test_the_paper_mechanism_has_no_epsilon(outcomes: Callable[[str], Any]) -> None:
+def test_paper_mechanism_has_no_epsilon(outcomes: Callable[[str], Any]) -> None:
     run = outcomes(PAPER)
     report = read_json(run.folder / "privacy_report.json")
     assert report["guarantee"] is None
@@ -113,9 +113,9 @@ def test_the_paper_mechanism_has_no_epsilon(outcomes: Callable[[str], Any]) -> N
 @pytest.mark.parametrize("method", ["feddm", "fedavg"])
 def test_configs_repeat_runs(outcomes: Callable[[str], Any], fedsynth: Call, method: str) -> None:
     first = outcomes(method).folder
-    again = fedsynth(f"train --config {first / 'config.toml'} --output {first.parents[2] / 'two'}")
-    assert again.code == 0, again.stderr
-    second = Path(again.stdout.splitlines()[-1].removeprefix("run folder: "))
+    rerun = fedsynth(f"train --config {first / 'config.toml'} --output {first.parents[2] / 'two'}")
+    assert rerun.code == 0, rerun.stderr
+    second = Path(rerun.stdout.splitlines()[-1].removeprefix("run folder: "))
     for name in ("config.toml", "model.safetensors"):
         assert (second / name).read_bytes() == (first / name).read_bytes()
     summaries = [read_json(folder / "summary.json") for folder in (first, second)]
@@ -125,45 +125,45 @@ def test_configs_repeat_runs(outcomes: Callable[[str], Any], fedsynth: Call, met
 
 
 @pytest.mark.parametrize("method", ["fedbn", "fedhydra"])
-def test_personal_and_one_shot_methods_leave_a_model(method: str, train: Call) -> None:
+def test_personal_and_one_shot_methods_save_model(method: str, train: Call) -> None:
     run = train(f"{method} --json --local-test 0.2")
     assert run.code == 0, run.stderr
     summary = json.loads(run.stdout)
-    # fedbn has no common model: only its owner sees a result
+    # fedbn has no common model: each client evaluates its own
     assert (summary["test_accuracy"] is None) == (method == "fedbn")
     assert 0 <= summary["local"]["amp"] <= 1
     assert (run.folder / "model.safetensors").is_file()
 
 
-# --------------------------------------------------------------------------- what a run tells
+# ------------------------------------------------------------------------------------- messages
 
 
-def test_what_the_preset_decides_is_said(train: Call) -> None:
-    # tiny runs give all else
+def test_preset_settings_are_printed(train: Call) -> None:
+    # tiny runs set all other options
     run = train("scaffold")
     assert "settings from the preset of digits: model.depth=2\n" in run.stderr
-    said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
-    assert said.endswith(": run.rounds=3, model.width=32, model.depth=2, method.batch=32")
+    message = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
+    assert message.endswith(": run.rounds=3, model.width=32, model.depth=2, method.batch=32")
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""
 
 
-def test_another_methods_config_is_not_dropped_in_silence() -> None:
+def test_ignored_settings_of_other_methods_are_reported() -> None:
     notes: list[str] = []
     fedprox, other = {"run": {"method": "fedprox"}}, {"run": {"method": "fedavg"}}
-    given = {**fedprox, "method": {"mu": 1.0}}
-    merged(given, fedprox, notes.append)
+    settings = {**fedprox, "method": {"mu": 1.0}}
+    merged(settings, fedprox, notes.append)
     merged(fedprox, other, notes.append)
     assert notes == []
-    assert "method" not in merged(given, other, notes.append)
+    assert "method" not in merged(settings, other, notes.append)
     assert "settings of fedprox in the config file are ignored" in notes[0]
 
 
-def test_fedfms_weight_with_noisy_anchors_is_warned_of(train: Call) -> None:
+def test_fedfm_weight_with_noisy_anchors_warns(train: Call) -> None:
     assert "warning: method.weight=50" in train("fedfm --dp-epsilon 8 --subset 0.2").stderr
     assert "warning" not in train("fedfm --dp-epsilon 8 --subset 0.2 --set weight=0.5").stderr
 
 
-def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Call) -> None:
+def test_lost_clients_and_discarded_rounds_are_printed(train: Call) -> None:
     run = train("fedavg --client-failures 1 --seed 1")
     row = read_json(run.folder / "metrics.jsonl")
     needed = -(-len(row["lost"]) // 2)
@@ -174,12 +174,12 @@ def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Call) -> None
     assert "rejected 2 (weight is -1)" in line
 
 
-# ------------------------------------------------------------------------------ no seconds
+# ----------------------------------------------------------------------------------- times
 
 
 @pytest.mark.parametrize("line", ["feddm --dp-epsilon 4", PAPER])
-def test_no_seconds_of_private_runs(outcomes: Callable[[str], Any], train: Call, line: str) -> None:
-    """The run folder keeps them in simulation_only: they depend on the data."""
+def test_private_runs_show_no_times(outcomes: Callable[[str], Any], train: Call, line: str) -> None:
+    """Times depend on the data, so the run folder contains them only in simulation_only."""
     for run in (outcomes(line), train(f"{line} --json")):
         summary = (run.folder / "summary.json").read_text()
         for text in (run.stderr, run.stdout, summary):
@@ -189,7 +189,7 @@ def test_no_seconds_of_private_runs(outcomes: Callable[[str], Any], train: Call,
     assert re.search(r"· \d+\.\d s\n", outcomes("feddm").stderr)
 
 
-def test_signs_of_life_of_private_runs_go_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_private_progress_is_printed_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
     observer = StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
     observer._printed -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
@@ -202,19 +202,19 @@ def test_signs_of_life_of_private_runs_go_by_steps(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_remaining_time_is_that_of_the_mean_round(
+def test_remaining_time_follows_mean_round(
     private: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A private run shows no times, because they may depend on the data."""
-    now = 0.0
-    monkeypatch.setattr(run_messages.time, "monotonic", lambda: now)
+    clock = 0.0
+    monkeypatch.setattr(run_messages.time, "monotonic", lambda: clock)
     privacy = {"noise_multiplier": 3.0} if private else {}
     observer = StderrObserver(resolve({"run": {"rounds": 10}, "privacy": privacy}))
     observer.step(1, "train", 1, 10)
     for number, ended in ((1, 100_000.0), (2, 100_060.0)):
-        now = ended
+        clock = ended
         observer.round_ended({"round": number, "upload_bytes": 0})
-    now += 31.0
+    clock += 31.0
     observer.step(3, "train", 1, 10)
     times = [line for line in capsys.readouterr().err.splitlines() if "days" in line]
     if private:

@@ -1,4 +1,4 @@
-"""Partial participation: who, reproducibly; what it means for ledgers, σ and the clients'
+"""Partial participation: reproducible sampling, and its effects on ledgers, σ and the clients'
 memories."""
 
 from __future__ import annotations
@@ -27,75 +27,73 @@ from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation import sets
 
 
-def test_each_round_samples_four_of_twenty_by_the_seed() -> None:
-    some = Participation(0, 20, 0.2)
-    rounds = [some.in_round(n) for n in range(1, 201)]
-    assert all(len(set(mine)) == 4 and list(mine) == sorted(mine) for mine in rounds)
+def test_rounds_sample_four_of_twenty_by_seed() -> None:
+    draw = Participation(0, 20, 0.2)
+    rounds = [draw.in_round(n) for n in range(1, 201)]
+    assert all(len(set(ids)) == 4 and list(ids) == sorted(ids) for ids in rounds)
     assert rounds[:5] == [Participation(0, 20, 0.2).in_round(n) for n in range(1, 6)]
     assert rounds[:5] != [Participation(1, 20, 0.2).in_round(n) for n in range(1, 6)]
     counts = np.bincount(np.concatenate(rounds), minlength=20)
     assert counts.min() > 20  # 40 expected, deviation 5.7
-    assert some.rounds_of(3, 200) == tuple(n for n, mine in enumerate(rounds, 1) if 3 in mine)
+    assert draw.rounds_of(3, 200) == tuple(n for n, ids in enumerate(rounds, 1) if 3 in ids)
     assert len(Participation(0, 3, 0.33).in_round(1)) == 1
     assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
 
 
-def test_a_participation_below_one_client_is_refused() -> None:
-    """Catches: 1 % of ten clients, which was silently a tenth of them."""
+def test_participation_below_one_client_is_rejected() -> None:
+    """Regression: 1 % of ten clients was silently rounded up to one client."""
     settings = tiny(run={"method": "fedavg", "participation": 0.01}, partition={"clients": 10})
     with pytest.raises(SettingError, match=r"run.participation must be at least 0.1 "):
         simulate(settings, quiet=True)
 
 
-def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
-    some, groups, after = Participation(3, 12, 0.3), (0, 1, 0, 2) * 3, (1, 2, 7, 40)
+def test_most_rounds_match_counted_rounds() -> None:
+    draw, groups, rounds = Participation(3, 12, 0.3), (0, 1, 0, 2) * 3, (1, 2, 7, 40)
     expected = [
-        [max(len(some.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
-        for n in after
+        [max(len(draw.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
+        for n in rounds
     ]
-    assert most_rounds(some, groups, after).tolist() == expected
-    everybody = most_rounds(Participation(3, 12, 1.0), groups, (1, 10**12))
-    assert everybody.tolist() == [[1, 1, 1], [10**12] * 3]
+    assert most_rounds(draw, groups, rounds).tolist() == expected
+    full = most_rounds(Participation(3, 12, 1.0), groups, (1, 10**12))
+    assert full.tolist() == [[1, 1, 1], [10**12] * 3]
 
 
-def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
-    """The oracle composes each client's rows one by one, those of earlier runs and those
-    planned."""
-    given = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
-    settings = tiny(rounds=6, privacy=given)
+def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
+    """The reference composes the spent and the planned rows of each client."""
+    terms = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
+    settings = tiny(rounds=6, privacy=terms)
     spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
-    for client, times in ((1, 1), (2, 5), (3, 1)):
+    for client, count in ((1, 1), (2, 5), (3, 1)):
         ledger = Ledger(
             f"client-{client:03d}", tmp_path / f"client-{client:03d}.jsonl",
             dataset=data_set_id(settings),
         )  # fmt: skip
-        for _ in range(times):
+        for _ in range(count):
             ledger.charge(spent)
     run = plan_of(settings)
-    who = Participation(0, 4, 0.5)
-    for number, found in run.planned_epsilon_by_round().items():
+    participation = Participation(0, 4, 0.5)
+    for number, value in run.planned_epsilon_by_round().items():
         rows = [
-            [*held.releases, *run.planned(who.rounds_of(k, number))]
-            for k, held in enumerate(run.histories)
+            [*history.releases, *run.planned(participation.rounds_of(k, number))]
+            for k, history in enumerate(run.histories)
         ]
-        assert found == pytest.approx(max(epsilon(each, 1e-5) for each in rows), rel=1e-12)
+        assert value == pytest.approx(max(epsilon(part, 1e-5) for part in rows), rel=1e-12)
     assert run.planned_epsilon() == run.planned_epsilon_by_round()[6]
 
 
-def test_a_long_plan_states_epsilon_after_chosen_rounds() -> None:
+def test_long_plans_state_epsilon_after_chosen_rounds() -> None:
     assert shown_rounds(1000) == tuple(range(1, 1001))
     assert shown_rounds(1001)[:7] == (1, 2, 5, 10, 20, 50, 100)
     assert shown_rounds(1001)[-3:] == (800, 1000, 1001)
     assert len(shown_rounds(10**12)) < 50
-    asked: list[int] = []
-    table = PlannedEpsilon((1, 5), lambda position: float(asked.append(position) or 2.0))
-    assert (list(table), asked) == ([1, 5], [])  # a composition only where one looks
-    assert (table[5], table[5], asked) == (2.0, 2.0, [1])
+    positions: list[int] = []
+    table = PlannedEpsilon((1, 5), lambda position: float(positions.append(position) or 2.0))
+    assert (list(table), positions) == ([1, 5], [])  # composed on access only
+    assert (table[5], table[5], positions) == (2.0, 2.0, [1])
 
 
 def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a plan whose time grows with the square of the rounds, or with clients times
-    rounds."""
+    """The time of a plan must not grow with the square of the rounds or with clients × rounds."""
     drawn: list[int] = []
     original = Participation._drawn
 
@@ -120,17 +118,17 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     ("method", "privacy"),
     [
         ("fedavg", {"noise_multiplier": 3.0, "sample_rate": 1.0}),
-        ("feddm", {"noise_multiplier": 3.0, "mechanism": "paper"}),  # no guard looks at its ledger
+        ("feddm", {"noise_multiplier": 3.0, "mechanism": "paper"}),  # its ledger is not checked
     ],
 )
-def test_no_client_is_charged_for_a_round_that_one_ledger_cannot_take(
+def test_unwritable_ledger_prevents_all_charges(
     method: str, privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny(method, run={"method": method}, privacy={**privacy, "ledger": tmp_path})
     settings = replace(settings, rounds=1)
     simulate(settings)
-    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
-    last = max(before)
+    original = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    last = max(original)
     check = Ledger.check_writable
 
     def refuse(self: Ledger) -> None:
@@ -141,7 +139,7 @@ def test_no_client_is_charged_for_a_round_that_one_ledger_cannot_take(
     monkeypatch.setattr(Ledger, "check_writable", refuse)
     with pytest.raises(LedgerError, match="cannot write"):
         simulate(settings)
-    assert {path: path.read_bytes() for path in before} == before
+    assert {path: path.read_bytes() for path in original} == original
 
 
 FAST = {
@@ -163,8 +161,7 @@ def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSetting
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 def test_returning_clients_keep_their_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
-    it remembers."""
+    """A returning client starts from its stored images, also in a group with new clients."""
     seen: list[tuple[int, ...]] = []
     restore_images = sets.restore_images
 
@@ -173,38 +170,38 @@ def test_returning_clients_keep_their_images(method: str, monkeypatch: pytest.Mo
         new = start.clone()
         restore_images(start, segments, memories)
         for position, memory in enumerate(memories):
-            mine = segments.of(position)
-            expected = memory["images"].view_as(start[mine]) if "images" in memory else new[mine]
-            assert torch.equal(start[mine], expected)
+            rows = segments.of(position)
+            expected = memory["images"].view_as(start[rows]) if "images" in memory else new[rows]
+            assert torch.equal(start[rows], expected)
 
     monkeypatch.setattr(sets, "restore_images", spy)
     simulate(tiny(method, rounds=4))
-    who, known = Participation(0, 4, 0.5), set[int]()
+    participation, returning = Participation(0, 4, 0.5), set[int]()
     for number, flags in enumerate(seen, 1):
-        assert flags == tuple(k in known for k in who.in_round(number))
-        known |= set(who.in_round(number))
+        assert flags == tuple(k in returning for k in participation.in_round(number))
+        returning |= set(participation.in_round(number))
     assert any(len(set(flags)) == 2 for flags in seen)  # the mixed case happened
 
 
-def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -> None:
-    """σ is found for the client with most rounds; the others spend less; the report verifies."""
+def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
+    """The client with most rounds determines σ, the others spend less, and the report verifies."""
     settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
     result = simulate(settings, output=tmp_path)
     rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
     assert len(set(rounds)) > 1
-    promise: Any = result.privacy["guarantee"]
-    spent = [promise["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
+    guarantee: Any = result.privacy["guarantee"]
+    spent = [guarantee["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
     assert 4.95 < max(spent) <= 5.0
     assert np.argsort(spent, kind="stable").tolist() == np.argsort(rounds, kind="stable").tolist()
     sections = settings.to_mapping()
-    everybody = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
-    assert result.summary["differential_privacy"]["noise_multiplier"] < everybody.sigma
+    full = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
+    assert result.summary["differential_privacy"]["noise_multiplier"] < full.sigma
     assert verify_run(result.folder).problems == []
 
 
-def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
+def test_data_set_id_ignores_local_split() -> None:
     plain = data_set_id(tiny())
     assert data_set_id(tiny(partition={"clients": 4, "local_test": 0.2})) == plain
     assert data_set_id(tiny(partition={"clients": 4, "subset": 0.5})) != plain
-    # of the first version: ledgers are kept for long
+    # the id of the first version: ledgers are long-lived
     assert data_set_id(resolve({})) == "digits-3840bad0acf7"

@@ -1,5 +1,4 @@
-"""Settings: merged, converted, checked, and the same after a trip through TOML; errors name section and
-key."""
+"""Settings: merging, conversion, checks and the round trip through TOML; errors name section and key."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from fedsynth.validation import check_ranges, field_types, from_mapping, to_toml
 
 
 @pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar100"])
-def test_the_trip_through_toml(dataset: str) -> None:
+def test_settings_survive_toml_round_trip(dataset: str) -> None:
     data = {"dataset": dataset, "data_root": '/a folder/with "quotes" and ε'}
     privacy = {"noise_multiplier": 1.5, "ledger": "/ledgers"}
     for method in METHODS:
         run = {"method": method, "seed": 3, "device": "cpu"}
-        found = resolve({"run": run, "data": data, "privacy": privacy})
-        assert resolve(tomllib.loads(to_toml(found.to_mapping()))) == found
+        resolved = resolve({"run": run, "data": data, "privacy": privacy})
+        assert resolve(tomllib.loads(to_toml(resolved.to_mapping()))) == resolved
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
@@ -47,24 +46,23 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lo
         texts | st.integers() | st.booleans() | st.floats(allow_nan=False),
     )
 )
-def test_toml_gives_back_every_value(values: dict[str, Any]) -> None:
+def test_toml_preserves_every_value(values: dict[str, Any]) -> None:
     read = tomllib.loads(to_toml({"section": values}))["section"]
     assert read == values
     assert [type(read[key]) for key in values] == list(map(type, values.values()))
 
 
-def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> None:
-    found = resolve({"model": {"width": 16}})
-    assert (found.method.name, found.dataset) == ("feddm", "digits")
-    assert (found.model.width, found.model.depth, found.model.norm) == (16, 2, "instance")
+def test_settings_override_presets_and_defaults() -> None:
+    merged = resolve({"model": {"width": 16}})
+    assert (merged.method.name, merged.dataset) == ("feddm", "digits")
+    assert (merged.model.width, merged.model.depth, merged.model.norm) == (16, 2, "instance")
     assert resolve({"data": {"dataset": "mnist"}}).model.depth == 3
     assert resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
     assert resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
 
 
-def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> None:
-    """Catches: a method left out of the preset, so that comparing it with the others compares
-    presets."""
+def test_local_training_on_digits_has_batches_of_32() -> None:
+    """A method without the preset could not be compared with the others."""
     for name in METHODS:
         method = resolve({"run": {"method": name}}).method
         if isinstance(method, TrainsLocally):
@@ -72,7 +70,7 @@ def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> N
     assert resolve({"run": {"method": "FedFM-Lite"}}).method.name == "fedfm-lite"
 
 
-def test_no_privacy_settings_mean_no_privacy() -> None:
+def test_empty_privacy_section_means_no_privacy() -> None:
     assert resolve({"privacy": {}}).privacy is None
     privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (4.0, None)
@@ -81,7 +79,7 @@ def test_no_privacy_settings_mean_no_privacy() -> None:
         resolve({"privacy": {"delta": 1e-5}})
 
 
-def test_a_natural_clients_nominal_size_is_a_groups() -> None:
+def test_nominal_size_of_natural_clients_is_per_group() -> None:
     """Also where fewer clients than writers take part; other partitions divide all examples."""
     spec = dataset_spec("femnist")
     for kind, pieces in (("natural", 3_550), ("iid", 100)):
@@ -109,7 +107,7 @@ BAD: dict[type, tuple[Any, ...]] = {
     float: (-1e9, math.nan),
     str: ("no such thing",),
 }
-ANYTHING = {  # what is right for these is known only when the run has its data, method and machine
+ANYTHING = {  # checked only with the run's data, method and machine
     ("method", "proxy"),
     ("partition", "seed"),
     ("privacy", "ledger"),
@@ -122,8 +120,8 @@ NAMED = (SettingError, PrivacySettingError, UnknownNameError)
 
 
 @pytest.mark.parametrize(("cls", "base"), CLASSES, ids=lambda value: getattr(value, "__name__", ""))
-def test_errors_of_ranges_and_choices_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
-    """Catches: an error that says "ipc" and not whose, or the name of an inner object's field."""
+def test_range_and_choice_errors_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
+    """Errors name the setting's section, not only its key or a field of an inner object."""
     for name, kind in field_types(cls).items():
         if (cls.section, name) in ANYTHING:
             continue
@@ -137,7 +135,7 @@ def test_errors_of_ranges_and_choices_name_section_and_key(cls: Any, base: dict[
 
 
 @pytest.mark.parametrize(("cls", "base"), CLASSES, ids=lambda value: getattr(value, "__name__", ""))
-def test_errors_of_conversions_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
+def test_conversion_errors_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
     def convert(values: dict[str, Any]) -> object:
         if cls is RunSettings:
             return resolve({"run": values})
@@ -155,8 +153,8 @@ def test_errors_of_conversions_name_section_and_key(cls: Any, base: dict[str, An
 
 
 @dataclass(frozen=True)
-class Own:
-    """Settings with every type that there is."""
+class Sample:
+    """Settings with a field of every type."""
 
     section: ClassVar[str] = "own"
 
@@ -170,54 +168,54 @@ class Own:
 values = st.integers(-(2**63), 2**63) | st.floats(-3e38, 3e38) | st.booleans()
 
 
-def test_numbers_that_no_setting_can_be() -> None:
-    """Also as text, and in the digits of other scripts, which Python takes."""
+def test_out_of_range_numbers_are_rejected() -> None:
+    """Also as text, and in digits of other scripts, which Python accepts."""
     for key in ("number", "rate"):
         for value in (10**400, "9" * 400, "9" * 5000, 1e39, "1e39", "١٢", [1], None):
             with pytest.raises(SettingError) as caught:
-                from_mapping(Own, {key: value})
+                from_mapping(Sample, {key: value})
             assert len(str(caught.value)) < 300
     for value in (2**63, 1.5, True, math.inf):
         with pytest.raises(SettingError):
-            from_mapping(Own, {"number": value})
+            from_mapping(Sample, {"number": value})
 
 
 @given(st.integers(-(10**15), 10**15), values, st.booleans(), st.text(max_size=20))
-def test_text_and_values_convert_alike(number: int, rate: float, flag: bool, text: str) -> None:
-    """Catches: a float field whose default is written 1 and is then taken for an int."""
+def test_text_and_values_convert_equally(number: int, rate: float, flag: bool, text: str) -> None:
+    """A float field stays one if its default is written as 1."""
     as_text = {"number": str(number), "rate": str(float(rate)), "flag": str(flag), "text": text}
-    wanted = Own(number, float(rate), flag, text)
-    assert from_mapping(Own, as_text) == wanted
-    assert from_mapping(Own, {**as_text, "rate": float(rate), "flag": flag}) == wanted
+    expected = Sample(number, float(rate), flag, text)
+    assert from_mapping(Sample, as_text) == expected
+    assert from_mapping(Sample, {**as_text, "rate": float(rate), "flag": flag}) == expected
 
 
-def test_non_finite_and_optional_numbers() -> None:
+def test_non_finite_optional_numbers_are_rejected() -> None:
     for bad in ("nan", math.nan, "1e999"):
         with pytest.raises(SettingError, match=r"^own\.bound must be a finite number up to "):
-            from_mapping(Own, {"bound": bad})
-    assert from_mapping(Own, {"bound": "2"}).bound == 2.0
-    assert from_mapping(Own, {"number": 3.0}).number == 3
+            from_mapping(Sample, {"bound": bad})
+    assert from_mapping(Sample, {"bound": "2"}).bound == 2.0
+    assert from_mapping(Sample, {"number": 3.0}).number == 3
 
 
 @pytest.mark.parametrize(
     ("settings", "bounds", "text"),
     [
-        (Own(rate=math.nan), {"rate": (0, 1)}, r"rate must be a finite number"),
-        (Own(rate=math.inf), {"rate": (0, 1)}, r"rate must be a finite number"),
-        (Own(rate=10**400), {"rate": (0, 1)}, r"rate must be between 0 and 1"),
-        (Own(rate="1"), {"rate": (0, 1)}, r"rate must be a number, got "),
-        (Own(), {"number": (2, 5)}, r"number must be between 2 and 5, got 1$"),
-        (Own(2.5), {"number": (2, 5)}, r"number must be a whole number, got 2.5$"),
-        (Own(), {"rate": (2, math.inf)}, r"rate must be at least 2, got 1$"),
+        (Sample(rate=math.nan), {"rate": (0, 1)}, r"rate must be a finite number"),
+        (Sample(rate=math.inf), {"rate": (0, 1)}, r"rate must be a finite number"),
+        (Sample(rate=10**400), {"rate": (0, 1)}, r"rate must be between 0 and 1"),
+        (Sample(rate="1"), {"rate": (0, 1)}, r"rate must be a number, got "),
+        (Sample(), {"number": (2, 5)}, r"number must be between 2 and 5, got 1$"),
+        (Sample(2.5), {"number": (2, 5)}, r"number must be a whole number, got 2.5$"),
+        (Sample(), {"rate": (2, math.inf)}, r"rate must be at least 2, got 1$"),
     ],
 )
-def test_ranges(settings: Own, bounds: dict[str, Any], text: str) -> None:
+def test_ranges_are_checked(settings: Sample, bounds: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=rf"^own\.{text}"):
         check_ranges(settings, **bounds)
-    check_ranges(Own(), number=(1, 1), rate=(1, math.inf))
+    check_ranges(Sample(), number=(1, 1), rate=(1, math.inf))
 
 
-def test_an_error_names_its_setting_and_can_be_moved_to_another() -> None:
+def test_setting_errors_can_be_moved() -> None:
     error = SettingError("a", "b", "needs c.d=1: so", value=5)
     assert str(error) == "a.b=5 needs c.d=1: so"
     moved = error.of("x", "y")
