@@ -1,5 +1,4 @@
-"""What steps know of their round: made without a run, changed by parts, and pickled with all it
-has."""
+"""The context of a round: loading of networks, active clients and pickling."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def proxy() -> ProxyImages:
     return ProxyImages(from_arrays(pixels, np.zeros(6, np.int64), colours), SPEC)
 
 
-def full() -> RoundContext:
-    """With everything that a context may have."""
+def full_context() -> RoundContext:
+    """Returns a context with every optional part."""
     return RoundContext(
         3,
         7,
@@ -52,38 +51,40 @@ def full() -> RoundContext:
     )
 
 
-def test_a_context_pickles_with_all_that_it_has() -> None:
-    """Networks, proxy images, privacy settings, notes: another process gets the same context."""
-    context = full()
+def test_context_survives_pickling() -> None:
+    """Networks, proxy images, privacy settings and notes reach another process."""
+    context = full_context()
     context.note("before")
-    arrived = pickle.loads(pickle.dumps(context))
+    unpickled = pickle.loads(pickle.dumps(context))
     for field in fields(RoundContext):
-        mine, theirs = getattr(context, field.name), getattr(arrived, field.name)
+        value, unpickled_value = getattr(context, field.name), getattr(unpickled, field.name)
         if field.name == "proxy":
-            assert torch.equal(theirs(torch.tensor([5, 0])), mine(torch.tensor([5, 0])))
+            assert torch.equal(unpickled_value(torch.tensor([5, 0])), value(torch.tensor([5, 0])))
         elif field.name == "reporter":
-            assert theirs.lines == ["before"]
+            assert unpickled_value.lines == ["before"]
         elif field.name != "keeper" and "architecture" not in field.name:
-            assert mine == theirs, field.name
+            assert value == unpickled_value, field.name
     for k in range(3):
-        one, other = context.architecture_of(k), arrived.architecture_of(k)
-        assert type(one) is type(other)
-        torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=0, atol=0)
+        network, unpickled_network = context.architecture_of(k), unpickled.architecture_of(k)
+        assert type(network) is type(unpickled_network)
+        torch.testing.assert_close(
+            dict(network.state_dict()), dict(unpickled_network.state_dict()), rtol=0, atol=0
+        )
 
 
-def test_a_loaded_network_is_a_copy_of_the_clients_own_architecture() -> None:
-    context = full()
+def test_load_copies_the_architecture_of_the_client() -> None:
+    context = full_context()
     parameters = {n: torch.ones_like(v) for n, v in network(2, "resnet8").state_dict().items()}
     loaded = context.load(parameters, 1)
     assert type(loaded) is type(context.architecture_of(1))
     assert all(torch.equal(v, parameters[n]) for n, v in loaded.state_dict().items())
-    after = context.architecture_of(1).state_dict()
-    assert not any(torch.equal(after[n], v) for n, v in parameters.items() if v.dim() > 1)
+    weights = context.architecture_of(1).state_dict()
+    assert not any(torch.equal(weights[n], v) for n, v in parameters.items() if v.dim() > 1)
     with pytest.raises(RuntimeError):
         context.load(parameters)  # the server's architecture has no such parameters
 
 
-def test_all_clients_are_active_unless_some_are_named() -> None:
+def test_all_clients_are_active_by_default() -> None:
     context = RoundContext(1, 0, CPU, SPEC, network(), 5.0, clients=3)
     assert context.active == (0, 1, 2)
     assert replace(context, participants=()).active == ()

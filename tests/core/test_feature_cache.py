@@ -1,5 +1,4 @@
-"""Kept features and what is kept of their embedding: equal to what is made anew, made once, and
-never another embedding's."""
+"""The cache of features and embeddings: equal to fresh values, computed once, keyed by embedding."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PIXELS = replace(feature_map("pixels", SPEC.image_shape), blocks=((8, 8),))
 
 
 def data(n: int = 700) -> ImageData:
-    """More than one pass of the embedding."""
+    """Returns more images than one pass of the embedding takes."""
     return digits(np.arange(n) % 10)
 
 
@@ -31,8 +30,8 @@ def embedding(seed: int) -> Embedding:
     return Embedding(torch.rand(64, generator=draws), 3.0, (root,))
 
 
-def by_hand(images: ImageData, embedding: Embedding) -> np.ndarray:
-    """clip₁(A·(Φ − m)·B/R), with Φ an image's pixels less ½."""
+def numpy_embedding(images: ImageData, embedding: Embedding) -> np.ndarray:
+    """Computes clip₁(A·(Φ − m)·B/R), where Φ are an image's pixels less ½."""
     (root,) = embedding.roots
     phi = images.images[:, 0].double().numpy() / 255 - 0.5
     about = phi - embedding.centre.double().numpy().reshape(8, 8)
@@ -42,34 +41,36 @@ def by_hand(images: ImageData, embedding: Embedding) -> np.ndarray:
     return actual
 
 
-@pytest.mark.parametrize("most", [feature_cache.MAX_BYTES, 1])
-def test_z_is_that_of_the_embedding_that_was_asked_for(
-    most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_bytes", [feature_cache.MAX_BYTES, 1])
+def test_cached_vectors_match_their_embedding(
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: z of another centre, another T, features in z's place, or a cache that keeps the
-    caller's tensors, which are equal to themselves after a change."""
-    monkeypatch.setattr(feature_cache, "MAX_BYTES", most)
+    """A broken cache would return z of another centre or transform, or features instead of z, or
+    keep the caller's tensors, which may change."""
+    monkeypatch.setattr(feature_cache, "MAX_BYTES", max_bytes)
     images = data()
     records = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     for seed in (0, 1, 0):
-        asked = embedding(seed)
-        asked_z = feature_table(images, PIXELS, records, asked)(records)
-        np.testing.assert_allclose(asked_z, by_hand(images, asked)[records], atol=1e-5)
-        plain = replace(asked, roots=())
-        assert not torch.equal(feature_table(images, PIXELS, records, plain)(records), asked_z)
-        asked.centre.add_(0.1)
-        moved = feature_table(images, PIXELS, records, asked)(records)
-        np.testing.assert_allclose(moved, by_hand(images, asked)[records], atol=1e-5)
+        requested = embedding(seed)
+        requested_z = feature_table(images, PIXELS, records, requested)(records)
+        np.testing.assert_allclose(
+            requested_z, numpy_embedding(images, requested)[records], atol=1e-5
+        )
+        plain = replace(requested, roots=())
+        assert not torch.equal(feature_table(images, PIXELS, records, plain)(records), requested_z)
+        requested.centre.add_(0.1)
+        moved = feature_table(images, PIXELS, records, requested)(records)
+        np.testing.assert_allclose(moved, numpy_embedding(images, requested)[records], atol=1e-5)
         phi = feature_table(images, PIXELS, records)(records)
         assert torch.equal(phi, PIXELS(images.images[records]))
 
 
-def test_each_records_features_and_z_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_and_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     images = data()
     mapped: list[int] = []
     embedded: list[int] = []
 
-    def counted(x: Tensor) -> Tensor:
+    def counting(x: Tensor) -> Tensor:
         mapped.append(len(x))
         return x.flatten(1)
 
@@ -78,30 +79,30 @@ def test_each_records_features_and_z_are_made_once(monkeypatch: pytest.MonkeyPat
             embedded.append(len(features_Nd))
             return super().__call__(features_Nd)
 
-    own = replace(PIXELS, name="own", function=counted)
+    counting_map = replace(PIXELS, name="own", function=counting)
     monkeypatch.setattr(feature_cache, "PASS", 1)
     monkeypatch.setattr(feature_cache, "EMBEDDING_PASS", 1)
     first = embedding(0)
-    for start in (0, 300, 0):  # the message of each round has constants of its own, equal ones
+    for start in (0, 300, 0):  # messages have equal but separate constants
         records = torch.arange(start, start + 400)
-        same = Counted(first.centre.clone(), first.radius, first.roots)
-        feature_table(images, own, records, same)(records)
+        equal_embedding = Counted(first.centre.clone(), first.radius, first.roots)
+        feature_table(images, counting_map, records, equal_embedding)(records)
     assert sum(mapped) == sum(embedded) == len(images)
 
 
-def test_a_records_z_has_the_same_bits_whoever_else_is_embedded(
+def test_embedding_bits_are_independent_of_other_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And passes are of one length: no kernel's shape goes by how many records there are."""
+    """Passes have one length, so that no kernel's shape depends on the number of records."""
     lengths: set[int] = set()
     call = Embedding.__call__
     monkeypatch.setattr(
         Embedding, "__call__", lambda self, phi: lengths.add(len(phi)) or call(self, phi)
     )
     full = data()
-    everyone = torch.arange(len(full))
-    together = feature_table(full, PIXELS, everyone, embedding(0))(everyone)
-    for some in (torch.arange(1), torch.arange(3, 20), torch.arange(100, 700)):
-        separate = feature_table(data(), PIXELS, some, embedding(0))(some)
-        assert torch.equal(separate, together[some])
+    all_records = torch.arange(len(full))
+    together = feature_table(full, PIXELS, all_records, embedding(0))(all_records)
+    for records in (torch.arange(1), torch.arange(3, 20), torch.arange(100, 700)):
+        separate = feature_table(data(), PIXELS, records, embedding(0))(records)
+        assert torch.equal(separate, together[records])
     assert lengths == {feature_cache.EMBEDDING_PASS}

@@ -1,5 +1,4 @@
-"""Every message and state of every method goes to bytes and back, and frames do; bytes that are none
-are refused by name."""
+"""Serialisation of messages, states and frames, and refusals of malformed bytes."""
 
 from __future__ import annotations
 
@@ -28,37 +27,37 @@ from tests.message_examples import message_types, random_message
 
 def assert_same(a: Packed, b: Packed) -> None:
     assert type(a) is type(b)
-    for (name, x), (other, y) in zip(a.arrays(), b.arrays(), strict=True):
-        assert (name, x.dtype) == (other, y.dtype)
+    for (name, x), (other_value, y) in zip(a.arrays(), b.arrays(), strict=True):
+        assert (name, x.dtype) == (other_value, y.dtype)
         assert torch.equal(x, y)
-    for f in fields(a):
-        one, other = getattr(a, f.name), getattr(b, f.name)
-        if isinstance(one, Mapping):
-            assert list(one) == list(other)
-        elif not isinstance(one, Tensor):
-            assert one == other
+    for field in fields(a):
+        value, other_value = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(value, Mapping):
+            assert list(value) == list(other_value)
+        elif not isinstance(value, Tensor):
+            assert value == other_value
     assert a.nbytes == b.nbytes
 
 
-def declared(name: str) -> set[type[Packed]]:
-    """What a method declares to be sent and kept."""
+def declared_types(name: str) -> set[type[Packed]]:
+    """Returns the message and state types that a method declares."""
     cls = method_class(name)
-    some = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
-    return {kind for kind in some if kind is not None}
+    types = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
+    return {kind for kind in types if kind is not None}
 
 
-def test_declared_metrics_are_known_and_have_unique_names() -> None:
-    """A type is told by its name: two with one name could be taken for each other."""
-    known = set(message_types())
-    assert set().union(*(declared(name) for name in METHODS)) <= known
-    assert len({kind.__name__ for kind in known}) == len(known)
-    assert sum(issubclass(kind, ServerState) for kind in known) >= 10
-    assert sum(issubclass(kind, Message) for kind in known) >= 17
+def test_declared_types_have_unique_names() -> None:
+    """A type is identified by its name in the bytes."""
+    types = set(message_types())
+    assert set().union(*(declared_types(name) for name in METHODS)) <= types
+    assert len({kind.__name__ for kind in types}) == len(types)
+    assert sum(issubclass(kind, ServerState) for kind in types) >= 10
+    assert sum(issubclass(kind, Message) for kind in types) >= 17
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_first_state_comes_back(name: str) -> None:
-    """Every field but the model has a value before the first round; it is of the declared type."""
+def test_initial_states_survive_serialisation(name: str) -> None:
+    """Initial states have the declared type."""
     model = build_model(ModelSettings(width=4, depth=1, norm="batch"), (1, 8, 8), 10, 0)
     cls = method_class(name)
     state = cls().initial_state(model.state_dict())
@@ -66,7 +65,7 @@ def test_a_first_state_comes_back(name: str) -> None:
     assert_same(state, cls.state.from_bytes(state.to_bytes()))
 
 
-def test_what_is_moved_is_the_same_elsewhere() -> None:
+def test_states_move_between_devices() -> None:
     state = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(3))
     moved = state.to("meta")
     assert moved.has_anchor is None
@@ -76,32 +75,34 @@ def test_what_is_moved_is_the_same_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("kind", message_types())
-def test_a_received_message_equals_the_sent_one(kind: type[Packed]) -> None:
+def test_messages_survive_serialisation(kind: type[Packed]) -> None:
     for seed in range(8):
         message = random_message(kind, random.Random(seed))
         assert_same(message, kind.from_bytes(message.to_bytes()))
 
 
-def test_one_tensor_under_two_names_arrives_twice() -> None:
+def test_shared_tensors_are_serialised_separately() -> None:
     shared = torch.arange(6.0).view(2, 3)
     sent = ModelParameters({"a": shared, "a.b": shared.T, "": shared[0]}, 1.0)
-    got = ModelParameters.from_bytes(sent.to_bytes())
-    assert list(got.parameters) == ["a", "a.b", ""]
-    got.parameters["a"].zero_()
-    assert torch.equal(got.parameters["a.b"], shared.T)
+    received = ModelParameters.from_bytes(sent.to_bytes())
+    assert list(received.parameters) == ["a", "a.b", ""]
+    received.parameters["a"].zero_()
+    assert torch.equal(received.parameters["a.b"], shared.T)
 
 
 @dataclass(frozen=True)
-class Words(Message):
+class TextMessage(Message):
     text: Any = public("a test's")
 
 
-def test_what_cannot_be_sent() -> None:
+def test_unsupported_field_values_are_rejected() -> None:
     for value in ("words", float("nan"), float("inf"), [torch.ones(1)]):
-        with pytest.raises(MessageError, match=r"Words\.text must be"):
-            Words(value).to_bytes()
-    with pytest.raises(MessageError, match=r"Words\.text is missing"):
-        Words.from_bytes(Words(None).to_bytes())  # only a field whose default is None may be None
+        with pytest.raises(MessageError, match=r"TextMessage\.text must be"):
+            TextMessage(value).to_bytes()
+    with pytest.raises(MessageError, match=r"TextMessage\.text is missing"):
+        TextMessage.from_bytes(
+            TextMessage(None).to_bytes()
+        )  # only a field whose default is None may be None
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
 SCORED = Scored({"w": torch.ones(2)}, score=0.5).to_bytes()
 
 
-def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
-    """`good` with its JSON header changed, and its version, if one is given."""
+def with_header(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
+    """Returns `good` with a changed JSON header and optionally another version."""
     length = struct.unpack("<Q", good[:8])[0]
     outer = json.loads(good[8 : 8 + length])
     inner = {**json.loads(outer["__metadata__"]["header"]), **header}
@@ -129,8 +130,8 @@ def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + good[8 + length :]
 
 
-def resized(shape: list[int]) -> bytes:
-    """`GOOD` without its numbers, and with another shape of them."""
+def with_shape(shape: list[int]) -> bytes:
+    """Returns `GOOD` without its numbers and with another shape."""
     length = struct.unpack("<Q", GOOD[:8])[0]
     outer = json.loads(GOOD[8 : 8 + length])
     outer["parameters.w"].update(shape=shape, data_offsets=[0, 0])
@@ -141,43 +142,43 @@ def resized(shape: list[int]) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "match"),
     [
-        (resized([0, 2**63]), "message is damaged"),
-        (resized([0, 2**64 - 1]), "message is damaged"),
+        (with_shape([0, 2**63]), "message is damaged"),
+        (with_shape([0, 2**64 - 1]), "message is damaged"),
         (b"", "not a valid fedsynth message"),
         (GOOD[:20], "not a valid fedsynth message"),
         (b"\xff" * 64, "not a valid fedsynth message"),
         (struct.pack("<Q", 2**63) + b"{}", "not a valid fedsynth message"),
         (struct.pack("<Q", 20_000) + b"[" * 20_000, "not a valid fedsynth message"),
         (GOOD[:-1], "message is damaged"),
-        (changed(type="Words"), "expected a message of type ModelParameters, got 'Words'"),
-        (changed(numbers={}), r"ModelParameters\.weight is missing"),
-        (changed(numbers={"weight": "3"}), "finite number"),
-        (changed(numbers={"weight": True}), "finite number"),
-        (changed(numbers={"weight": float("nan")}), "finite number"),
-        (changed(numbers={"weight": 2**64}), "finite number"),
-        (changed(numbers={"weight": 10**400}), "finite number"),
-        (changed(parts=" " * 2**23), "the header has 8"),
-        (changed(numbers={"weight": 3, "more": 1}), "unexpected entry 'more'"),
-        (changed(numbers=[3]), "mappings `numbers`"),
-        (changed(keys={"parameters": []}), r"unexpected entry 'parameters\.w'"),
-        (changed(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
-        (changed(keys={"parameters": ["w", "w"]}), "exactly once"),
-        (changed(keys={"parameters": "w"}), "exactly once"),
-        (changed(keys={}), r"ModelParameters\.parameters is missing"),
-        (changed(version="1"), "not a valid fedsynth message"),
-        (changed(none=None), "mappings `numbers`"),
-        (changed(none={"weight": 1}), "mappings `numbers`"),
-        (changed(none=["weight"]), "unexpected entry 'weight'"),
-        (changed(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
-        (changed(none=[["weight"]]), "unexpected entry"),
-        (changed(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
+        (with_header(type="Words"), "expected a message of type ModelParameters, got 'Words'"),
+        (with_header(numbers={}), r"ModelParameters\.weight is missing"),
+        (with_header(numbers={"weight": "3"}), "finite number"),
+        (with_header(numbers={"weight": True}), "finite number"),
+        (with_header(numbers={"weight": float("nan")}), "finite number"),
+        (with_header(numbers={"weight": 2**64}), "finite number"),
+        (with_header(numbers={"weight": 10**400}), "finite number"),
+        (with_header(parts=" " * 2**23), "the header has 8"),
+        (with_header(numbers={"weight": 3, "more": 1}), "unexpected entry 'more'"),
+        (with_header(numbers=[3]), "mappings `numbers`"),
+        (with_header(keys={"parameters": []}), r"unexpected entry 'parameters\.w'"),
+        (with_header(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
+        (with_header(keys={"parameters": ["w", "w"]}), "exactly once"),
+        (with_header(keys={"parameters": "w"}), "exactly once"),
+        (with_header(keys={}), r"ModelParameters\.parameters is missing"),
+        (with_header(version="1"), "not a valid fedsynth message"),
+        (with_header(none=None), "mappings `numbers`"),
+        (with_header(none={"weight": 1}), "mappings `numbers`"),
+        (with_header(none=["weight"]), "unexpected entry 'weight'"),
+        (with_header(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
+        (with_header(none=[["weight"]]), "unexpected entry"),
+        (with_header(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
         (
-            changed(numbers={}, keys={"parameters": ["w"], "weight": []}),
+            with_header(numbers={}, keys={"parameters": ["w"], "weight": []}),
             "weight has the wrong type",
         ),
     ],
 )
-def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
+def test_malformed_messages_are_rejected(sent: bytes, match: str) -> None:
     with pytest.raises(MessageError, match=match):
         ModelParameters.from_bytes(sent)
 
@@ -185,38 +186,42 @@ def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sent", "match"),
     [
-        (AnchorState, changed(STATE, none=[]), r"AnchorState\.seen is missing"),
+        (AnchorState, with_header(STATE, none=[]), r"AnchorState\.seen is missing"),
         *(
-            (AnchorState, changed(STATE, none=["seen", "has_anchor", name]), "unexpected entry")
+            (AnchorState, with_header(STATE, none=["seen", "has_anchor", name]), "unexpected entry")
             for name in ("has_anchor", "anchors", "cache")
         ),
-        (AnchorState, changed(STATE, none=["seen"], numbers={"has_anchor": 1}), "wrong type int"),
-        (Scored, changed(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
-        (Scored, changed(SCORED, none=["count"]), "unexpected entry 'count'"),
+        (
+            AnchorState,
+            with_header(STATE, none=["seen"], numbers={"has_anchor": 1}),
+            "wrong type int",
+        ),
+        (Scored, with_header(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
+        (Scored, with_header(SCORED, none=["count"]), "unexpected entry 'count'"),
         (ServerState, STATE, "expected a message of type ServerState, got 'AnchorState'"),
     ],
 )
-def test_bytes_that_are_no_such_state(kind: type[Packed], sent: bytes, match: str) -> None:
-    """None is for fields that may be None, once each, and in place of a value."""
+def test_malformed_states_are_rejected(kind: type[Packed], sent: bytes, match: str) -> None:
+    """Only optional fields may be None, once each, and instead of a value."""
     with pytest.raises(MessageError, match=match):
         kind.from_bytes(sent)
 
 
-def test_a_tensor_in_a_numbers_place_is_refused() -> None:
-    """A step reckons with what its message declares: a weight is no tensor."""
+def test_tensors_in_place_of_numbers_are_rejected() -> None:
+    """Steps rely on the declared types."""
 
     @dataclass(frozen=True)
     class Forged(Message):
         parameters: Mapping[str, Tensor] = released()
         weight: Tensor = released()
 
-    forged = changed(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
+    forged = with_header(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
     with pytest.raises(MessageError, match=r"ModelParameters\.weight has the wrong type Tensor"):
         ModelParameters.from_bytes(forged)
 
 
-def test_equal_messages_are_equal_bytes() -> None:
-    """In any order of safetensors' header: a node recognises a repeated request by its bytes."""
+def test_equal_messages_have_equal_bytes() -> None:
+    """A node recognises repeated requests by their bytes, also after reordering in safetensors."""
     message = ModelParameters({f"layer{k}": torch.ones(k + 1) for k in range(5)}, weight=2.0)
     (packed,) = {message.to_bytes() for _ in range(40)}
     assert (8 + int.from_bytes(packed[:8], "little")) % 8 == 0
@@ -229,18 +234,18 @@ VALUES = st.recursive(
 )
 
 
-def by_hand(header: bytes, payload: bytes = b"", length: int | None = None) -> bytes:
-    """A frame's bytes, as the format has them."""
+def frame_bytes(header: bytes, payload: bytes = b"", length: int | None = None) -> bytes:
+    """Returns a frame's bytes in the documented format."""
     size = len(header) if length is None else length
     return size.to_bytes(LENGTH_BYTES, "little") + header + payload
 
 
 @settings(max_examples=10)
 @given(st.text(), st.dictionaries(st.text(), VALUES), st.binary())
-def test_what_is_sent_comes_back(kind: str, facts: dict[str, Any], payload: bytes) -> None:
-    """Catches: a payload that is cut, or taken for a part of the header."""
+def test_frames_survive_serialisation(kind: str, facts: dict[str, Any], payload: bytes) -> None:
+    """A broken version would truncate the payload, or read it as part of the header."""
     sent = Frame(kind, facts, payload).to_bytes()
-    assert sent == by_hand(json.dumps({"kind": kind, "facts": facts}).encode(), payload)
+    assert sent == frame_bytes(json.dumps({"kind": kind, "facts": facts}).encode(), payload)
     assert Frame.from_bytes(sent) == Frame(kind, facts, payload)
 
 
@@ -249,37 +254,37 @@ def test_what_is_sent_comes_back(kind: str, facts: dict[str, Any], payload: byte
     [
         b"",
         b"\x01",
-        by_hand(b"{}", length=3),
-        by_hand(b"{}", length=2**63),
-        by_hand(b"\xff"),
-        by_hand(b"{}"),
-        by_hand(b"[]"),
-        by_hand(b'{"kind": 1, "facts": {}}'),
-        by_hand(b'{"kind": "step", "facts": []}'),
-        by_hand(b"[" * 100_000),
+        frame_bytes(b"{}", length=3),
+        frame_bytes(b"{}", length=2**63),
+        frame_bytes(b"\xff"),
+        frame_bytes(b"{}"),
+        frame_bytes(b"[]"),
+        frame_bytes(b'{"kind": 1, "facts": {}}'),
+        frame_bytes(b'{"kind": "step", "facts": []}'),
+        frame_bytes(b"[" * 100_000),
     ],
 )
-def test_other_bytes_are_no_frame(sent: bytes) -> None:
-    """Catches: any other error than the one that both sides expect."""
+def test_malformed_frames_are_rejected(sent: bytes) -> None:
+    """Both sides expect a MessageError."""
     with pytest.raises(MessageError, match=r"header of the frame|kind and facts"):
         Frame.from_bytes(sent)
 
 
-def test_a_header_has_a_bound() -> None:
-    """Catches: reading a header of any size, as JSON takes many times its length."""
+def test_header_length_is_bounded() -> None:
+    """Parsed JSON takes many times the memory of its text."""
     frame = json.dumps({"kind": "x" * LONGEST_HEADER, "facts": {}}).encode()
     with pytest.raises(MessageError, match="truncated"):
-        Frame.from_bytes(by_hand(frame))
+        Frame.from_bytes(frame_bytes(frame))
 
 
-def test_what_is_no_number_is_not_sent() -> None:
+def test_numbers_that_are_not_finite_are_rejected() -> None:
     with pytest.raises(ValueError, match="JSON"):
         Frame("answer", {"accuracy": float("nan")}).to_bytes()
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", None, [1]])
-def test_a_whole_number_is_one(value: Any) -> None:
-    """Catches: True as 1, and 1.0 as 1."""
+def test_integers_are_strict(value: Any) -> None:
+    """True and 1.0 are not accepted as 1."""
     with pytest.raises(MessageError, match=r"rounds of .*'end' is not valid: Input should be"):
         EndFacts.of(Frame("end", {"rounds": value}))
     with pytest.raises(

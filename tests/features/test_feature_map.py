@@ -1,4 +1,4 @@
-"""Feature maps: what they take and make, their constants, and maps of one's own."""
+"""Feature maps: inputs and outputs, constants, and maps of users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedsynth.features.random_process import SMALLER
 from fedsynth.seeding import torch_generator
 
 
-def own(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
+def mean_map(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
     constants = {"norm_bound": 1.0, "radius": 0.5, **other}
     return FeatureMap(
         name="own",
@@ -53,14 +53,14 @@ MAPS = [
 
 
 @pytest.mark.parametrize(("name", "shape"), MAPS)
-def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str, shape: Shape) -> None:
-    """Whatever the batch is, as bytes too; gradients are finite, for a constant image too."""
+def test_vectors_are_independent_and_differentiable(name: str, shape: Shape) -> None:
+    """Also checks byte images and a constant image, whose gradients are finite."""
     features, x = feature_map(name, shape), random_images(5, shape, torch_generator(1, "test"))
     x[2] = 0.0
     together = features(x)
     assert together.shape == (5, features.dimension)
-    alone = torch.cat([features(one[None]) for one in x])
-    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+    separate = torch.cat([features(image[None]) for image in x])
+    torch.testing.assert_close(separate, together, rtol=1e-4, atol=1e-4)
     pixels = x.mul(255).round().to(torch.uint8)
     torch.testing.assert_close(features(pixels), features(pixels.float() / 255))
     x.requires_grad_()
@@ -69,13 +69,13 @@ def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str, shape:
     assert bool(torch.isfinite(x.grad).all())
     assert x.grad.abs().max() > 0
     if name != "scattering+random-process":  # its function is a closure
-        again = pickle.loads(pickle.dumps(features))
-        assert again(x[:1].detach()).shape == (1, features.dimension)
+        unpickled = pickle.loads(pickle.dumps(features))
+        assert unpickled(x[:1].detach()).shape == (1, features.dimension)
 
 
 @pytest.mark.parametrize(("name", "shape"), [MAPS[2], MAPS[6]])
-def test_constants_are_those_of_images_from_a_seed(name: str, shape: Shape) -> None:
-    """Nobody's data went in: the same numbers come out again, to the digits that are kept."""
+def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
+    """Recomputing the constants from seeded images gives the stored digits, so no data is needed."""
     features = feature_map(name, shape)
     norm, radius = constants(public_vectors(features.function, shape))
     smaller = SMALLER if name in (PAIR, MIRRORED) else 1.0
@@ -85,98 +85,102 @@ def test_constants_are_those_of_images_from_a_seed(name: str, shape: Shape) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "says"),
+    ("name", "shape", "message"),
     [
         ("scattering", (1, 7, 28), "at least 8×8"),
         (MIRRORED, GREY, "at least 12×12"),
         ("random-process", (2, 32, 32), "random processes"),
     ],
 )
-def test_images_that_a_map_cannot_take_are_refused(name: str, shape: Shape, says: str) -> None:
-    with pytest.raises(SettingError, match=says):
+def test_unsupported_image_shapes_are_refused(name: str, shape: Shape, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
         feature_map(name, shape)
     with pytest.raises(SettingError, match="image_shape"):
-        own(GREY)(torch.zeros(2, 1, 8, 9))
+        mean_map(GREY)(torch.zeros(2, 1, 8, 9))
 
 
-def test_own_maps_are_known_by_their_names() -> None:
-    register_features("own-test", own)
+def test_registered_maps_are_found_by_name() -> None:
+    register_features("own-test", mean_map)
     assert "own-test" in feature_names()
     assert feature_map("own-test", (3, 4, 4)).image_shape == (3, 4, 4)
     with pytest.raises(SettingError, match="pixels"):
-        register_features("pixels", own)
+        register_features("pixels", mean_map)
     with pytest.raises(UnknownNameError, match="pixels"):
         feature_map("pixel", GREY)
 
 
-def mixing(x: Tensor) -> Tensor:
+def mixing_function(x: Tensor) -> Tensor:
     return (x - x.mean(0)).mean(dim=(1, 2, 3))[:, None]
 
 
-def as_array(x: Tensor) -> Any:
+def array_function(x: Tensor) -> Any:
     return np.zeros((len(x), 1))
 
 
-def by_number(x: Tensor) -> Tensor:
+def batch_size_function(x: Tensor) -> Tensor:
     return x.mean(dim=(1, 2, 3))[:, None] / len(x)
 
 
 @pytest.mark.parametrize(
-    ("build", "says"),
+    ("build", "message"),
     [
         (lambda shape: torch.ones(3), "Tensor"),
-        (lambda shape: own(shape, dimension=2), "must return a tensor of shape"),
-        (lambda shape: own(shape, radius=0.0), "radius"),
-        (lambda shape: own(shape, norm_bound=float("inf")), "norm_bound"),
-        (lambda shape: replace(own(shape), function=as_array), "ndarray"),
-        (lambda shape: own((3, 8, 8)), r"\(3, 8, 8\)"),
-        (lambda shape: replace(own(shape), function=mixing), "mixes the examples of a batch"),
-        (lambda shape: replace(own(shape), function=by_number), "another size"),
+        (lambda shape: mean_map(shape, dimension=2), "must return a tensor of shape"),
+        (lambda shape: mean_map(shape, radius=0.0), "radius"),
+        (lambda shape: mean_map(shape, norm_bound=float("inf")), "norm_bound"),
+        (lambda shape: replace(mean_map(shape), function=array_function), "ndarray"),
+        (lambda shape: mean_map((3, 8, 8)), r"\(3, 8, 8\)"),
+        (
+            lambda shape: replace(mean_map(shape), function=mixing_function),
+            "mixes the examples of a batch",
+        ),
+        (lambda shape: replace(mean_map(shape), function=batch_size_function), "another size"),
     ],
 )
-def test_an_own_map_is_looked_at_before_a_run_needs_it(build: Any, says: str) -> None:
-    """What it makes of an image must have its declared form and depend on nothing else, before any
-    ledger is charged."""
+def test_invalid_user_maps_are_rejected(build: Any, message: str) -> None:
+    """Vectors must have the declared form and depend only on their image."""
     register_features("own-wrong", build)
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(SettingError, match=message):
         feature_map("own-wrong", GREY)
 
 
-def test_looking_at_a_sound_map_leaves_the_global_generator() -> None:
-    before = torch.random.get_rng_state()
-    register_features("own-alone", own)
+def test_checks_of_maps_leave_the_global_generator() -> None:
+    rng_state = torch.random.get_rng_state()
+    register_features("own-alone", mean_map)
     images = torch.full((3, 1, 8, 8), 0.25)
     assert feature_map("own-alone", GREY)(images).tolist() == [[0.25]] * 3
-    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(rng_state, torch.random.get_rng_state())
 
 
 SHAPE = (3, 16, 16)
 
 
-def test_the_constants_are_medians_over_public_images() -> None:
-    """An oracle with sort in place of median."""
+def test_measured_constants_are_medians_over_public_images() -> None:
+    """Compares medians by sorting."""
 
     def patches(x_NCHW: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool2d(x_NCHW, 4).flatten(1)
 
-    made = measured_map("patches", SHAPE, patches)
+    measured = measured_map("patches", SHAPE, patches)
     vectors = public_vectors(patches, SHAPE).double()
     for actual, distances in (
-        (made.norm_bound, vectors.norm(dim=1)),
-        (made.radius, (vectors - vectors.mean(dim=0)).norm(dim=1)),
+        (measured.norm_bound, vectors.norm(dim=1)),
+        (measured.radius, (vectors - vectors.mean(dim=0)).norm(dim=1)),
     ):
         middle = distances.sort().values[(len(vectors) - 1) // 2]
         assert actual == pytest.approx(float(middle), rel=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         (lambda x: x, "must return finite vectors"),
         (lambda x: torch.zeros(len(x), 4), "the same vector for half"),
         (lambda x: x.flatten(1) / 0, "must return finite vectors"),
     ],
 )
-def test_what_makes_no_vectors_is_refused(function: Callable[[Tensor], Tensor], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
+def test_maps_without_distinct_vectors_are_refused(
+    function: Callable[[Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
         measured_map("odd", SHAPE, function)

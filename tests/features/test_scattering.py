@@ -1,5 +1,4 @@
-"""The scattering transform against kymatio's numbers, two kinds of features in one vector, and the
-mean over an image and its mirror image."""
+"""The scattering transform against kymatio, concatenated features, and means over mirrored images."""
 
 from __future__ import annotations
 
@@ -34,22 +33,22 @@ KYMATIO = {
 
 
 def waves() -> Tensor:
-    """An image [1, 16, 20] with several frequencies and directions."""
+    """Returns an image [1, 16, 20] with several frequencies and directions."""
     row, column = np.arange(16)[:, None], np.arange(20)[None]
     pixels = 0.5 + 0.3 * np.sin(0.9 * row + 0.04 * column**2) + 0.2 * np.cos(1.7 * column)
     return torch.from_numpy(pixels.astype(np.float32))[None]
 
 
-def test_one_image_has_kymatio_s_numbers() -> None:
-    made = Scattering((16, 20))(waves())[0]
-    assert made.shape == (81, 4, 5)
+def test_scattering_equals_kymatio() -> None:
+    coefficients = Scattering((16, 20))(waves())[0]
+    assert coefficients.shape == (81, 4, 5)
     for channel, values in KYMATIO.items():
-        found = [float(made[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]
-        assert found == pytest.approx(values, abs=3e-5)
+        actual = [float(coefficients[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]
+        assert actual == pytest.approx(values, abs=3e-5)
 
 
-def test_every_second_sample_has_the_mean_of_the_spectrum_s_aliases_and_its_derivative() -> None:
-    """Also where a function is mapped over examples, as per-example gradients are."""
+def test_subsampling_is_aliasing_of_the_spectrum() -> None:
+    """Also checks gradients and vmap over examples, which per-example gradients need."""
     draws = torch.Generator().manual_seed(0)
     signal = torch.randn(2, 8, 8, generator=draws, dtype=torch.float64)
     spectrum = torch.fft.fft2(signal)
@@ -59,32 +58,32 @@ def test_every_second_sample_has_the_mean_of_the_spectrum_s_aliases_and_its_deri
     torch.testing.assert_close(_aliased(leaf, 2).detach(), expected)
     assert torch.autograd.gradcheck(lambda x: _aliased(x, 2), leaf)
 
-    def size(one: Tensor) -> Tensor:
-        return _aliased(torch.fft.fft2(one), 4).abs().sum()
+    def size(example: Tensor) -> Tensor:
+        return _aliased(torch.fft.fft2(example), 4).abs().sum()
 
-    each = torch.func.vmap(torch.func.grad(size))(signal)
-    alone = torch.stack([torch.func.grad(size)(one) for one in signal])
-    torch.testing.assert_close(each, alone)
+    mapped = torch.func.vmap(torch.func.grad(size))(signal)
+    separate = torch.stack([torch.func.grad(size)(example) for example in signal])
+    torch.testing.assert_close(mapped, separate)
 
 
-@pytest.mark.parametrize("kept", [None, 2])
-def test_the_main_directions_are_white_and_in_order(kept: int | None) -> None:
-    """By NumPy's covariances: all of the channels', or so many, the largest first."""
+@pytest.mark.parametrize("num_channels", [None, 2])
+def test_whitening_directions_are_white_and_sorted(num_channels: int | None) -> None:
+    """Compares NumPy's covariances of all channels or the main ones, the largest first."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]
-    turn = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
     drawn = scale * torch.randn(4000, 4, 3, generator=generator)
-    vectors = (turn @ drawn).flatten(1) + 5.0
-    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, num_channels=kept)
-    made = white.applied(vectors).unflatten(1, (kept or 4, 3)).numpy()
-    between = np.einsum("nas,nbs->ab", made, made) / made.shape[0] / 3
-    np.testing.assert_allclose(between / between[0, 0], np.eye(kept or 4), atol=0.05)
-    if kept:
+    vectors = (rotation @ drawn).flatten(1) + 5.0
+    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, num_channels=num_channels)
+    whitened = white.applied(vectors).unflatten(1, (num_channels or 4, 3)).numpy()
+    between = np.einsum("nas,nbs->ab", whitened, whitened) / whitened.shape[0] / 3
+    np.testing.assert_allclose(between / between[0, 0], np.eye(num_channels or 4), atol=0.05)
+    if num_channels:
         first = white.channels[0].numpy()
-        assert abs(first @ turn[:, 1].numpy()) > 0.99 * np.linalg.norm(first)
+        assert abs(first @ rotation[:, 1].numpy()) > 0.99 * np.linalg.norm(first)
         assert np.linalg.norm(white.channels[1]) > 1.5 * np.linalg.norm(first)
-        again = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, num_channels=kept)
-        torch.testing.assert_close(again.channels, white.channels)
+        negated = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, num_channels=num_channels)
+        torch.testing.assert_close(negated.channels, white.channels)
 
 
 GREY, COLOUR = (1, 14, 14), (3, 12, 12)
@@ -97,46 +96,45 @@ def images(count: int, shape: Shape) -> Tensor:
 
 def test_vectors_are_concatenated_with_their_factors() -> None:
     functions = (lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2])
-    made = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
+    combined = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
     x = torch.tensor([[[[1.0, 2.0, 3.0]]]])
-    assert made(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
-    assert Mirrored(made)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
+    assert combined(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
+    assert Mirrored(combined)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
 
 
-def test_an_image_and_its_mirror_image_have_one_vector() -> None:
-    """The mean of both vectors of the other map, of which each is another."""
+def test_mirrored_images_have_equal_vectors() -> None:
+    """The vector is the mean of the pair map's vectors, which differ."""
     x, shape = images(6, COLOUR), COLOUR
     mirrored = feature_map(MIRRORED, shape)
     torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-4)
     pair = feature_map(PAIR, shape)
-    both = (pair(x), pair(x.flip(-1)))
-    torch.testing.assert_close(mirrored(x), (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-4)
-    assert float((both[0] - both[1]).norm(dim=1).min()) > 0.1 * pair.radius
+    vectors = (pair(x), pair(x.flip(-1)))
+    torch.testing.assert_close(mirrored(x), (vectors[0] + vectors[1]) / 2, rtol=1e-4, atol=1e-4)
+    assert float((vectors[0] - vectors[1]).norm(dim=1).min()) > 0.1 * pair.radius
 
 
-def test_neither_kind_drowns_the_other() -> None:
-    """Distances of public images from their mean: the dictionary's are its factor of
-    scattering's."""
+def test_feature_kinds_have_balanced_scales() -> None:
+    """The median distances of public images from their mean have the ratio DICTIONARY."""
     vectors = public_vectors(feature_map(PAIR, GREY).function, GREY)
     channels, cells = sizes(GREY)
     size = math.ceil(CHANNEL_SHARE * channels) * cells
     about = vectors - vectors.mean(dim=0)
-    one = about[:, :size].norm(dim=1).median()
-    other = about[:, size:].norm(dim=1).median()
-    assert float(other / one) == pytest.approx(DICTIONARY, rel=0.02)
+    scattering = about[:, :size].norm(dim=1).median()
+    dictionary = about[:, size:].norm(dim=1).median()
+    assert float(dictionary / scattering) == pytest.approx(DICTIONARY, rel=0.02)
 
 
-def test_blocks_are_where_the_channels_are() -> None:
-    """A map's blocks are its matrices of channels by cells. Catches: cells before channels, or
-    blocks in another order: a covariance of cells is then no longer that of neighbours."""
-    made = feature_map(PAIR, GREY)
-    assert sum(a * s for a, s in made.blocks) == made.dimension
-    assert [cells for _, cells in made.blocks] == [9, 9]
+def test_blocks_are_matrices_of_channels_by_cells() -> None:
+    """A broken version would have cells before channels, or blocks in another order, and covariances
+    of cells that are no neighbours."""
+    features = feature_map(PAIR, GREY)
+    assert sum(a * s for a, s in features.blocks) == features.dimension
+    assert [cells for _, cells in features.blocks] == [9, 9]
     x = images(1, GREY)
     corner = x.clone()
-    corner[..., -4:, -4:] = 1 - corner[..., -4:, -4:]  # the last cell's, and few others'
-    moved = (made(corner) - made(x)).abs()[0]
-    for block in matrices_of(moved[None], made.blocks):
+    corner[..., -4:, -4:] = 1 - corner[..., -4:, -4:]  # the last cell's and few other cells' pixels
+    change = (features(corner) - features(x)).abs()[0]
+    for block in matrices_of(change[None], features.blocks):
         by_cell = block[0].mean(dim=0)
         assert int(by_cell.argmax()) == 8
         assert float(by_cell[8]) > 3 * float(by_cell[0])

@@ -1,5 +1,5 @@
-"""The package's networks: the papers' parameter counts, torchvision's layers, embeddings, private
-steps, and what they refuse."""
+"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps,
+refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def network(name: str, shape: Shape, classes: int = 10, **settings: Any) -> Any:
     return build_model(ModelSettings(name, **settings), shape, classes, 0).eval()
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -64,32 +64,32 @@ def test_parameter_counts(
 
 
 @pytest.mark.parametrize("name", by_family(TORCHVISION, ("resnet18", "googlenet")))
-def test_it_is_torchvisions_network(name: str) -> None:
-    net, x = network(name, LARGE, 7), drawn(2, *LARGE)
-    more = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
-    theirs = torchvision.models.get_model(name, num_classes=7, weights=None, **more).eval()
-    theirs.load_state_dict(net.state_dict())
+def test_networks_equal_torchvision(name: str) -> None:
+    net, x = network(name, LARGE, 7), random_tensor(2, *LARGE)
+    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    reference = torchvision.models.get_model(name, num_classes=7, weights=None, **options).eval()
+    reference.load_state_dict(net.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(net(x), theirs(x))
+        torch.testing.assert_close(net(x), reference(x))
 
 
-def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None:
-    net, theirs = network("alexnet", LARGE), torchvision.models.alexnet(num_classes=10)
+def test_alexnet_has_convolutions_of_torchvision() -> None:
+    net, reference = network("alexnet", LARGE), torchvision.models.alexnet(num_classes=10)
     convolutions = [
-        [layer for layer in one.modules() if isinstance(layer, nn.Conv2d)]
-        for one in (net, theirs.features)
+        [layer for layer in part.modules() if isinstance(layer, nn.Conv2d)]
+        for part in (net, reference.features)
     ]
     for a, b in zip(*convolutions, strict=True):
         assert (a.weight.shape, a.stride, a.padding) == (b.weight.shape, b.stride, b.padding)
     norms = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)
     dense = (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
-    assert parameter_count(net) == parameter_count(theirs.features) + norms + dense
+    assert parameter_count(net) == parameter_count(reference.features) + norms + dense
     pool, flat = nn.MaxPool2d(3, 2), (nn.AdaptiveAvgPool2d(6), nn.Flatten())
     front = (net.layer1, pool, net.layer2, pool, net.layer3, net.layer4, net.layer5, pool)
-    by_hand = nn.Sequential(*front, *flat, net.hidden1, net.hidden2, net.classifier)
-    x = drawn(2, *LARGE)
+    layers = nn.Sequential(*front, *flat, net.hidden1, net.hidden2, net.classifier)
+    x = random_tensor(2, *LARGE)
     with torch.no_grad():
-        torch.testing.assert_close(net(x), by_hand(x))
+        torch.testing.assert_close(net(x), layers(x))
     assert net.layer1(x)[0].numel() == net.largest_activation
 
 
@@ -101,9 +101,8 @@ def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None
         ("googlenet", (1, 15, 15)),
     ],
 )
-def test_logits_are_the_classifier_of_the_embedding(name: str, shape: Shape) -> None:
-    """Of each image by itself."""
-    net, x = network(name, shape, 7), drawn(3, *shape)
+def test_classifier_of_embedding_gives_logits(name: str, shape: Shape) -> None:
+    net, x = network(name, shape, 7), random_tensor(3, *shape)
     with torch.no_grad():
         h, z = net.embed(x), net(x)
         torch.testing.assert_close(net.classifier(h), z)
@@ -112,12 +111,12 @@ def test_logits_are_the_classifier_of_the_embedding(name: str, shape: Shape) -> 
 
 
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "linear"])
-def test_a_projection_head_takes_the_last_layers_place(name: str) -> None:
+def test_projection_head_replaces_the_last_layer(name: str) -> None:
     plain, net = (network(name, MNIST, width=4, projection=p) for p in (0, 12))
     d = plain.classifier.in_features
     head = d * d + d + (d + 1) * 12 + 13 * 10
     assert parameter_count(net) == parameter_count(plain) - (d + 1) * 10 + head
-    x = drawn(2, *MNIST)
+    x = random_tensor(2, *MNIST)
     with torch.no_grad():
         z = net.projection(torch.relu(net.hidden(net.body.embed(x))))
         torch.testing.assert_close(net.embed(x), z)
@@ -131,9 +130,9 @@ def test_a_projection_head_takes_the_last_layers_place(name: str) -> None:
     "name",
     by_family(model_names(), set(model_names()) - {"resnet18", "resnet50", "alexnet"}),
 )
-def test_every_architecture_takes_a_private_step(name: str) -> None:
-    """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks
-    go by the place in the batch."""
+def test_architectures_support_private_steps(name: str) -> None:
+    """DP-SGD excludes in-place activations, which break its hooks, and dropout, whose masks depend
+    on the position in the batch."""
     norm = "group" if ModelSettings(name).norm == "batch" else ""
     side = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}.get(
         name, 28
@@ -142,14 +141,14 @@ def test_every_architecture_takes_a_private_step(name: str) -> None:
     check_model(model)
     groups = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
     assert name != "resnet8" or all(m.num_groups == m.num_channels for m in groups)
-    before = flatten(model)
-    noiseless = series(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(before))
-    x = drawn(3, 1, side, side)
+    start = flatten(model)
+    noiseless = series(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
+    x = random_tensor(3, 1, side, side)
     dp_sgd(
         model, lambda i: x[i], torch.arange(3), noiseless, 1, DpSgdSettings(MomentumSgd(0.1), 3.0)
     )
     # three clipped gradients of norm 1, over 3, times the rate
-    assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
+    assert 0 < float((flatten(model) - start).norm()) <= 0.1 * 1.01
 
 
 def test_dropout_is_refused_with_differential_privacy() -> None:
@@ -159,10 +158,10 @@ def test_dropout_is_refused_with_differential_privacy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "settings", "says"),
+    ("name", "shape", "settings", "message"),
     [
         ("alexnet", (3, 62, 64), {}, "63×63"),
-        # Catches: torch's "Output size is too small", as a traceback.
+        # torch would raise "Output size is too small"
         ("googlenet", (1, 14, 14), {}, "15×15"),
         ("convnet", (1, 8, 8), {"depth": 4}, "depth"),
         ("convnet", (1, 8, 8), {"width": 0}, "width"),
@@ -172,34 +171,36 @@ def test_dropout_is_refused_with_differential_privacy() -> None:
         ("resnet-18", CIFAR, {}, "did you mean resnet18"),
     ],
 )
-def test_what_is_refused(name: str, shape: Shape, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises((SettingError, UnknownNameError), match=says):
+def test_invalid_settings_are_rejected(
+    name: str, shape: Shape, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((SettingError, UnknownNameError), match=message):
         network(name, shape, **settings)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("channels", [8, WIDE])
-def test_fast_instance_norm_is_group_norm(
+def test_fast_instance_norm_equals_group_norm(
     dtype: torch.dtype, tolerance: float, channels: int
 ) -> None:
-    """Also where the mean is far from zero, where E[x²] − E[x]² would cancel."""
+    """The mean is far from zero, where E[x²] − E[x]² would cancel."""
     norm = InstanceNorm(channels).requires_grad_(False)
     norm.weight.copy_(torch.linspace(-1, 2, channels))
     norm.bias.copy_(torch.linspace(0, 1, channels))
-    x = (drawn(5, channels, 16, 16) + 30.0).to(dtype)
+    x = (random_tensor(5, channels, 16, 16) + 30.0).to(dtype)
     expected = nn.functional.group_norm(x.float(), channels, norm.weight, norm.bias)
     with torch.no_grad():
         fast = norm.to(dtype)(x.to(memory_format=torch.channels_last))
     assert fast.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(fast.float(), expected, atol=tolerance, rtol=tolerance)
-    if channels < WIDE:  # in float32 but for the weights, and rounded once at the end
+    if channels < WIDE:  # computed in float32 and rounded once
         weight, bias = norm.weight.float(), norm.bias.float()
         exact = nn.functional.group_norm(x.float(), channels, weight, bias).to(dtype)
         torch.testing.assert_close(fast.float(), exact.float(), atol=1e-4, rtol=0.008)
 
 
 def test_torchvision_is_imported_only_for_its_networks() -> None:
-    """Importing it takes longer than torch, and each command would wait for it."""
+    """Importing it takes longer than torch and would delay each command."""
     code = (
         "import sys, fedsynth; from fedsynth import ModelSettings, RunSettings, FedDM; "
         "from fedsynth.models.registry import build_model; "
@@ -212,8 +213,7 @@ def test_torchvision_is_imported_only_for_its_networks() -> None:
 
 
 def random_network(shape: Shape, width: int, depth: int, norm: str = "instance") -> ConvNet:
-    """With affine weights of both signs and away from one and zero, so that every term of the VJP
-    is seen."""
+    """Returns a network with affine weights of both signs, so that every term of the VJP matters."""
     settings = ModelSettings(width=width, depth=depth, norm=norm)
     net = build_model(settings, shape, 10, 0).requires_grad_(False)
     assert isinstance(net, ConvNet)
@@ -223,7 +223,7 @@ def random_network(shape: Shape, width: int, depth: int, norm: str = "instance")
     return net
 
 
-def by_autograd(net: ConvNet, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+def autograd_vjp(net: ConvNet, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
     h = net.embed(leaf)
     rows = [torch.autograd.grad(h, leaf, v, retain_graph=True)[0] for v in vectors]
@@ -239,24 +239,24 @@ def test_embedding_and_vjp_equal_autograd(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # both sides in float32
     net = random_network(shape, width, depth).to(device)
-    x = drawn(5, *shape).to(device)
-    vectors = drawn(3, 5, net.embedding_size).to(device)
-    made = net.embed_vjp(x)
-    assert made is not None
-    h, expected = by_autograd(net, x, vectors)
-    torch.testing.assert_close(made[0], h, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(made[1](vectors), expected, atol=1e-4, rtol=1e-3)
-    assert made[1](vectors[:1]).shape == (1, 5, *shape)
+    x = random_tensor(5, *shape).to(device)
+    vectors = random_tensor(3, 5, net.embedding_size).to(device)
+    vjp = net.embed_vjp(x)
+    assert vjp is not None
+    h, expected = autograd_vjp(net, x, vectors)
+    torch.testing.assert_close(vjp[0], h, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(vjp[1](vectors), expected, atol=1e-4, rtol=1e-3)
+    assert vjp[1](vectors[:1]).shape == (1, 5, *shape)
 
 
-def test_a_reduced_precision_rounds_the_vectors_only() -> None:
-    net, x = random_network((1, 28, 28), 16, 3), drawn(4, 1, 28, 28)
-    vectors = drawn(2, 4, net.embedding_size)
-    made = net.embed_vjp(x, torch.bfloat16)
-    assert made is not None
-    h, expected = by_autograd(net, x, vectors)
-    torch.testing.assert_close(made[0], h, atol=2e-5, rtol=1e-4)
-    pulled = made[1](vectors)
+def test_reduced_precision_rounds_only_the_vectors() -> None:
+    net, x = random_network((1, 28, 28), 16, 3), random_tensor(4, 1, 28, 28)
+    vectors = random_tensor(2, 4, net.embedding_size)
+    vjp = net.embed_vjp(x, torch.bfloat16)
+    assert vjp is not None
+    h, expected = autograd_vjp(net, x, vectors)
+    torch.testing.assert_close(vjp[0], h, atol=2e-5, rtol=1e-4)
+    pulled = vjp[1](vectors)
     assert pulled.dtype == torch.float32
     assert 0 < (pulled - expected).norm() < 0.02 * expected.norm()
 
@@ -265,6 +265,6 @@ def test_a_reduced_precision_rounds_the_vectors_only() -> None:
     ("shape", "norm"),
     [((1, 8, 8), "group"), ((1, 8, 8), "batch"), ((1, 8, 8), "none"), ((1, 12, 12), "instance")],
 )
-def test_only_the_frozen_path_exists(shape: Shape, norm: str) -> None:
-    """Other norms, and a 12×12 image whose third block would pool a row of three."""
-    assert random_network(shape, 4, 3, norm).embed_vjp(drawn(2, *shape)) is None
+def test_unsupported_networks_have_no_vjp(shape: Shape, norm: str) -> None:
+    """Other norms have none, nor a 12×12 image, whose third block would pool a row of three."""
+    assert random_network(shape, 4, 3, norm).embed_vjp(random_tensor(2, *shape)) is None

@@ -1,5 +1,5 @@
-"""Batch norm in condensation: each group's own statistics, a batch's statistics against torch's, and
-the order of feature maps in memory."""
+"""Batch norm in condensation: statistics per group, batch statistics against torch's, and memory
+formats."""
 
 from __future__ import annotations
 
@@ -43,37 +43,41 @@ def batch_norm_network() -> ConvNet:
 @pytest.mark.parametrize(
     ("kind", "shape"), [(nn.BatchNorm2d, (7, 4, 5, 5)), (nn.BatchNorm1d, (7, 4))]
 )
-def test_each_group_is_normalised_separately(kind: Any, shape: tuple[int, ...]) -> None:
-    """Against torch's batch norm in training mode, group by group, interleaved and of different
-    sizes; gradients too. Of vectors, as AlexNet's hidden layers are, too."""
+def test_groups_are_normalised_separately(kind: Any, shape: tuple[int, ...]) -> None:
+    """Compares torch's batch norm in training mode per group, for interleaved groups of different
+    sizes, with gradients; also for vectors, as in AlexNet's hidden layers."""
     layer, draws = kind(4), torch.Generator().manual_seed(0)
     for p in layer.parameters():
         p.data.normal_(generator=draws)
     group = torch.tensor([0, 1, 0, 2, 1, 0, 2])
-    ours = with_grouped_statistics(nn.Sequential(layer))
-    SharedStatistics.of(ours).assign(group, 3)
+    grouped = with_grouped_statistics(nn.Sequential(layer))
+    SharedStatistics.of(grouped).assign(group, 3)
     x = (torch.randn(shape, generator=draws) * 3 + 10).requires_grad_()
     expected = torch.empty(shape)
     for g in range(3):
         expected[group == g] = layer(x[group == g])
-    actual = ours(x)
+    actual = grouped(x)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     v = torch.randn(shape, generator=draws)
-    (mine,), (theirs,) = (torch.autograd.grad(made, x, v) for made in (actual, expected))
-    torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+    (actual_gradient,), (expected_gradient,) = (
+        torch.autograd.grad(output, x, v) for output in (actual, expected)
+    )
+    torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-3, rtol=1e-3)
 
 
 def test_real_and_synthetic_images_never_share_statistics() -> None:
-    """Two clients with two classes each, by plain torch: one training-mode pass for each client's
-    real images, one for its synthetic."""
+    """In plain torch, each of two clients has a pass in training mode for its real images and one
+    for its synthetic images."""
     net, S = batch_norm_network(), torch.randn(4, IPC, 1, 8, 8)
     clients = ExactClientView(
         [0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
     )
     segments = clients.segments(1)
     matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
-    seen = NetworkFeatures(with_grouped_statistics(net), 0.7, None, statistics_S=segments.position)
-    actual = matcher.gradient(0, seen, S)
+    features = NetworkFeatures(
+        with_grouped_statistics(net), 0.7, None, statistics_S=segments.position
+    )
+    actual = matcher.gradient(0, features, S)
     expected = []
     net.train()
     for position, (zeros, ones) in enumerate((([0, 10, 20], [1, 11]), ([30], [31, 41, 51]))):
@@ -91,7 +95,7 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_batched_clients_make_the_same_images_as_separate_clients(precision: torch.dtype) -> None:
+def test_batched_clients_equal_separate_clients(precision: torch.dtype) -> None:
     net, parts = batch_norm_network(), list(torch.arange(N).tensor_split(3))
     running = [b.clone() for b in net.buffers()]
     converted = with_grouped_statistics(net)
@@ -101,44 +105,46 @@ def test_batched_clients_make_the_same_images_as_separate_clients(precision: tor
         segments = clients.segments(1)
         batches = BatchIndices(clients, segments, 2, 3, seed=0, round=1)
         start = torch.arange(float(IPC)).view(1, -1, 1, 1, 1).expand(len(segments), IPC, 1, 8, 8)
-        seen = NetworkFeatures(precision=precision, statistics_S=segments.position)
-        seen.use(converted)
+        features = NetworkFeatures(precision=precision, statistics_S=segments.position)
+        features.use(converted)
         matcher, S = ExactMatcher(clients, batches), start.clone()
         for step in range(3):
-            S -= matcher.gradient(step, seen, S)
+            S -= matcher.gradient(step, features, S)
         return S
 
     tolerance = 1e-4 if precision == torch.float32 else 0.05
-    alone = torch.cat([images([k]) for k in range(3)])
-    torch.testing.assert_close(images([0, 1, 2]), alone, atol=tolerance, rtol=tolerance)
+    separate = torch.cat([images([k]) for k in range(3)])
+    torch.testing.assert_close(images([0, 1, 2]), separate, atol=tolerance, rtol=tolerance)
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
 
 
-def weighed(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """A function of both that is linear in neither."""
+def nonlinear_sum(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """Returns a function that is nonlinear in both arguments."""
     weights = torch.arange(1.0, len(mean) + 1, device=mean.device, dtype=mean.dtype)
     return (weights * mean**3).sum() + (variance / weights).square().sum()
 
 
 @pytest.mark.parametrize(("shape", "last"), [((5, 3), False), ((4, 3, 2, 5), True)])
-def test_values_and_gradients(shape: tuple[int, ...], last: bool, device: torch.device) -> None:
-    """Of features and of feature maps, in both orders of memory."""
+def test_batch_statistics_equal_torch(
+    shape: tuple[int, ...], last: bool, device: torch.device
+) -> None:
+    """Compares features and feature maps, in both memory formats."""
     draws = torch.Generator().manual_seed(1)
     x = (torch.randn(shape, generator=draws, dtype=torch.float64) * 2 + 1).to(device)
     if last:
         x = channels_last(x)
-    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mean, variance = batch_statistics(one)
+    leaf, reference_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
+    mean, variance = batch_statistics(leaf)
     axes = [0, *range(2, x.dim())]
-    true_variance, true_mean = torch.var_mean(other, dim=axes, unbiased=False)
+    true_variance, true_mean = torch.var_mean(reference_leaf, dim=axes, unbiased=False)
     torch.testing.assert_close((mean, variance), (true_mean, true_variance))
-    weighed(mean, variance).backward()
-    weighed(true_mean, true_variance).backward()
-    torch.testing.assert_close(one.grad, other.grad)
+    nonlinear_sum(mean, variance).backward()
+    nonlinear_sum(true_mean, true_variance).backward()
+    torch.testing.assert_close(leaf.grad, reference_leaf.grad)
 
 
-def test_half_precision_is_summed_in_full() -> None:
-    """The statistics of bfloat16 values are float32, and those of the values."""
+def test_half_precision_is_summed_in_float32() -> None:
+    """The statistics of bfloat16 values are float32 and exact."""
     draws = torch.Generator().manual_seed(1)
     x = (torch.randn(64, 3, 8, 8, generator=draws) + 4).bfloat16().requires_grad_()
     mean, variance = batch_statistics(x)
@@ -146,42 +152,42 @@ def test_half_precision_is_summed_in_full() -> None:
     true_variance, true_mean = torch.var_mean(x.float(), dim=[0, 2, 3], unbiased=False)
     torch.testing.assert_close(mean, true_mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(variance, true_variance, rtol=1e-4, atol=1e-4)
-    weighed(mean, variance).backward()
+    nonlinear_sum(mean, variance).backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_values_stay_and_channels_are_side_by_side(channels: int) -> None:
-    """Also mapped over examples, as per-example gradients are."""
+def test_channels_last_keeps_values(channels: int) -> None:
+    """Also checks vmap over examples, which per-example gradients need."""
     x = torch.arange(2.0 * channels * 6).view(2, channels, 2, 3).requires_grad_()
-    made = channels_last(x)
-    assert torch.equal(made, x)
-    assert made.stride() == (channels * 6, 1, 3 * channels, channels)
-    assert channels_last(made).data_ptr() == made.data_ptr()  # no second copy
+    converted = channels_last(x)
+    assert torch.equal(converted, x)
+    assert converted.stride() == (channels * 6, 1, 3 * channels, channels)
+    assert channels_last(converted).data_ptr() == converted.data_ptr()  # no second copy
     assert channels_last(x[:0]).shape == (0, channels, 2, 3)
     assert torch.equal(torch.vmap(channels_last)(x[None]), x[None])
-    (gradient,) = torch.autograd.grad((made * x.detach()).sum(), x)
+    (gradient,) = torch.autograd.grad((converted * x.detach()).sum(), x)
     assert torch.equal(gradient, x)
 
 
 @pytest.mark.parametrize(("name", "channels"), [("lenet5", 1), ("cnn1", 3)])
-def test_networks_with_max_pools_are_those_of_the_usual_order(
+def test_max_pool_networks_equal_the_usual_order(
     name: str, channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits and gradients, with ReLU before the pool as it is written in papers."""
+    """Compares logits and gradients with ReLU before the pool, as in papers."""
     network = build_model(ModelSettings(name), (channels, 28, 28), 10, seed=0).double().train()
     x = torch.randn(5, channels, 28, 28, generator=torch.Generator().manual_seed(1)).double()
-    found = differentiated(network, x)
+    actual = logits_and_gradients(network, x)
     monkeypatch.setattr("fedsynth.models.small.channels_last", lambda x_NCHW: x_NCHW)
     for layer in network.modules():
         if isinstance(layer, torch.nn.MaxPool2d):
             layer.register_forward_pre_hook(lambda _, inputs: (torch.relu(inputs[0]),))
-    torch.testing.assert_close(found, differentiated(network, x))
+    torch.testing.assert_close(actual, logits_and_gradients(network, x))
 
 
-def differentiated(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Logits, and the gradients of weights and images."""
+def logits_and_gradients(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Returns logits, and the gradients of weights and images."""
     x = x.clone().requires_grad_()
     logits = network(x)
     loss = torch.nn.functional.cross_entropy(logits, torch.arange(len(x)))

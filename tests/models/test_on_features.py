@@ -1,5 +1,4 @@
-"""Models on fixed feature maps: what they compute, what they train on, and whose features are
-kept."""
+"""Models on fixed feature maps: logits, training, cached features and refusals."""
 
 from __future__ import annotations
 
@@ -34,19 +33,19 @@ def data() -> ImageData:
 
 
 def z_of(images: ImageData) -> np.ndarray:
-    """clip₁(φ/R) of `pixels` in NumPy."""
+    """Computes clip₁(φ/R) of `pixels` in NumPy."""
     features = PIXELS(images.images).double().numpy() / PIXELS.radius
-    found: np.ndarray = features / np.maximum(1, np.linalg.norm(features, axis=1, keepdims=True))
-    return found
+    z: np.ndarray = features / np.maximum(1, np.linalg.norm(features, axis=1, keepdims=True))
+    return z
 
 
 def network(name: str = "linear", **other: Any) -> OnFeatures:
-    made = build_network(ModelSettings(name, features="pixels", **other), SPEC, 3)
-    assert isinstance(made, OnFeatures)
-    return made
+    model = build_network(ModelSettings(name, features="pixels", **other), SPEC, 3)
+    assert isinstance(model, OnFeatures)
+    return model
 
 
-def test_images_and_vectors_have_the_same_logits_by_hand() -> None:
+def test_images_and_vectors_have_equal_logits() -> None:
     images = data()
     z = z_of(images)
     assert (np.linalg.norm(z, axis=1) <= 1 + 1e-6).all()
@@ -62,16 +61,15 @@ def test_images_and_vectors_have_the_same_logits_by_hand() -> None:
         hidden = np.maximum(
             0, 8 * z @ first.weight.double().numpy().T + first.bias.double().numpy()
         )
-        by_hand = hidden @ last.weight.double().numpy().T + last.bias.double().numpy()
-        np.testing.assert_allclose(small(x).numpy(), by_hand, atol=1e-4)
-    right = (z @ w.T).argmax(axis=1) == images.labels.numpy()
-    found = correct(linear, images, among=torch.tensor([3, 5]))
-    assert found.tolist() == right[[3, 5]].tolist()
+        expected = hidden @ last.weight.double().numpy().T + last.bias.double().numpy()
+        np.testing.assert_allclose(small(x).numpy(), expected, atol=1e-4)
+    is_correct = (z @ w.T).argmax(axis=1) == images.labels.numpy()
+    actual = correct(linear, images, among=torch.tensor([3, 5]))
+    assert actual.tolist() == is_correct[[3, 5]].tolist()
 
 
-def test_local_training_is_softmax_regression_on_the_vectors() -> None:
-    """One full-batch step of one client, by NumPy; a client hands out vectors in place of
-    images."""
+def test_local_training_is_softmax_regression() -> None:
+    """Compares one full-batch step with NumPy; clients provide vectors instead of images."""
     images = data()
     method = FedAvg(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
     parts = PartitionSettings(clients=1, alpha=100.0, min_size=1)
@@ -83,32 +81,34 @@ def test_local_training_is_softmax_regression_on_the_vectors() -> None:
     z, y = z_of(images), images.labels.numpy()
     p = np.exp(z @ w.T)
     r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[y]
-    found = result.model.state_dict()["classifier.weight"].double().numpy()
-    np.testing.assert_allclose(found, w - 2.0 * r.T @ z / len(y), atol=1e-5)
+    actual = result.model.state_dict()["classifier.weight"].double().numpy()
+    np.testing.assert_allclose(actual, w - 2.0 * r.T @ z / len(y), atol=1e-5)
     clients = ExactClientView([0], images, [torch.arange(40)], network=start)
     np.testing.assert_allclose(clients.images(torch.tensor([4])), z[4:5], atol=1e-6)
 
 
-def test_maps_of_one_name_and_constants_do_not_share_vectors() -> None:
-    """A cache that goes by name and dimension gives the second map the first one's vectors."""
-    images, some = data(), torch.arange(4)
-    for by in (0.5, 0.25):
-        own = replace(PIXELS, name="own-shifted", function=lambda x, by=by: x.flatten(1) - by)
-        register_features("own-shifted", lambda shape, own=own: own)  # type: ignore[misc]
-        found = feature_map("own-shifted", SPEC.image_shape)
-        expected = images.images[:4].flatten(1) / 255 - by
-        torch.testing.assert_close(feature_table(images, found, some)(some), expected)
+def test_maps_of_equal_names_do_not_share_vectors() -> None:
+    """A cache by name and dimension would give the second map the first map's vectors."""
+    images, records = data(), torch.arange(4)
+    for shift in (0.5, 0.25):
+        shifted = replace(
+            PIXELS, name="own-shifted", function=lambda x, shift=shift: x.flatten(1) - shift
+        )
+        register_features("own-shifted", lambda shape, shifted=shifted: shifted)  # type: ignore[misc]
+        registered = feature_map("own-shifted", SPEC.image_shape)
+        expected = images.images[:4].flatten(1) / 255 - shift
+        torch.testing.assert_close(feature_table(images, registered, records)(records), expected)
 
 
-TRAINS = {
+SUPPORTED = {
     name
     for name in METHODS
     if issubclass(method_class(name), TrainsLocally) and not method_class(name).features_refusal
 }
 
 
-LEARNED = ("moon", "fedgen", "fedfm", "fedfm-lite")
-"""Of a linear model they say that its embedding is not learned."""
+NEED_LEARNED_EMBEDDING = ("moon", "fedgen", "fedfm", "fedfm-lite")
+"""These methods refuse a linear model, since its embedding is not learned."""
 
 
 def settings_of(method: str, **model: Any) -> RunSettings:
@@ -123,28 +123,28 @@ def settings_of(method: str, **model: Any) -> RunSettings:
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("fedavg", "moon", "feddm")))
-def test_methods_that_train_models_do_so_on_features_and_others_refuse(method: str) -> None:
+def test_methods_train_on_features_or_refuse_them(method: str) -> None:
     train, test = load_dataset("digits")
     few = train.subset(np.arange(200)), test.subset(np.arange(50))
-    if method not in TRAINS:
+    if method not in SUPPORTED:
         with pytest.raises(SettingError, match=r"model\.features"):
             settings_of(method)
         return
-    name = "mlp" if method in LEARNED else "linear"
-    if method in LEARNED:
+    name = "mlp" if method in NEED_LEARNED_EMBEDDING else "linear"
+    if method in NEED_LEARNED_EMBEDDING:
         with pytest.raises(SettingError, match=r"model\.name must be mlp"):
             simulate(settings_of(method), data=few)
     assert simulate(settings_of(method, name=name), data=few).accuracy is not None
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"name": "convnet", "features": "pixels"}, "linear or mlp"),
         ({"features": "whitened-scatering"}, "whitened-scattering"),
         ({"name": "mlp", "features": "pixels", "projection": 8}, "projection"),
     ],
 )
-def test_settings_of_features_that_are_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises((SettingError, UnknownNameError), match=says):
+def test_invalid_feature_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((SettingError, UnknownNameError), match=message):
         ModelSettings(**settings)

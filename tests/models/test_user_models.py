@@ -1,4 +1,4 @@
-"""Models of a user's own: registered, given as modules, looked at before they run."""
+"""Models of users: registered or given as modules, and checked before runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Shape = tuple[int, int, int]
 
 
 class Net(nn.Module):
-    """A network that methods can look into."""
+    """A network with an embedding."""
 
     def __init__(self, image_shape: Shape, classes: int, norm: str = "none") -> None:
         super().__init__()
@@ -54,43 +54,43 @@ def flat(image_shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_shape[1] * image_shape[2], classes))
 
 
-def test_a_registered_class_is_a_model_like_others() -> None:
-    before = torch.get_rng_state()
+def test_registered_classes_work_like_built_in_models() -> None:
+    rng_state = torch.get_rng_state()
     settings = register_model("own-net", Net, norms=("none", "group"))
     assert resolve({"model": {"name": "own-net"}}).model.name == settings.name
-    first, again, other = (build_model(settings, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
-    assert torch.equal(flatten(first), flatten(again))
+    first, repeated, other = (build_model(settings, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
+    assert torch.equal(flatten(first), flatten(repeated))
     assert not torch.equal(flatten(first), flatten(other))
     assert first.embedding_size == 4 * 3 * 3
     check_embedding("feddm", first)
     grouped = build_model(ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
     assert any(isinstance(m, nn.GroupNorm) for m in grouped.modules())
     assert "own-net" not in model_names()
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
 
 
-def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
-    """Catches: the user's own module trained in place; fresh weights in place of the given ones."""
+def test_runs_start_from_module_weights_and_keep_the_module() -> None:
+    """A broken version would train the user's module in place, or draw new weights."""
     module = flat((1, 8, 8), 10)
-    before = flatten(module)
+    weights = flatten(module)
     settings = RunSettings(FedAvg(local_steps=1, lr=0.0), rounds=1, model=module)  # type: ignore[arg-type]
     assert has_given_weights(settings.model)
     result = simulate(settings, quiet=True)
-    assert torch.equal(flatten(result.model), before)
+    assert torch.equal(flatten(result.model), weights)
     trained = RunSettings(FedAvg(local_steps=3, lr=0.1), rounds=1, model=module)  # type: ignore[arg-type]
-    assert trained.model.name == settings.model.name  # the same weights, the same name
+    assert trained.model.name == settings.model.name  # equal weights, equal name
     simulate(trained, quiet=True)
-    assert torch.equal(flatten(module), before)
+    assert torch.equal(flatten(module), weights)
     other = RunSettings(FedAvg(), model=flat((1, 8, 8), 10))  # type: ignore[arg-type]
     assert other.model.name != settings.model.name
 
 
-def fails(image_shape: Shape, classes: int) -> nn.Module:
+def failing_builder(image_shape: Shape, classes: int) -> nn.Module:
     raise ValueError("no\nluck")
 
 
 class Mismatched(Net):
-    """A network whose classifier is not of its embedding."""
+    """A network whose classifier has another input than its embedding."""
 
     def embed(self, x: Tensor) -> Tensor:
         features: Tensor = self.body(x)[:, :5]
@@ -102,9 +102,9 @@ class Mismatched(Net):
 
 
 @pytest.mark.parametrize(
-    ("model", "text"),
+    ("model", "message"),
     [
-        (fails, "no luck$"),
+        (failing_builder, "no luck$"),
         (lambda image_shape, classes: 3, "torch.nn.Module"),
         (lambda image_shape, classes: nn.Flatten(), "no parameters"),
         (lambda image_shape, classes: flat(image_shape, 7), r"\[N, 10\].*\[2, 7\]"),
@@ -113,19 +113,19 @@ class Mismatched(Net):
         (Mismatched, r"but returns \[2, 5\]"),
     ],
 )
-def test_an_invalid_model_is_one_line(model: Any, text: str) -> None:
-    with pytest.raises(SettingError, match=text) as caught:
+def test_invalid_models_raise_one_line_errors(model: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message) as error:
         build_model(register_model("own-wrong", model), (1, 8, 8), 10, 0)
-    assert "\n" not in str(caught.value)
-    assert caught.value.key == "name"
+    assert "\n" not in str(error.value)
+    assert error.value.key == "name"
 
 
-def with_fault(spoil: Callable[[Any], object]) -> Any:
-    """A network with a fault that a run would meet in its last round, or after it."""
+def with_fault(add_fault: Callable[[Any], object]) -> Any:
+    """Returns a builder of networks with a fault that would show only at the end of a run."""
 
     def build(image_shape: Shape, classes: int) -> nn.Module:
         network = Net(image_shape, classes)
-        spoil(network)
+        add_fault(network)
         return network
 
     return build
@@ -151,7 +151,7 @@ class ExtraState(Net):
         return {"epoch": 3}
 
 
-class Grows(Net):
+class GrowingBuffers(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.register_buffer("seen", torch.zeros(len(x)))
@@ -165,14 +165,14 @@ class NoGradients(Net):
 
 
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("model", "message"),
     [
         (with_fault(lambda self: setattr(self, "twin", self.classifier)), "tied weights"),
         (with_fault(share_buffers), "tied weights"),
         (ExtraState, "_extra_state"),
         (with_fault(rename), "saved and loaded"),
         (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
-        (Grows, "changes the names"),
+        (GrowingBuffers, "changes the names"),
         (NoGradients, "cannot be trained"),
         (with_parameter(torch.zeros(2, dtype=torch.complex64)), "torch.complex64"),
         (with_parameter(torch.zeros(2, dtype=torch.float64)), "torch.float64"),
@@ -183,18 +183,18 @@ class NoGradients(Net):
         (flat, r"embed\(x\)"),  # not an AttributeError in the first step of condensation
     ],
 )
-def test_faults_show_before_anything_is_charged(model: Any, why: str, tmp_path: Path) -> None:
-    """They ended a run with a traceback after its last round, with its ledgers charged."""
+def test_faults_are_detected_before_charges(model: Any, message: str, tmp_path: Path) -> None:
+    """Undetected, they end a run with a traceback after its last round, with charged ledgers."""
     privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
     settings = RunSettings(FedDM(ipc=1, iterations=1), rounds=1, model=model, privacy=privacy)
-    with pytest.raises(SettingError, match=why) as caught:
+    with pytest.raises(SettingError, match=message) as error:
         simulate(settings, quiet=True, output=tmp_path / "runs")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
-class Elsewhere(Net):
-    """Its last layer's weight is used outside of this layer, which Opacus does not see."""
+class WeightUsedOutside(Net):
+    """A network that uses its last weight outside of the layer, which Opacus does not see."""
 
     def forward(self, x: Tensor) -> Tensor:
         last = self.classifier
@@ -202,28 +202,28 @@ class Elsewhere(Net):
 
 
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("model", "message"),
     [
         (with_fault(lambda self: self.body.requires_grad_(False)), "body.0.weight"),
         (with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))), "more.weight"),
-        (Elsewhere, "classifier.weight"),
+        (WeightUsedOutside, "classifier.weight"),
         (
             lambda shape, classes: torch.jit.script(flat(shape, classes)),
             "per-example gradients of the model failed",
         ),
     ],
 )
-def test_what_dp_sgd_cannot_train_is_refused_before_anything_is_charged(
-    model: Any, why: str, tmp_path: Path
+def test_models_without_per_example_gradients_are_refused(
+    model: Any, message: str, tmp_path: Path
 ) -> None:
     privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
     settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
-    with pytest.raises(ForbiddenLayerError, match=why):
+    with pytest.raises(ForbiddenLayerError, match=message):
         simulate(settings, quiet=True, output=tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_that_are_not_registered_or_taken_are_said() -> None:
+def test_unregistered_and_taken_names_are_errors() -> None:
     with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
@@ -237,14 +237,14 @@ def test_names_that_are_not_registered_or_taken_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [(flat((1, 8, 8), 10), "declares public"), (Net, "run's seed")]
+    ("model", "origin"), [(flat((1, 8, 8), 10), "declares public"), (Net, "run's seed")]
 )
-def test_a_report_names_the_users_model_and_its_initial_weights(model: Any, words: str) -> None:
-    """Catches: "drawn from the run's seed" of weights that were trained on who knows what."""
+def test_report_names_user_model_and_initial_weights(model: Any, origin: str) -> None:
+    """Given weights may come from any training, so the report must not call them random."""
     privacy = resolve({"privacy": {"noise_multiplier": 3.0}}).privacy
     settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
     report: Any = simulate(settings, quiet=True).privacy
-    assert words in report["public_items"]["architecture and initial weights"]
+    assert origin in report["public_items"]["architecture and initial weights"]
     name = f"the model {settings.model.name}"
     assert report["own_code"] == [name]
     assert f"{name}, supplied by the operator" in render_markdown(report)
