@@ -1,10 +1,10 @@
-"""A stand-in for a GPU on a machine without one: tensors that say `cuda` and hold their values.
+"""A fake GPU for machines without one: tensors of device `cuda` that hold their values.
 
-Each operation runs on PyTorch's fake tensors, which raise where a GPU would refuse tensors of two
-devices or would have to read a value, and then on the values, on the CPU. What makes the host wait
-for the device (a value that is read, a copy that blocks) is kept as a `Wait`. The C++ side of a
-stand-in says `meta`, since the autograd engine asks a driver about streams of `cuda`. Seen to work
-with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver.
+Each operation runs first on PyTorch's fake tensors, which raise where a GPU would refuse tensors of
+two devices or would have to read a value, and then on the values on the CPU. Where the host would
+wait for the device (reading a value, a blocking copy), a `Wait` is recorded. For C++ the device is
+`meta`, since the autograd engine asks a driver about streams of `cuda`. Tested with PyTorch 2.13
+built without CUDA and 2.15 built with it, both without a driver.
 """
 
 from __future__ import annotations
@@ -56,50 +56,50 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waits for the device: to read a value, or for a copy to the device ("write"). The
-    stack has the package's functions, the innermost first: (file, function, line)."""
+    """A wait of the host for the device: to read a value, or for a copy to the device ("write").
+    The stack has the package's functions, the innermost first: (file, function, line)."""
 
     kind: str
     operation: str
     stack: tuple[tuple[str, str, int], ...]
 
     def __str__(self) -> str:
-        where = " < ".join(f"{file}:{line} {function}" for file, function, line in self.stack[:6])
-        return f"{self.kind} {self.operation} at {where}"
+        frames = " < ".join(f"{file}:{line} {function}" for file, function, line in self.stack[:6])
+        return f"{self.kind} {self.operation} at {frames}"
 
 
-class StandIn(Tensor):
-    """A tensor on the pretended GPU: `held` are its values."""
+class GpuTensor(Tensor):
+    """A tensor on the fake GPU with its `cpu_values`."""
 
-    held: Tensor
+    cpu_values: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> StandIn:
-        made: StandIn = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, values: Tensor) -> GpuTensor:
+        tensor: GpuTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
             device=META,
         )
-        made.held = held
-        return made
+        tensor.cpu_values = values
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _HERE[-1].run(func, args, kwargs or {})
+        return _ACTIVE[-1].run(func, args, kwargs or {})
 
-    # `_apply` of a module then swaps the parameter's content, and the object stays the same
+    # `_apply` of a module then swaps the parameter's content, not the object
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["held"], None
+        return ["cpu_values"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> StandIn:
-        return StandIn(inner["held"])
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> GpuTensor:
+        return GpuTensor(inner["cpu_values"])
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -118,35 +118,35 @@ class StandIn(Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other: StandIn) -> None:
+    def data(self, other: GpuTensor) -> None:
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.held = other.held
+        self.cpu_values = other.cpu_values
 
-    def new_tensor(self, values: Any, *, dtype: Any = None) -> Any:
-        return torch.tensor(values, dtype=dtype or self.dtype).to(META)
+    def new_tensor(self, data: Any, *, dtype: Any = None) -> Any:
+        return torch.tensor(data, dtype=dtype or self.dtype).to(META)
 
     def get_device(self) -> int:
         return 0
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.cpu_values.data_ptr()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a tensor on a GPU: itself where nothing changes."""
+        """Behaves as a tensor on a GPU: returns itself where nothing changes."""
         kwargs = dict(kwargs)
         copy = kwargs.pop("copy", False)
         other = args[0] if args else kwargs.pop("other", None)
         if isinstance(other, Tensor):
-            device, dtype, blocks_not, layout = other.device, other.dtype, False, None
+            device, dtype, non_blocking, layout = other.device, other.dtype, False, None
         else:
-            device, dtype, blocks_not, layout = torch._C._nn._parse_to(*args, **kwargs)
+            device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
         device = self.device if device is None else torch.device(device)
         dtype = self.dtype if dtype is None else dtype
-        here = device.type == "cuda" and dtype == self.dtype
-        if here and not copy and (layout is None or self.is_contiguous(memory_format=layout)):
+        unchanged = device.type == "cuda" and dtype == self.dtype
+        if unchanged and not copy and (layout is None or self.is_contiguous(memory_format=layout)):
             return self
         return aten._to_copy(
-            self, dtype=dtype, device=device, non_blocking=blocks_not, memory_format=layout
+            self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=layout
         )
 
     def cpu(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,53 +166,51 @@ class StandIn(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            made = self.detach().clone().requires_grad_(self.requires_grad)
-            made.__dict__.update(
+            copy = self.detach().clone().requires_grad_(self.requires_grad)
+            copy.__dict__.update(
                 {key: value for key, value in self.__dict__.items() if key == "_is_param"}
             )
-            memo[id(self)] = made
+            memo[id(self)] = copy
         return memo[id(self)]
 
 
-class _Names(TorchFunctionMode):
-    """Calls that name `cuda` name `meta` instead: C++ would ask the driver for the device's
-    number."""
+class _DeviceNames(TorchFunctionMode):
+    """Replaces `cuda` by `meta` in calls, since C++ would ask the driver for the device's number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)
-        named = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor) and _is_cuda(named):
+        if func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device")):
             rest = {key: value for key, value in kwargs.items() if key != "device"}
             return func(*args, **rest).to(META)
-        args = tuple(META if _is_cuda(one) else one for one in args)
-        kwargs = {key: META if _is_cuda(one) else one for key, one in kwargs.items()}
+        args = tuple(META if _is_cuda(value) else value for value in args)
+        kwargs = {key: META if _is_cuda(value) else value for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _is_cuda(one: Any) -> bool:
-    return (isinstance(one, torch.device) and one.type in ("cuda", "meta")) or (
-        isinstance(one, str) and one.split(":")[0] == "cuda"
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type in ("cuda", "meta")) or (
+        isinstance(value, str) and value.split(":")[0] == "cuda"
     )
 
 
-def _kind(one: Any) -> Any:
-    """All of an argument that PyTorch's rules ask for; a number is another one as True or 1.0."""
-    if isinstance(one, Tensor):
-        return isinstance(one, StandIn), one.shape, one.stride(), one.dtype
-    return ("generator",) if isinstance(one, torch._C.Generator) else (type(one), one)
+def _signature(value: Any) -> Any:
+    """Returns what PyTorch's rules use of an argument; 1, True and 1.0 differ."""
+    if isinstance(value, Tensor):
+        return isinstance(value, GpuTensor), value.shape, value.stride(), value.dtype
+    return ("generator",) if isinstance(value, torch._C.Generator) else (type(value), value)
 
 
-def _as_fake(one: Any) -> Any:
-    if isinstance(one, Tensor):
-        device = CUDA if isinstance(one, StandIn) else one.device
-        return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
-    return CUDA if isinstance(one, torch.device) and one.type == "meta" else one
+def _to_fake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        device = CUDA if isinstance(value, GpuTensor) else value.device
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    return CUDA if isinstance(value, torch.device) and value.type == "meta" else value
 
 
-class _Device(TorchDispatchMode):
-    """The pretended GPU: makes what it is asked for, and sees every operation."""
+class _FakeGpu(TorchDispatchMode):
+    """The fake GPU: creates tensors and handles all operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,94 +225,97 @@ class _Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One operation."""
-        given, tree = tree_flatten((args, kwargs))
-        mine = [one for one in given if isinstance(one, StandIn)]
-        asked = kwargs.get("device")
-        wanted = asked is not None and torch.device(asked).type in ("cuda", "meta")
-        if not mine and not wanted:
+        """Runs one operation."""
+        leaves, tree = tree_flatten((args, kwargs))
+        gpu_tensors = [leaf for leaf in leaves if isinstance(leaf, GpuTensor)]
+        device = kwargs.get("device")
+        creates = device is not None and torch.device(device).type in ("cuda", "meta")
+        if not gpu_tensors and not creates:
             self._check_generator(func, kwargs, "cpu")
             return func(*args, **kwargs)
         self.operations += 1
-        self._check_generator(func, kwargs, "cuda" if wanted or asked is None else "cpu")
-        devices = self._devices(func, given, tree)
-        self._note_copies(func, args, kwargs, wanted)
-        values = [one.held if isinstance(one, StandIn) else one for one in given]
+        self._check_generator(func, kwargs, "cuda" if creates or device is None else "cpu")
+        devices = self._devices(func, leaves, tree)
+        self._note_copies(func, args, kwargs, creates)
+        values = [leaf.cpu_values if isinstance(leaf, GpuTensor) else leaf for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(values, tree)
-        if wanted:
+        if creates:
             real_kwargs["device"] = torch.device("cpu")
-        made = func(*real_args, **real_kwargs)
+        result = func(*real_args, **real_kwargs)
         if self.tape is not None:
-            self.tape.append((func, real_args, real_kwargs, made))
-        return self._wrapped(made, devices, mine)
+            self.tape.append((func, real_args, real_kwargs, result))
+        return self._wrapped(result, devices, gpu_tensors)
 
-    def _devices(self, func: Any, given: Sequence[Any], tree: Any) -> Sequence[str] | None:
-        """Of what it makes, by PyTorch's fake tensors; None where its shape depends on values."""
-        key = (func, tree, tuple(map(_kind, given)))
+    def _devices(self, func: Any, leaves: Sequence[Any], tree: Any) -> Sequence[str] | None:
+        """Returns the results' devices by fake tensors; None where the shape depends on values."""
+        key = (func, tree, tuple(map(_signature, leaves)))
         if key not in self._known:
-            self._known[key] = self._asked(func, given, tree)
+            self._known[key] = self._devices_by_rules(func, leaves, tree)
         devices = self._known[key]
         if devices is None:
             self._wait("read", str(func))
         return devices
 
-    def _asked(self, func: Any, given: Sequence[Any], tree: Any) -> Sequence[str] | None:
-        args, kwargs = tree_unflatten(given, tree)
-        if func in INDEXED and any(one is not None and one.dtype in MASKS for one in args[1]):
+    def _devices_by_rules(
+        self, func: Any, leaves: Sequence[Any], tree: Any
+    ) -> Sequence[str] | None:
+        args, kwargs = tree_unflatten(leaves, tree)
+        if func in INDEXED and any(value is not None and value.dtype in MASKS for value in args[1]):
             return None  # fake tensors would ask a kernel, which builds without CUDA do not have
         with self._rules:
-            args, kwargs = tree_unflatten([_as_fake(one) for one in given], tree)
+            args, kwargs = tree_unflatten([_to_fake(value) for value in leaves], tree)
             if "generator" in kwargs:
                 kwargs["generator"] = None
             try:
-                made = func(*args, **kwargs)
+                result = func(*args, **kwargs)
             except READS:
                 return None
             except RuntimeError as error:
                 raise DeviceMixError(f"{func}: {str(error).strip().splitlines()[0]}") from error
-        leaves = tree_flatten(made)[0]
-        return [one.device.type if isinstance(one, Tensor) else "" for one in leaves]
+        leaves = tree_flatten(result)[0]
+        return [value.device.type if isinstance(value, Tensor) else "" for value in leaves]
 
-    def _wrapped(self, made: Any, devices: Sequence[str] | None, mine: Sequence[StandIn]) -> Any:
-        leaves, tree = tree_flatten(made)
-        where = devices or ["cuda"] * len(leaves)
-        done = [self._one(value, on, mine) for value, on in zip(leaves, where, strict=True)]
-        return tree_unflatten(done, tree)
+    def _wrapped(
+        self, result: Any, devices: Sequence[str] | None, gpu_tensors: Sequence[GpuTensor]
+    ) -> Any:
+        leaves, tree = tree_flatten(result)
+        pairs = zip(leaves, devices or ["cuda"] * len(leaves), strict=True)
+        return tree_unflatten([self._wrapped_leaf(*pair, gpu_tensors) for pair in pairs], tree)
 
-    def _one(self, value: Any, device: str, mine: Sequence[StandIn]) -> Any:
+    def _wrapped_leaf(self, value: Any, device: str, gpu_tensors: Sequence[GpuTensor]) -> Any:
         if not isinstance(value, Tensor):
             return value
-        same = next((tensor for tensor in mine if tensor.held is value), None)
-        if same is None:
-            return StandIn(value) if device == "cuda" else value
-        assert same.shape == value.shape, "an operation in place that changes the shape"
-        return same
+        existing = next((tensor for tensor in gpu_tensors if tensor.cpu_values is value), None)
+        if existing is None:
+            return GpuTensor(value) if device == "cuda" else value
+        assert existing.shape == value.shape, "an operation in place that changes the shape"
+        return existing
 
     def _check_generator(self, func: Any, kwargs: dict[str, Any], device: str) -> None:
         generator = kwargs.get("generator")
         if generator is None:
             return
-        own = "cuda" if generator._cdata in self.generators else "cpu"
-        if own != device:
-            raise DeviceMixError(f"{func} on {device} with a generator on {own}")
+        generator_device = "cuda" if generator._cdata in self.generators else "cpu"
+        if generator_device != device:
+            raise DeviceMixError(f"{func} on {device} with a generator on {generator_device}")
 
-    def _note_copies(self, func: Any, args: Any, kwargs: dict[str, Any], wanted: bool) -> None:
+    def _note_copies(self, func: Any, args: Any, kwargs: dict[str, Any], creates: bool) -> None:
         name = str(func)
         if func is aten._to_copy.default:
-            leaves = isinstance(args[0], StandIn) and kwargs.get("device") is not None
-            if leaves and not wanted:
+            reads = isinstance(args[0], GpuTensor) and kwargs.get("device") is not None
+            if reads and not creates:
                 self._wait("read", name)
-            elif wanted and not isinstance(args[0], StandIn) and not kwargs.get("non_blocking"):
+            elif creates and not isinstance(args[0], GpuTensor) and not kwargs.get("non_blocking"):
                 self._wait("write", name)
         elif func is aten.copy_.default:
             into, source = args[0], args[1]
             blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            if isinstance(source, StandIn) and not isinstance(into, StandIn):
+            if isinstance(source, GpuTensor) and not isinstance(into, GpuTensor):
                 self._wait("read", name)
-            elif isinstance(into, StandIn) and not isinstance(source, StandIn) and blocks:
+            elif isinstance(into, GpuTensor) and not isinstance(source, GpuTensor) and blocks:
                 self._wait("write", name)
         elif func in INDEXED and any(
-            isinstance(one, Tensor) and not isinstance(one, StandIn) for one in args[1]
+            isinstance(index, Tensor) and not isinstance(index, GpuTensor) for index in args[1]
         ):
             self._wait("write", f"{name} by indices on the CPU")
 
@@ -324,8 +325,8 @@ class _Device(TorchDispatchMode):
         self.waits.append(Wait(kind, operation, _stack()))
 
     def record(self, step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-        """As `fedsynth.training.sgd._record`: the operations of one call, to be repeated
-        on the same memory, without Python."""
+        """Replaces `fedsynth.training.sgd._record`: records the operations of one call and returns
+        a function that repeats them on the same memory."""
         for _ in range(3):
             step()
         self.tape = []
@@ -336,45 +337,46 @@ class _Device(TorchDispatchMode):
             self.tape = None
 
         def replay() -> None:
-            for func, args, kwargs, before in tape:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_flatten(before)[0], tree_flatten(again)[0], strict=True):
+            for func, args, kwargs, recorded in tape:
+                result = func(*args, **kwargs)
+                pairs = zip(tree_flatten(recorded)[0], tree_flatten(result)[0], strict=True)
+                for old, new in pairs:
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
         return replay
 
 
-_HERE: list[_Device] = []
+_ACTIVE: list[_FakeGpu] = []
 
 
 def _stack() -> tuple[tuple[str, str, int], ...]:
-    """Functions of the package that are running, the innermost first."""
-    found = []
+    """Returns the running functions of the package, the innermost first."""
+    functions = []
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
         for root in PACKAGE:
             if path.startswith(str(root)):
                 file = path[len(str(root.parent)) + 1 :]
-                found.append((file, frame.f_code.co_qualname, frame.f_lineno))
+                functions.append((file, frame.f_code.co_qualname, frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(functions)
 
 
 @contextmanager
-def pretended_gpu() -> Iterator[_Device]:
-    """Inside, `cuda` is the stand-in."""
-    gpu = _Device()
+def fake_gpu() -> Iterator[_FakeGpu]:
+    """Replaces `cuda` by the fake GPU inside the block."""
+    gpu = _FakeGpu()
 
     class Generator(torch._C.Generator):
-        """On `cuda` a CPU generator that is known as the GPU's: a real one asks for a driver."""
+        """A CPU generator marked as the GPU's on `cuda`, since a real one needs a driver."""
 
         def __new__(cls, device: torch.device | str = "cpu") -> Generator:
-            made = super().__new__(cls)
+            generator = super().__new__(cls)
             if torch.device(device).type == "cuda":
-                gpu.generators[made._cdata] = made
-            return made
+                gpu.generators[generator._cdata] = generator
+            return generator
 
         @property
         def device(self) -> torch.device:
@@ -391,11 +393,11 @@ def pretended_gpu() -> Iterator[_Device]:
             lambda device=None: SimpleNamespace(total_memory=CARD_BYTES),
         )
         patch.setattr("fedsynth.training.sgd._record", gpu.record)
-        _HERE.append(gpu)
+        _ACTIVE.append(gpu)
         try:
-            with gpu, _Names():
+            with gpu, _DeviceNames():
                 yield gpu
         finally:
-            _HERE.pop()
-            # kept by device: those of the stand-in must not outlive it
+            _ACTIVE.pop()
+            # cached by device: must not outlive the fake GPU
             pixels._constants.cache_clear()

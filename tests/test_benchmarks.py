@@ -1,5 +1,4 @@
-"""Finished rows are found again, compare has every method, and the documents' numbers are those of the
-committed rows."""
+"""Benchmarks: rows match their settings, compare has all methods, documents match the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from fedsynth.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-FOUND = {
+EXPECTED_ROWS = {
     "compare": 55,
     "fedstats_students": 20,
     "fedstats_table": 580,
@@ -29,18 +28,18 @@ FOUND = {
     "private_baselines": 32,
     "robust_table": 96,
 }
-"""How many cells of a grid have their row, by the hash of their settings. The rows of fashion_table
-and dp_utility are older than today's hash, and audits have none."""
+"""The number of a grid's cells with a row of the same settings hash. The rows of fashion_table and
+dp_utility are older than the current hash, and audits have none."""
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module as scripts do: with their folder on the path."""
+    """Imports modules as scripts do, with their folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
-def test_no_script_is_imported() -> None:
+def test_scripts_are_not_imported() -> None:
     assert len(SCRIPTS) > 3
     for path in BENCHMARKS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,62 +47,62 @@ def test_no_script_is_imported() -> None:
                 assert node.module not in SCRIPTS, path
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_settings_still_have_the_hash_of_finished_rows(name: str, script: Any) -> None:
-    """Catches: a default or a setting that moved without its rows being deleted or made again, and
-    a tuned setting that is not the best of its grid."""
+@pytest.mark.parametrize("name", EXPECTED_ROWS)
+def test_settings_match_the_hashes_of_rows(name: str, script: Any) -> None:
+    """After a change of a default or a setting, its rows must be deleted or repeated. A tuned setting
+    must be the best of its grid."""
     grid, library = script(f"grids.{name}").GRID, script("library.grid")
     path = script("library.machine").rows_file(name, False)
     rows = library.Rows(path, budget=-1.0)
     cells = grid.cells(grid.axes, device="auto", quick=False, cache=Path())
-    assert sum(grid.make(cell, rows) is not None for cell in cells) == FOUND[name]
+    assert sum(grid.make(cell, rows) is not None for cell in cells) == EXPECTED_ROWS[name]
 
 
-def test_the_private_baseline_is_an_interior_optimum_of_its_grid(script: Any) -> None:
-    """Catches: an optimum at the grid's edge."""
+def test_private_baseline_is_an_interior_optimum(script: Any) -> None:
     rows = script("library.rows").by_key("private_baselines")
     grid = list(script("grids.private_baselines").candidates())
-    tried = {one: rows[f"tune {one.name}"]["accuracy"] for one in grid}
-    best = max(tried, key=lambda one: tried[one])
+    accuracy = {cell: rows[f"tune {cell.name}"]["accuracy"] for cell in grid}
+    best = max(accuracy, key=lambda cell: accuracy[cell])
     for field in ("rounds", "lr", "clip"):
         for factor in (0.5, 2):
             neighbour = best._replace(**{field: factor * getattr(best, field)})
-            assert tried[neighbour] <= tried[best]
+            assert accuracy[neighbour] <= accuracy[best]
 
 
-def test_reproduced_rows_are_of_the_presets_as_they_are() -> None:
-    """Catches: a preset that changed without its rows being deleted or made again."""
+def test_reproduced_rows_match_the_presets() -> None:
+    """After a change of a preset, its rows must be deleted or repeated."""
     from fedsynth.reproduction.presets import preset
     from fedsynth.reproduction.rows import Rows, run_hash
 
     rows = Rows(BENCHMARKS / "results" / "reproduction").all()
     assert rows
-    for mark, row in rows.items():
+    for run_digest, row in rows.items():
         table = preset(row["preset"])
-        (cell,) = [one for one in table.cells if one.columns() == row["cell"]]
-        assert run_hash(table.settings(cell, row["seed"], row["changes"])) == mark, row["key"]
+        (cell,) = [cell for cell in table.cells if cell.columns() == row["cell"]]
+        assert run_hash(table.settings(cell, row["seed"], row["changes"])) == run_digest, row["key"]
 
 
-def test_compare_has_every_method_with_its_familys_settings(script: Any) -> None:
-    """Catches: a method that the registry has and the comparison does not."""
+def test_compare_has_all_methods_with_family_settings(script: Any) -> None:
     compared, compare = script("library.compared"), script("grids.compare")
     assert {method for method, _ in compared.METHODS.values()} == set(METHODS)
     assert compared.METHODS["feddm"] == ("feddm", compared.CONDENSE)
     assert set(compared.PERSONAL) == {"solo", "fedbn"}
     assert set(compared.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
     cell = script("library.grid").Cell(device="cpu", quick=False)
-    for name in compared.METHODS:  # FedStats and FedSum have not all of their family's settings
+    for name in compared.METHODS:  # FedStats and FedSum lack some settings of their family
         assert compare.settings_for(name, 0, 0.1, cell).rounds in (1, 5)
 
 
-def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_computed_once(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library, compare = script("library.grid"), script("grids.compare")
     cell = library.Cell(device="cpu", quick=True)
     settings = compare.settings_for("real", 0, None, cell)
-    made: list[Any] = []
+    runs: list[Any] = []
 
     def one_run(run: Any, data: Any) -> dict[str, Any]:
-        made.append(run)
+        runs.append(run)
         return {"accuracy": 0.5}
 
     monkeypatch.setattr(library, "one_run", one_run)
@@ -116,13 +115,13 @@ def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert row("", -1.0) is None
     first = row("seed=0", math.inf)
     assert row("", -1.0) == first
-    assert len(made) == 1
+    assert len(runs) == 1
     assert first["key"] == f"real seed=0 {library.fingerprint(settings)}"
     assert {"accuracy", "date", "machine", "torch", "commit", "command"} < set(first)
     audits = library.Grid({"name": ("a",)}, "{name}", work=lambda _: {"bound": 1})
     for repeats, rows in ((1, 2), (3, 4), (2, 4)):  # without a hash, a key has several rows
-        (one,) = audits.cells(audits.axes)
-        assert audits.make(one, library.Rows(path), repeats)["key"] == "a"
+        (audit_cell,) = audits.cells(audits.axes)
+        assert audits.make(audit_cell, library.Rows(path), repeats)["key"] == "a"
         assert len(path.read_text().splitlines()) == rows
 
 
@@ -132,7 +131,7 @@ def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
     [("robust_table", "run.py robust_table --alpha 1 --only 'median, sign'", 3),
      ("dp_step", "dp_step.py --device cpu --only residual", 1)],
 )  # fmt: skip
-def test_a_script_of_each_shape_runs(name: str, line: str, rows: int) -> None:
+def test_quick_scripts_write_their_rows(name: str, line: str, rows: int) -> None:
     file = BENCHMARKS / "results" / f"{name}_quick.jsonl"
     file.unlink(missing_ok=True)
     script, *words = shlex.split(line)
@@ -162,19 +161,19 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     return tables
 
 
-def _text(tables: Any, document: str) -> str:
+def _read(tables: Any, document: str) -> str:
     return (tables.ROOT / document).read_text(encoding="utf-8")  # type: ignore[no-any-return]
 
 
-def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_match_the_rows(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 0
 
 
-def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
+def test_tables_have_documents_and_scripts(
     tables: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = "\n".join(_text(tables, document) for document in tables.DOCUMENTS)
+    texts = "\n".join(_read(tables, document) for document in tables.DOCUMENTS)
     assert {name for name, _ in tables.BLOCK.findall(texts)} == set(tables.TABLES)
     assert {sentence.document for sentence in tables.SENTENCES} <= set(tables.DOCUMENTS)
     monkeypatch.setattr(sys, "argv", ["tables.py", "--list"])
@@ -183,11 +182,11 @@ def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
     assert {name for name, *_ in listed} == set(tables.TABLES)
     for name, _, rows, script in listed:
         if script.startswith("benchmarks/") and "run.py" not in script:
-            assert f'"{Path(rows).stem}' in _text(tables, script), name
+            assert f'"{Path(rows).stem}' in _read(tables, script), name
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("| 81.57 ± 0.69 |", "| 81.58 ± 0.69 |", "table fashion differs"),
         ("within 0.25 points", "within 0.26 points", "['0.26'] and the rows ['0.25']"),
@@ -195,17 +194,17 @@ def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
         (TITLE, f"{TITLE}\nIt is 1.75 times as fast.\n", "docs/results.md:3: from no row"),
     ],
 )
-def test_a_number_that_no_row_has_is_found(tables: Any, old: str, new: str, said: str) -> None:
-    text = _text(tables, "docs/results.md")
+def test_numbers_without_rows_are_detected(tables: Any, old: str, new: str, message: str) -> None:
+    text = _read(tables, "docs/results.md")
     source = text if old in text else " ".join(text.split())
     assert old in source
     changed = source.replace(old, new, 1)
-    assert any(said in line for line in tables.differences("docs/results.md", changed))
-    if said[0] in "t[":  # numbers alone
+    assert any(message in line for line in tables.differences("docs/results.md", changed))
+    if message[0] in "t[":  # only numbers
         assert tables.written("docs/results.md", text.replace(old, new)) == text
 
 
-def test_what_may_stand_freely(tables: Any) -> None:
+def test_free_numbers_are_detected(tables: Any) -> None:
     for text in (
         "ipc 10, 5 rounds and 64 images",
         "`lr=0.25`",
@@ -220,20 +219,22 @@ def test_what_may_stand_freely(tables: Any) -> None:
         assert len(tables.free_numbers("README.md", text)) == 1
 
 
-def test_stale_rows(tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_settings_are_errors(
+    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from library import rows
 
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    kept = [{"key": f"fedavg seed=0 {mark}", "accuracy": 0.5} for mark in ("aa", "bb")]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, kept)) + "\n")
+    rows_written = [{"key": f"fedavg seed=0 {digest}", "accuracy": 0.5} for digest in ("aa", "bb")]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows_written)) + "\n")
     with pytest.raises(rows.RowsError, match="two rows of other settings for 'fedavg seed=0'"):
         rows.by_key("x")
-    (tmp_path / "x.jsonl").write_text(json.dumps(kept[0]) + "\n")
+    (tmp_path / "x.jsonl").write_text(json.dumps(rows_written[0]) + "\n")
     assert rows.percents("x", "fedavg", range(3)) == [50.0]
 
 
-def test_a_difference_is_bold_where_its_mean_is_beyond_the_deviation(tables: Any) -> None:
+def test_differences_beyond_the_deviation_are_bold(tables: Any) -> None:
     from library import rows
 
     assert rows.paired([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
-    assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds do not show it
+    assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds are too few

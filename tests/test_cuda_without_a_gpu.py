@@ -1,8 +1,8 @@
-"""Every method on a pretended GPU (`tests/fake_cuda.py`): no operation mixes devices, the numbers
-are the CPU's, and nothing waits for the device in the loops that promise it (`LOOPS`).
+"""All methods on a fake GPU (`tests/fake_cuda.py`): no operation mixes devices, results equal the
+CPU's, and nothing waits for the device in the loops of `WAIT_FREE_LOOPS`.
 
-A new method is found by its line in the registry. A wait that a loop needs gets a line in
-`IN_LOOPS`, with its reason.
+New methods are found in the registry. A necessary wait has a line in `ALLOWED_WAITS`, with its
+reason.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training import sgd as cuda_graphs
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 from tests.digits import SPEC, digits
-from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, pretended_gpu
+from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, fake_gpu
 from tests.families import FAMILIES, by_family
 from tests.simulation import test_unchanged as recorded
 
-MOVED = 1e-4
-"""How far a number may be from the CPU's, as a share of its scale: on a GPU passes have other
-lengths, and so another rounding."""
+TOLERANCE = 1e-4
+"""The tolerance relative to a number's scale: passes on a GPU have other lengths and rounding."""
 
-LOOPS = tuple((file, function) for file, functions in {
+WAIT_FREE_LOOPS = tuple((file, function) for file, functions in {
     "synthesizer/condensation/matching.py": "NetworkFeatures.use ExactMatcher.gradient "
     "matching_gradient pull_back",
     "synthesizer/condensation/losses.py": "DistributionMatcher.gradient logits_gradient",
@@ -44,81 +43,86 @@ LOOPS = tuple((file, function) for file, functions in {
     "privacy/dpsgd.py": "dp_sgd",
 }.items() for function in functions.split())  # fmt: skip
 
-IN_LOOPS = {  # with the reason
+ALLOWED_WAITS = {  # with the reason
     ("privacy/randomness.py", "SecretGenerator.normal"): "noise is the host's: a copy a release",
     ("data/images.py", "_constants"): "pixel constants, once for each data set",
 }
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL_SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"memory_gb": 1.0},
     "partition": {"clients": 2, "subset": 0.1},
     "model": {"width": 4, "depth": 1},
 }
-FEW = {
+FEW_STEPS = {
     "local_epochs": 1, "batch": 32, "iterations": 2, "directions": 4, "generator_steps": 2,
     "server_epochs": 2, "server_steps": 2, "stratification_steps": 2,
 }  # fmt: skip
 HALF = {"sample_rate": 0.5, "noise_multiplier": 4.0}
 
 
-def small(name: str, protected: bool, **sections: Any) -> recorded.Sections:
-    """A case as small as one can be, nearly all with two rounds."""
-    merged = {key: {**SMALL.get(key, {}), **sections.get(key, {})} for key in {*SMALL, *sections}}
-    if not protected:
+def small_case(name: str, is_private: bool, **sections: Any) -> recorded.Sections:
+    """Returns a minimal case, mostly of two rounds."""
+    merged = {
+        key: {**SMALL_SECTIONS.get(key, {}), **sections.get(key, {})}
+        for key in {*SMALL_SECTIONS, *sections}
+    }
+    if not is_private:
         merged["partition"] = {"local_test": 0.2, **merged["partition"]}
     else:
         merged["privacy"] = {**HALF, **merged.get("privacy", {})}
-    made = (recorded.private if protected else recorded.case)(name, **merged)
-    few = {key: value for key, value in FEW.items() if key in made["method"]}
-    if "ipc" in made["method"]:
-        few["ipc"] = 1
-    if protected and name in ("dense", "fedhydra"):  # generation takes most of the suite's time
-        made["run"]["rounds"] = 1
-    made["method"] = {**made["method"], **few, **sections.get("method", {})}
-    return made
+    case = (recorded.private if is_private else recorded.case)(name, **merged)
+    few_steps = {key: value for key, value in FEW_STEPS.items() if key in case["method"]}
+    if "ipc" in case["method"]:
+        few_steps["ipc"] = 1
+    if is_private and name in ("dense", "fedhydra"):  # generation dominates the suite's time
+        case["run"]["rounds"] = 1
+    case["method"] = {**case["method"], **few_steps, **sections.get("method", {})}
+    return case
 
 
 CASES = {
-    **{f"{name}, open": small(name, False) for name in METHODS},
-    **{f"{k}, private": small(k, True) for k in METHODS if method_class(k).dp_mechanisms},
-    "feddm, gradient": small("feddm", True, privacy={"mechanism": "gradient"}),
-    "feddm, features": small("feddm", True, privacy={"mechanism": "features"}),
-    "feddm, siamese, inside the ball": small(
+    **{f"{name}, open": small_case(name, False) for name in METHODS},
+    **{f"{k}, private": small_case(k, True) for k in METHODS if method_class(k).dp_mechanisms},
+    "feddm, gradient": small_case("feddm", True, privacy={"mechanism": "gradient"}),
+    "feddm, features": small_case("feddm", True, privacy={"mechanism": "features"}),
+    "feddm, siamese, inside the ball": small_case(
         "feddm", False, method={"augment": "siamese", "perturbation": "ball"}
     ),
-    "feddm, batch norm": small("feddm", False, model={"norm": "batch"}),
-    "feddm, distributions": small("feddm", False, method={"matching": "sinkhorn"}),
-    "fedaf, rows": small("fedaf", False, method={"distance": "rows"}),
-    "fedavg, on features": small("fedavg", False, model={"features": "pixels"}),
-    "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
-    "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
-    "fedavg, in one pass": small(
+    "feddm, batch norm": small_case("feddm", False, model={"norm": "batch"}),
+    "feddm, distributions": small_case("feddm", False, method={"matching": "sinkhorn"}),
+    "fedaf, rows": small_case("fedaf", False, method={"distance": "rows"}),
+    "fedavg, on features": small_case("fedavg", False, model={"features": "pixels"}),
+    "fedavg, on features, private": small_case("fedavg", True, model={"features": "pixels"}),
+    "moon, on features, private": small_case(
+        "moon", True, model={"features": "pixels", "name": "mlp"}
+    ),
+    "fedavg, in one pass": small_case(
         "fedavg", False, model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
     ),
 }
 
 
-def unwanted(waits: Sequence[Wait]) -> list[str]:
-    """Those in a loop that must not wait."""
-    found = set()
+def forbidden_waits(waits: Sequence[Wait]) -> list[str]:
+    """Returns the waits in loops that must not wait."""
+    forbidden = set()
     for wait in waits:
         stack = [(file.removeprefix("fedsynth/"), name) for file, name, _ in wait.stack]
-        if any(frame in LOOPS for frame in stack) and stack[0] not in IN_LOOPS:
-            found.add(str(wait))
-    return sorted(found)
+        if any(frame in WAIT_FREE_LOOPS for frame in stack) and stack[0] not in ALLOWED_WAITS:
+            forbidden.add(str(wait))
+    return sorted(forbidden)
 
 
-def play(
+def run_on_fake_gpu(
     sections: recorded.Sections, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], list[Wait]]:
-    """The numbers of a run on the pretended GPU, and its waits; a graph that cannot be recorded is
-    an error here."""
+    """Returns the numbers of a run on the fake GPU, and its waits. A graph that cannot be recorded is
+    an error."""
     monkeypatch.setitem(recorded.CASES, "here", sections)
-    with pretended_gpu() as gpu, warnings.catch_warnings():
+    with fake_gpu() as gpu, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without a CUDA graph")
         warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
         numbers = recorded.numbers(recorded.run("here", monkeypatch))
-    assert gpu.operations > 200  # that the run was on it
+    assert gpu.operations > 200  # the run used the GPU
     return numbers, gpu.waits
 
 
@@ -126,32 +130,32 @@ QUICK = [f"{name}, open" for name in FAMILIES] + ["fedstats, private", "feddm, p
 
 
 @pytest.mark.parametrize("name", by_family(CASES, QUICK))
-def test_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First exchange, client steps, server steps, evaluation on both kinds of test images."""
-    found, waits = play(CASES[name], monkeypatch)
-    assert not unwanted(waits)
+def test_runs_on_gpu_equal_cpu_without_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers the first exchange, client and server steps, and evaluation on both kinds of images."""
+    actual, waits = run_on_fake_gpu(CASES[name], monkeypatch)
+    assert not forbidden_waits(waits)
     expected = recorded.numbers(recorded.run("here", monkeypatch))
-    assert not list(recorded.differences(name, expected, found, MOVED, 0.01))
+    assert not list(recorded.differences(name, expected, actual, TOLERANCE, 0.01))
 
 
-def test_the_loops_exist() -> None:
-    for file, function in (*LOOPS, *IN_LOOPS):
+def test_listed_loops_exist() -> None:
+    for file, function in (*WAIT_FREE_LOOPS, *ALLOWED_WAITS):
         root = PACKAGE[1].parent if file.startswith("privacy/") else PACKAGE[0]
         assert f"def {function.split('.')[-1]}(" in (root / file).read_text(encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------- broken twins
+# ----------------------------------------------------------------------------------- broken optimisers
 
 Update = Callable[[MomentumSgd, Tensor, Tensor, tuple[Tensor, ...]], None]
 
 
-def twin(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Tensor], object]) -> None:
-    """The optimiser with a line more, on each gradient."""
-    whole: Update = MomentumSgd.update
+def break_optimiser(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Tensor], object]) -> None:
+    """Adds a broken operation on each gradient to the optimiser."""
+    original: Update = MomentumSgd.update
 
     def update(self: MomentumSgd, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
         broken(gradient)
-        whole(self, w, gradient, state)
+        original(self, w, gradient, state)
 
     monkeypatch.setattr(MomentumSgd, "update", update)
 
@@ -165,12 +169,12 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_wait_in_training_is_seen(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin(monkeypatch, READS[read])
+def test_waits_in_training_are_detected(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_optimiser(monkeypatch, READS[read])
     monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", 10**9)
-    with pretended_gpu() as gpu:
-        trained(CUDA, None)
-    assert any("train_on" in line for line in unwanted(gpu.waits))
+    with fake_gpu() as gpu:
+        trained_weights(CUDA, None)
+    assert any("train_on" in line for line in forbidden_waits(gpu.waits))
 
 
 MIXES: dict[str, Callable[[Tensor], object]] = {
@@ -186,21 +190,21 @@ MIXES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_mix_of_devices_is_seen(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CPU takes without a word."""
-    twin(monkeypatch, MIXES[mix])
-    sections = small("fedavg", False)
+def test_mixed_devices_are_detected(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU accepts these operations."""
+    break_optimiser(monkeypatch, MIXES[mix])
+    sections = small_case("fedavg", False)
     monkeypatch.setitem(recorded.CASES, "here", sections)
     recorded.run("here", monkeypatch)
     with pytest.raises(DeviceMixError):
-        play(sections, monkeypatch)
+        run_on_fake_gpu(sections, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------- CUDA graphs
 
 
-def trained(device: torch.device | str, radius: float | None) -> list[Tensor]:
-    """A small network's parameters after 40 steps on full batches and 10 on a rest."""
+def trained_weights(device: torch.device | str, radius: float | None) -> list[Tensor]:
+    """Returns a network's parameters after 40 steps on full batches and 10 on partial batches."""
     data = digits(np.arange(90) % 10).to(device)
     model = build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0).to(device)
     images = data.images.float().div(255)
@@ -210,27 +214,29 @@ def trained(device: torch.device | str, radius: float | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("radius", [None, 0.5])
-def test_recorded_steps_train_alike(radius: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's operations, repeated on the same memory without Python, train as the CPU does."""
-    made: list[object] = []
-    whole = cuda_graphs.recorded
+def test_recorded_steps_train_like_the_cpu(
+    radius: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded graph repeats its operations on the same memory."""
+    recordings: list[object] = []
+    original = cuda_graphs.recorded
     monkeypatch.setattr(
-        "fedsynth.training.sgd.recorded", lambda *args: made.append(args) or whole(*args)
+        "fedsynth.training.sgd.recorded", lambda *args: recordings.append(args) or original(*args)
     )
-    expected = trained("cpu", radius)
-    with pretended_gpu(), warnings.catch_warnings():
+    expected = trained_weights("cpu", radius)
+    with fake_gpu(), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = trained(CUDA, radius)
-    assert len(made) == 1
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        actual = trained_weights(CUDA, radius)
+    assert len(recordings) == 1
+    for value, expected_value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, expected_value, atol=1e-5, rtol=1e-5)
 
 
-def test_a_wait_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin(monkeypatch, READS["item"])
-    with pretended_gpu(), pytest.warns(RuntimeWarning, match="without a CUDA graph"):
-        trained(CUDA, None)
-    with pretended_gpu() as gpu:
-        one = torch.ones(2, device="cuda")
+def test_waits_end_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_optimiser(monkeypatch, READS["item"])
+    with fake_gpu(), pytest.warns(RuntimeWarning, match="without a CUDA graph"):
+        trained_weights(CUDA, None)
+    with fake_gpu() as gpu:
+        tensor = torch.ones(2, device="cuda")
         with pytest.raises(CaptureError):
-            gpu.record(lambda: float(one.sum()) and None, CUDA)
+            gpu.record(lambda: float(tensor.sum()) and None, CUDA)

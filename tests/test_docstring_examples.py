@@ -1,5 +1,4 @@
-"""Docstrings' examples: everything that `import fedsynth` offers has one, all run, all are
-short."""
+"""Examples in docstrings: all exports of `import fedsynth` have one; all are short and run."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ import fedsynth
 from fedsynth.seeding import forked_rng
 
 ROOT = Path(__file__).parents[1]
-NO_DOCSTRING = {"__version__"}  # a string: it cannot have one of its own
+NO_DOCSTRING = {"__version__"}  # a string: it has no docstring
 EXPORTED = sorted(set(dir(fedsynth)) - NO_DOCSTRING)
-LONGEST = 8  # lines of code of an example
+MAX_LINES = 8  # lines of code in an example
 
 
 def with_examples() -> Iterator[str]:
-    """Everything whose docstring has an example, as "module:Class.method"."""
+    """Yields all objects whose docstring has an example, as "module:Class.method"."""
     for folder in ("fedsynth", "privacy", "cli"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.is_relative_to(ROOT / "fedsynth" / folder) or ">>>" not in path.read_text():
@@ -35,7 +34,7 @@ def with_examples() -> Iterator[str]:
 
 
 def _documented(node: Any, prefix: str = "") -> Iterator[str]:
-    """Qualified names in a syntax tree whose docstrings have examples; "" is the module's own."""
+    """Yields qualified names whose docstrings have examples; "" stands for the module."""
     if ">>>" in (ast.get_docstring(node) or ""):
         yield prefix.removesuffix(".")
     for child in node.body:
@@ -47,31 +46,33 @@ EXAMPLES = list(with_examples())
 
 
 def examples_of(name: str) -> doctest.DocTest:
-    """The example of "module:Class.method", in the names of its module."""
+    """Returns the example of "module:Class.method" with the globals of its module."""
     module_name, _, path = name.partition(":")
     module = importlib.import_module(module_name)
-    found: Any = module
+    documented: Any = module
     for part in path.split(".") if path else ():
-        found = getattr(found, part)
-    text = found.__doc__
-    return doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0)
+        documented = getattr(documented, part)
+    docstring = documented.__doc__
+    return doctest.DocTestParser().get_doctest(
+        docstring, dict(vars(module)), name, module.__file__, 0
+    )
 
 
-def test_everything_exported_has_an_example() -> None:
+def test_all_exports_have_examples() -> None:
     for name in EXPORTED:
         exported = getattr(fedsynth, name)
         assert f"{exported.__module__}:{exported.__qualname__}" in EXAMPLES
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_are_true(name: str) -> None:
-    """With weights and draws that are not ours from a fixed global seed."""
+def test_examples_run_and_are_short(name: str) -> None:
+    """Weights and draws of other libraries come from a fixed global seed."""
     test = examples_of(name)
-    assert sum(len(one.source.splitlines()) for one in test.examples) <= LONGEST
-    assert any(one.want for one in test.examples)
-    told: list[str] = []
+    assert sum(len(example.source.splitlines()) for example in test.examples) <= MAX_LINES
+    assert any(example.want for example in test.examples)
+    output: list[str] = []
     with forked_rng(0, "examples of docstrings"):
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
-        failed, attempted = runner.run(test, out=told.append)
+        failed, attempted = runner.run(test, out=output.append)
     assert attempted > 0
-    assert not failed, "".join(told)
+    assert not failed, "".join(output)

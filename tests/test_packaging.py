@@ -1,4 +1,4 @@
-"""The layout that users install: one top-level package, complete, quick to start."""
+"""The installed layout: one complete top-level package with quick start-up."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ PACKAGES = [
     "privacy", "data", "features", "models", "training", "core", "evaluation", "synthesizer",
     "methods", "config", "federation", "results", "simulation", "deployment", "reproduction", "cli",
 ]  # fmt: skip
-"""Each imports only those before it."""
+"""Packages import only packages before them."""
 SIBLINGS = {"deployment": {"simulation"}, "reproduction": {"deployment"}}
 HEAVY = ("torch", "numpy", "scipy", "opacus", "torchvision")
 
 
 def package_folders() -> Iterator[Path]:
-    """Folders with an `__init__.py` below fedsynth/, through the two symlinks."""
+    """Yields folders with an `__init__.py` below fedsynth/, through the two symlinks."""
     for folder, _, names in os.walk(ROOT / "fedsynth", followlinks=True):
         if "__init__.py" in names:
             yield Path(folder).relative_to(ROOT)
 
 
-def test_the_package_list_is_complete() -> None:
+def test_package_list_is_complete() -> None:
     listed = PYPROJECT["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in package_folders())
     assert len(set(listed)) == len(listed)
 
 
-def test_the_wheel_has_one_package_with_all_modules_tables_and_templates(tmp_path: Path) -> None:
-    """It is built from a copy with the environment's own setuptools (no network)."""
+def test_wheel_contains_all_modules_tables_and_templates(tmp_path: Path) -> None:
+    """The wheel is built from a copy with the installed setuptools, without network."""
     source, built = tmp_path / "fedsynth", tmp_path / "built"
     source.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
@@ -50,36 +50,36 @@ def test_the_wheel_has_one_package_with_all_modules_tables_and_templates(tmp_pat
         shutil.copy(ROOT / name, source / name)
     options = ("--wheel", "--no-isolation", "--outdir", str(built), str(source))
     command = [sys.executable, "-m", "build", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert build.returncode == 0, build.stdout + build.stderr
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"fedsynth"}
-    files = [path for one in package_folders() for path in (ROOT / one).glob("*.py")]
+    files = [path for folder in package_folders() for path in (ROOT / folder).glob("*.py")]
     modules = {path.relative_to(ROOT).as_posix() for path in files}
     assert {name for name in names if name.endswith(".py")} == modules
     data = [path for kind in ("*.csv", "*.toml") for path in (ROOT / TABLES).rglob(kind)]
     assert len(data) > 30
-    folders = [package / "templates" for package in package_folders()]
-    templates = [f"{one}/{path.name}" for one in folders for path in (ROOT / one).glob("*.j2")]
+    roots = [package / "templates" for package in package_folders()]
+    templates = [f"{root}/{path.name}" for root in roots for path in (ROOT / root).glob("*.j2")]
     assert len(templates) >= 3
     expected = {path.relative_to(ROOT).as_posix() for path in data}
     assert {*expected, *templates, "fedsynth/py.typed"} <= names
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_libraries() -> None:
     probe = (
         "import sys; from fedsynth.cli.app import main; sys.argv = ['fedsynth', 'train', "
         "'--help']\n"
         "try: main()\n"
         f"finally: print('loaded:', [m for m in {HEAVY} if m in sys.modules])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
-    assert "--dp-sigma" in done.stdout
+    assert process.stdout.splitlines()[-1] == "loaded: []", process.stdout + process.stderr
+    assert "--dp-sigma" in process.stdout
 
 
 def _imported(path: Path) -> Iterator[str]:
@@ -90,21 +90,23 @@ def _imported(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def test_no_module_imports_a_second_copy_of_the_linked_packages() -> None:
+def test_linked_packages_are_imported_below_fedsynth() -> None:
     folders = ("fedsynth", *LINKS, "tests", "examples", "benchmarks")
     paths = [path for top in folders for path in (ROOT / top).rglob("*.py")]
     assert len(paths) > 50
-    bad = [path for path in paths for name in _imported(path) if name.split(".")[0] in LINKS]
-    assert not bad
+    direct_imports = [
+        path for path in paths for name in _imported(path) if name.split(".")[0] in LINKS
+    ]
+    assert not direct_imports
 
 
 def _package(module: str) -> str:
-    """The package of a dotted name, or "" for the modules at the top of fedsynth."""
+    """Returns the package of a dotted name; "" for modules at the top of fedsynth."""
     second = module.split(".")[1:2]
     return second[0] if second and (ROOT / "fedsynth" / second[0]).is_dir() else ""
 
 
-def test_imports_point_one_way() -> None:
+def test_package_imports_have_one_direction() -> None:
     assert {_package(f"fedsynth.{name}") for name in PACKAGES} == set(PACKAGES)
     upward = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -118,13 +120,13 @@ def test_imports_point_one_way() -> None:
 
 
 def _allowed(package: str) -> set[str]:
-    """The packages that a package may import: those before it, and itself."""
-    before = PACKAGES[: PACKAGES.index(package) + 1]
-    general = {"privacy"} if package == "privacy" else {"", *before}
+    """Returns the packages that a package may import: those before it, and itself."""
+    preceding = PACKAGES[: PACKAGES.index(package) + 1]
+    general = {"privacy"} if package == "privacy" else {"", *preceding}
     return general - SIBLINGS.get(package, set())
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_version_is_defined_once() -> None:
     from fedsynth import __version__
 
     assert "version" not in PYPROJECT["project"]
