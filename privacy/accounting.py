@@ -4,9 +4,9 @@ The caller chooses the adjacency. The default is to add or remove one example.
 
 The composition of adaptively chosen Gaussian mechanisms without subsampling is exactly one Gaussian
 mechanism with μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3),
-so these are merged without loss. Poisson-subsampled releases are composed with dp-accounting's
-privacy loss distributions (PLD). All rounding there can only increase ε. dp_accounting and scipy
-are slow to load, so they are imported where they are used.
+so such releases are merged without loss. Poisson-subsampled releases are composed with
+dp-accounting's privacy loss distributions (PLD). All rounding there can only increase ε.
+dp_accounting and scipy are slow to load, so they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """Several releases, merged for the accountant.
+    """A summary of several releases, in the form from which the accountant computes ε.
 
     All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
     Subsampled releases with the same σ and q are merged into one entry (σ, q, steps).
@@ -115,7 +115,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """A summary of releases that suffices to compute their ε.
+    """The numbers of steps of several releases, which suffice to compute the ε of the releases.
 
     Attributes:
         steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
@@ -126,7 +126,7 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, float, int]]) -> Totals:
-        """Creates totals from rows (σ, q, steps), of which several may have the same σ and q."""
+        """Creates totals from rows (σ, q, steps), and adds the steps of rows with equal σ and q."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
             counts[σ, q] += steps
@@ -137,12 +137,12 @@ class Totals:
         return Totals.of(self.steps + other.steps)
 
     def times(self, number: int) -> Totals:
-        """Returns the totals after `number` rounds, each of which makes these releases."""
+        """Returns the totals of `number` rounds, if every round makes the releases of `self`."""
         return Totals.of((σ, q, number * steps) for σ, q, steps in self.steps)
 
 
 def totals(releases: Iterable[Release]) -> Totals:
-    """Counts the steps of the releases for each (σ, q)."""
+    """Counts the steps of the releases for each pair of noise multiplier σ and sampling rate q."""
     rows = []
     for release in releases:
         σ = float(release.noise_multiplier)
@@ -153,7 +153,10 @@ def totals(releases: Iterable[Release]) -> Totals:
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
-    """Merges the releases for the accountant. Returns None if they have no finite ε."""
+    """Summarises releases in the form from which the accountant computes ε.
+
+    Returns None if the releases have no finite ε.
+    """
     check_adjacency(adjacency)
     if not isinstance(releases, Totals):
         releases = totals(releases)
@@ -274,8 +277,8 @@ def epsilon(
     releases. It is infinite if a release has no noise or no guarantee.
 
     Args:
-        releases: the rows of a ledger, or their `totals`. Their sensitivities are for add/remove
-            adjacency.
+        releases: the rows of a ledger, or their `totals`. The rows state sensitivities for
+            add/remove adjacency.
         delta: δ.
         adjacency: one of `ADJACENCIES`.
 

@@ -69,8 +69,9 @@ def epsilon_lower_bound(
 ) -> float:
     """Computes the lower bound on ε that a canary audit gives.
 
-    It is the largest ε that `correct` correct guesses refute at this confidence, with an error of
-    at most 1e-4. It is 0 if they refute no ε. The search ends once ε = 64 is refuted.
+    The bound is the largest ε that `correct` correct guesses refute at this confidence, with an
+    error of at most 1e-4. It is 0 if the guesses refute no ε. The search ends once ε = 64 is
+    refuted.
 
     Args:
         correct: the number of correct guesses.

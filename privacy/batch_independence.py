@@ -1,4 +1,4 @@
-"""A test that a user's function computes the value of each example from that example only.
+"""Tests whether a user's function computes the value of each example from that example only.
 
 Every bound on the influence of one example assumes this. The function must not mix the examples of
 a batch, draw random numbers, compute values that depend on the position of an example in the batch,
@@ -41,9 +41,7 @@ ADVICE = "Compute each value only from its example, without random numbers and w
 
 
 class GlobalGenerators:
-    """The global random generators of torch, NumPy and Python.
-
-    It is a context manager that restores the state of the generators at the end of the block.
+    """Restores the global random generators of torch, NumPy and Python after a `with` block.
 
     Args:
         device: the device whose torch generator is included, in addition to that of the CPU.
@@ -82,7 +80,7 @@ class GlobalGenerators:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records torch operations that draw random numbers, and optionally the results of all.
+    """Records which torch operations draw random numbers, in a `with` block.
 
     Args:
         fill: the value to which uninitialised memory (`torch.empty`) is set. Two runs with
@@ -120,7 +118,7 @@ class OperationWatch(TorchDispatchMode):
 def dependence_on_batch(
     function: Callable[[Tensor], Tensor], shape: tuple[int, ...], device: torch.device
 ) -> str:
-    """Tests a function for values that depend on more than their own example.
+    """Tests whether a function computes the value of an example from that example only.
 
     Args:
         function: a function of records [N, …] that returns values [N, …].

@@ -122,7 +122,8 @@ class MechanismFacts:
             is then computed from the rows of the ledger.
         unaccounted: a short reason that is written to the rows of the ledger. None if the mechanism
             has a guarantee.
-        accesses: pairs of private data that clients use without protection, and how they use them.
+        accesses: pairs of texts. The first text names private data that clients use without
+            protection. The second text states how the clients use these data.
         randomness: the source of noise and samples. None if it is `fedsynth.privacy.randomness`.
     """
 

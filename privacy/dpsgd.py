@@ -64,18 +64,19 @@ summed product of the factors once."""
 
 
 class Optimiser(Protocol):
-    """An optimiser, which updates weights [..., P] with a gradient of the same shape.
+    """An optimiser, which updates weights with a gradient.
 
-    The leading axes are networks that are trained in parallel. The update of a network depends only
-    on its own weights, gradient and state. In DP-SGD the optimiser receives only gradients that
-    were already released with noise, so everything it computes is post-processing.
+    The weights and the gradient have the shape [..., P]. The leading axes are networks that are
+    trained in parallel. The update of a network depends only on its own weights, gradient and
+    state. In DP-SGD the optimiser receives only gradients that were already released with noise, so
+    everything it computes is post-processing.
     """
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Returns the initial state, whose tensors have the same leading axes as `w`."""
+        """Returns the initial state. Its tensors have the same leading axes as the weights `w`."""
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Updates `w` and `state` in place.
+        """Updates the weights `w` and the state of the optimiser in place.
 
         An implementation must not change `gradient` and must not wait for the device.
         """
@@ -167,7 +168,7 @@ def dp_sgd(
     factors: Factors | None = None,
     note: Note = lambda text: None,
 ) -> None:
-    """Trains `model` in place for `steps` steps of DP-SGD.
+    """Trains a model in place with DP-SGD.
 
     All passes through the network are padded to one public length (see `fedsynth.privacy.passes`).
 
@@ -324,10 +325,10 @@ def rows_at_once(network: nn.Module) -> int:
 def example_gradients(
     network: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss = cross_entropies
 ) -> Tensor:
-    """Computes the gradient of each example's loss [N, P], without clipping and noise.
+    """Computes the gradient of each example's loss, without clipping and noise.
 
-    It is meant for audits and for checks with public images. The gradients are those that a step of
-    DP-SGD computes. The network is not changed.
+    The result has the shape [N, P]. The function is meant for audits and for checks with public
+    images. The gradients are those that a step of DP-SGD computes. The network is not changed.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -359,7 +360,8 @@ def check_example_gradients(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             raise ForbiddenLayerError(
-                f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters"
+                f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters. Set "
+                "requires_grad=True"
             )
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
@@ -377,10 +379,10 @@ def check_example_gradients(
 def _per_example_gradients(
     model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> Tensor:
-    """Computes the gradient of each example's loss [N, P] with Opacus' hooks.
+    """Computes the gradient of each example's loss with Opacus' hooks.
 
-    The hooks write the gradients into the attribute `grad_sample` of the parameters, which is
-    cleared afterwards.
+    The result has the shape [N, P]. The hooks write the gradients into the attribute `grad_sample`
+    of the parameters, which is cleared afterwards.
     """
     _forget_passes(model)
     with _quiet_hooks(), _in_plain_order(model):

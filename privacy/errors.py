@@ -10,7 +10,9 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def short_repr(value: object) -> str:
-    """Returns a short representation of an untrusted value, on one line, for error messages.
+    """Represents a value in one short line, so that an error message can show it.
+
+    The value may come from an untrusted file, so it may be very long or deeply nested.
 
     >>> short_repr("x" * 1000)[-5:], short_repr(10**5000)
     ("xxxx'", 'a number of more than 18 digits')
@@ -24,7 +26,7 @@ def short_repr(value: object) -> str:
 
 
 def setting_name(section: str | None, key: str) -> str:
-    """Returns the name of a setting as texts and `--set` write it, such as "method.ipc".
+    """Returns the full name of a setting, such as "method.ipc", as error messages show it.
 
     Args:
         section: the section of the config file. None if the setting is an argument of a function
@@ -58,9 +60,10 @@ class NamedSettingError(Exception):
         super().__init__(f"{setting} {reason}")
 
     def of(self, section: str | None, key: str) -> NamedSettingError:
-        """Returns the same error with the name of another setting.
+        """Returns a copy of this error that names another setting.
 
-        Use it if the wrong value was copied from that setting.
+        Use it if the wrong value was copied from the other setting. The message then names the
+        setting that the user wrote.
         """
         return type(self)(section, key, self.reason, self.value)
 
@@ -71,7 +74,8 @@ class NamedSettingError(Exception):
 class PrivacyError(Exception):
     """Base class of errors about privacy.
 
-    A setting, a request or a file would break a privacy guarantee, or would state a wrong one.
+    A setting, a request or a file would break a privacy guarantee, or would lead to a report with a
+    wrong guarantee.
     """
 
 
@@ -104,7 +108,7 @@ class UnaccountedReleaseError(PrivacyError):
 
 
 class UnplannedReleaseError(PrivacyError):
-    """Raised if a method's step asks for a release that it may not make.
+    """Raised if a step of a method asks for a release that the step may not make.
 
     Either the method did not plan this release for the current exchange with the server, or the
     step has already made the release.

@@ -68,7 +68,7 @@ def expand_home(path: str | Path) -> Path:
 def open_regular(
     path: Path, *, writing: bool = False, create: bool = False, max_bytes: int | None = None
 ) -> FileIO:
-    """Opens a regular file without blocking.
+    """Opens a regular file. Refuses pipes and devices, on which reading may never end.
 
     The file is checked after it is opened, so that it cannot be replaced in between.
 
@@ -81,7 +81,7 @@ def open_regular(
     Raises:
         OSError: the file cannot be opened.
         UnsuitableFileError: the file is too large, or it is a folder, a pipe, a device or a file of
-            `/proc`. Reading such a file may never end.
+            `/proc`.
     """
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
     if create:
@@ -98,7 +98,7 @@ def open_regular(
             # A file of `/proc` stays at size 0; another process may have appended to this one.
             regular = os.fstat(descriptor).st_size > 0
         if not regular:
-            raise UnsuitableFileError(errno.EINVAL, "not a regular file", str(path))
+            raise UnsuitableFileError(errno.EINVAL, "the path is not a regular file", str(path))
         if max_bytes is not None and status.st_size > max_bytes:
             reason = f"the file has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
             raise UnsuitableFileError(errno.EFBIG, reason, str(path))
@@ -109,7 +109,7 @@ def open_regular(
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Reads a regular file.
+    """Reads all bytes of a regular file of limited size.
 
     Bytes that another process appends after the file was opened are not read.
 

@@ -11,8 +11,9 @@ and on earlier releases (adaptive composition), but not on other examples of the
 groups compose in parallel, because an example affects only one of them. Dividing by a public
 constant afterwards is post-processing.
 
-The client's ledger is charged for the whole series, and the charge is on the disk, before the first
-sample or noise is drawn. The series then makes at most as many releases as were charged.
+A series consists of several releases that are charged together. The client's ledger is charged for
+the whole series, and the charge is on the disk, before the first sample or noise is drawn. The
+series then makes at most as many releases as were charged.
 
 `BudgetEnforcer` refuses a charge that would bring the ε of the client's ledger above a cap.
 """
@@ -53,7 +54,10 @@ only noise. The calibration of σ leaves about half of this share unused."""
 
 @dataclass(frozen=True)
 class EpsilonCap:
-    """The largest ε that a data owner allows at the owner's δ, which may differ from a run's δ."""
+    """The largest ε that is allowed, and the δ at which this ε is computed.
+
+    The cap of a data owner may have a different δ than the run.
+    """
 
     epsilon: float
     delta: float
@@ -112,14 +116,17 @@ class BudgetEnforcer:
         self.check_budget(self.ledger.releases, planned)
 
     def charge(self, release: Release) -> None:
-        """Checks that a release fits into the budget, and charges it.
+        """Checks that a release fits into the budget, and writes the release to the ledger.
 
         If the ledger is a file, both happen under one lock.
         """
         self.ledger.charge(replace(release, unit=self.unit), self.check_budget)
 
     def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """Does the same as `check`, with `rows` in place of the releases in the ledger."""
+        """Checks that the releases in `rows` and the planned releases together fit into the budget.
+
+        `check` passes the releases of the ledger as `rows`.
+        """
         self.check_unit(rows)
         for cap in self._caps:
             new_cost = epsilon([*rows, *planned], cap.delta, self.adjacency)
@@ -144,7 +151,7 @@ class BudgetEnforcer:
         for row in rows:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
-                    f"earlier releases of client {self.ledger.client!r} protect a {row.unit}, but "
+                    f"releases in the ledger of client {self.ledger.client!r} protect a {row.unit}, but "
                     f"this run protects a {self.unit}. Set privacy.unit={row.unit}"
                 )
 
@@ -154,7 +161,7 @@ Released = NewType("Released", Tensor)
 
 
 USER_ROW = 2.0**16
-"""The bound, divided by the clip, on the norm of each row of a user before the rows are averaged.
+"""The bound on the norm of a user's rows before the rows are averaged, as a multiple of the clip.
 It keeps the rounding error of the average far below the clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
@@ -163,10 +170,11 @@ fit in the cache."""
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Scales down every row whose L2 norm is above `clip` to this norm, and returns float64.
+    """Scales every row whose L2 norm is above `clip` down to the norm `clip`.
 
-    A row with a NaN or infinity becomes zero. float64 is used because the bound must hold for the
-    rounded values that are summed. With bf16, sums exceeded the bound by 7 %.
+    The result is float64. A row with a NaN or infinity becomes zero. float64 is used because the
+    bound must hold for the rounded values that are summed. With bf16, sums exceeded the bound by 7
+    %.
     """
     rows = rows_ND.to(torch.float64)
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if a coordinate is not
@@ -176,10 +184,11 @@ def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:
-    """Clips each row and sums the rows of each group, [groups, D], float64.
+    """Clips each row and sums the clipped rows of each group.
 
-    The sums have no noise yet. Their sensitivity is `clip` if one example is added or removed.
-    They are private, so only `GaussianSumMechanism` and tests may call this function.
+    The result is float64 [groups, D]. The sums have no noise yet. Their sensitivity is `clip` if
+    one example is added or removed. They are private, so only `GaussianSumMechanism` and tests may
+    call this function.
     """
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
     at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
@@ -194,7 +203,7 @@ def _rows_at_once(rows: Tensor, width: int) -> int:
 
 
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
-    """Adds noise to sums and rounds to the nearest multiple of the grid's spacing, float64.
+    """Adds noise to sums and rounds the results to the nearest multiple of the grid's spacing.
 
     The noise is added to the remainder of each sum modulo the spacing, because the remainder is
     small however large the sum is. If noise were added to large sums directly, its lowest bits
@@ -206,7 +215,7 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Sums of the users' contributions, each of which is a clipped mean of the user's rows.
+    """Sums the contributions of users. A user contributes the clipped mean of the user's rows.
 
     A user's rows are averaged in each group. The averages of all groups together are then clipped.
     Rows may arrive in several calls, and the rows of one user may be split between two calls.
@@ -258,14 +267,14 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the contribution of the last user to `sums` in place, if it was kept back."""
+        """Adds the contribution that the last call of `add` kept back to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
 
 
 class GaussianSumMechanism:
-    """A charged series of releases, each of which is a noisy sum of clipped vectors.
+    """A series of noisy sums of clipped vectors, for which a client's ledger was charged.
 
     All releases of the series are computed from the data set of one client. Each step calls
     `sample`, which draws the records, then `add` any number of times, because a batch may come in
@@ -275,7 +284,7 @@ class GaussianSumMechanism:
         release: the row that is charged to the ledger. It states σ, the clip (`sensitivity`), q,
             the number of steps, and the dimension, which is groups · D.
         groups: the number of groups. Each group has its own sum [D].
-        guard: the client's ledger and cap.
+        guard: the client's `BudgetEnforcer`, which charges the ledger.
         secret: the client's secret generator.
 
     Attributes:
@@ -286,7 +295,8 @@ class GaussianSumMechanism:
             aggregation. This client adds noise with 1/√H of the standard deviation. With 1, this
             client adds all of the noise.
         grid: the grid to which releases are rounded after adding noise, if secure aggregation sums
-            them before anyone sees them (`fedsynth.privacy.randomness`). None rounds them to float32.
+            them before anyone sees them (`fedsynth.privacy.randomness`). None rounds releases to
+            float32.
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap. Nothing was charged or drawn.
@@ -329,7 +339,7 @@ class GaussianSumMechanism:
 
     @property
     def sensitivity(self) -> float:
-        """The clip 𝒞 that was charged, to whose norm every unit's contribution is clipped."""
+        """The charged clip 𝒞, which bounds the L2 norm of every unit's contribution."""
         return self._release.sensitivity
 
     @property
@@ -352,7 +362,7 @@ class GaussianSumMechanism:
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
-                "the previous step is still open. Call release() before the next sample()"
+                "the previous step of the mechanism is still open. Call release() before sample()"
             )
         if self.steps_left == 0:
             raise PrivacyError(
@@ -385,7 +395,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the vectors of sampled records, which are given by their factors, to the sum.
+        """Adds the vectors of sampled records to the sum. The vectors are given by their factors.
 
         The series must have exactly one group.
 
@@ -425,8 +435,8 @@ class GaussianSumMechanism:
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "the mechanism protects users, so every row needs a user. Pass the sample that "
-                "Units.sample returned"
+                "the mechanism protects users, so the user of every row must be known. Pass the "
+                "sample that Units.sample returned"
             )
         return self._sums
 

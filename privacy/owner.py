@@ -1,9 +1,10 @@
-"""Private statistics and training for one data owner, for custom pipelines outside a federation.
+"""Private statistics and private training on the records of one data owner.
 
-A `DataOwner` holds records, a ledger and a privacy budget. Everything that it releases goes through
-the Gaussian mechanism of `fedsynth.privacy.mechanisms`. The ledger is charged first, and only then
-is noise drawn. The number of records is private. Divisors, sampling rates and batch lengths are
-computed from `nominal_size`, a public number that the owner states.
+They serve custom pipelines outside a federation. A `DataOwner` holds records, a ledger and a
+privacy budget. Everything that it releases goes through the Gaussian mechanism of
+`fedsynth.privacy.mechanisms`. The ledger is charged first, and only then is noise drawn. The number
+of records is private. Divisors, sampling rates and batch lengths are computed from `nominal_size`,
+a public number that the owner states.
 
 The user's functions, networks and losses are first called with public random records. This trial
 finds code that mixes records, draws random numbers or keeps state, but it cannot prove that there
@@ -151,8 +152,8 @@ class DataOwner:
 
         Raises:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
-            PrivacySettingError: the plan shares its noise with other clients, or is for an exchange
-                before the main one.
+            PrivacySettingError: the plan shares its noise with other clients, or its phase is not
+                "main".
         """
         complete = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
         rule = f"must have shares=1, addends=None and phase={MAIN!r}"
@@ -264,7 +265,9 @@ class DataOwner:
         return sums * (self.classes / self.nominal_size)
 
     def check_independent(self, values: Callable[[Tensor], Tensor]) -> None:
-        """Calls a function with public random records to check that it treats each one separately.
+        """Checks that a function computes the value of each record only from that record.
+
+        The function is called with public random records.
 
         Raises:
             PrivacyError: the value computed for a record depends on other records, on random
@@ -405,7 +408,10 @@ class DataOwner:
 
 
 class _TorchOptimiser:
-    """Adapts a torch optimizer to `Optimiser`, for one vector that holds all parameters."""
+    """Makes a torch optimizer usable in `dp_sgd`, which needs the interface `Optimiser`.
+
+    The torch optimizer updates one vector that holds all parameters.
+    """
 
     def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         self._make = make

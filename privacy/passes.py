@@ -1,4 +1,4 @@
-"""Samples of privacy units, and batches of a constant length for computations on their records.
+"""Samples of privacy units, and the batches of constant length into which samples are split.
 
 Libraries choose their kernels by the shapes of the tensors, and kernels round differently. If a
 batch were as long as the sample of a step, an additional record could change the rounding of the
@@ -69,7 +69,7 @@ class Sample:
         return [self.part(first, first + size) for first in range(0, len(self), size)]
 
     def part(self, first: int, stop: int) -> Sample:
-        """Returns the sample's records from position `first` up to, but without, `stop`."""
+        """Returns the part of the sample from position `first` to position `stop` (exclusive)."""
         return self.select(slice(first, stop))
 
     def select(self, indices: Tensor | slice) -> Sample:
@@ -131,8 +131,8 @@ Note = Callable[[str], None]
 who may see the records may read it."""
 
 MIN_LENGTH = 2
-"""The smallest length of a pass. In training mode, normalisation layers refuse a single record if
-their feature maps have 1×1 pixels."""
+"""The smallest number of records in a pass. In training mode, normalisation layers refuse a single
+record if their feature maps have 1×1 pixels."""
 
 
 def power_of_two(bound: float) -> int:
@@ -141,7 +141,9 @@ def power_of_two(bound: float) -> int:
 
 
 def pass_length(expected: float | None, start_over_row: float, limit: int) -> int:
-    """Chooses the number of records in a pass, a power of two that does not depend on the data.
+    """Chooses the constant number of records in a pass (a batch) from public numbers only.
+
+    The result is a power of two.
 
     If a pass has a fixed cost of s records, then n records in passes of length p cost as much as
     n + (n/p)·s + p/2 records, because the last pass is half empty on average. The minimum is at
@@ -170,7 +172,7 @@ def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], note: Note) -> Tensor:
-    """Returns `compute(*records)` [N, …], with NaN as the value of each record on which it raises.
+    """Computes the values of records. A record on which `compute` raises gets the value NaN.
 
     If `compute` raises, it is called again with some of the records replaced by random images with
     label 0, until the records that cause the exception are found. All calls have N records, so that
@@ -178,7 +180,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
 
     Args:
         compute: a function that returns one value for each record. Each value must depend on one
-            record only.
+            record only. It is called as `compute(*records)`.
         records: images [N, …], and labels [N] (int64).
         note: a function that receives the reason why values are NaN.
 
@@ -211,7 +213,7 @@ def _bisected(
     missing: Tensor,
     positions: list[int],
 ) -> Tensor:
-    """Returns the values of the records at some positions.
+    """Computes the values of the records at `positions`.
 
     If `compute` raises, the positions are halved recursively. A single record on which it raises
     gets the value `missing`.

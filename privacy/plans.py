@@ -1,5 +1,6 @@
-"""The releases that a method plans for a round, and the charged series that its steps receive.
+"""Plans for the releases of a round, and the charged releases that a client's step may make.
 
+A series consists of several releases of one mechanism, which are planned and charged together.
 A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
 with the server, a client's ledger is first charged for all plans of this exchange. The client's
 step then receives a `ReleaseBudget`, from which it can take each charged series once, by the name
@@ -84,10 +85,11 @@ class ReleasePlan:
     def signal_to_noise(
         self, noise_multiplier: float, records: float, clients: int
     ) -> float | None:
-        """Returns the signal-to-noise ratio of the sum over all clients, in the reference case.
+        """Returns the signal-to-noise ratio of the sum over all clients.
 
-        The ratio is signal·n·𝒞 / (σ·𝒞·√(K/H)·√D). It divides the norm of the sum by the root mean
-        square of the norm of its noise.
+        The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
+        (σ·𝒞·√(K/H)·√D). It divides the norm of the sum by the root mean square of the norm of its
+        noise.
 
         Args:
             noise_multiplier: the run's σ.
@@ -164,7 +166,7 @@ def check_plans(plans: Sequence[ReleasePlan]) -> None:
 
 @dataclass(frozen=True)
 class UnaccountedNoise:
-    """The noise of a mechanism without a privacy guarantee (`paper`).
+    """The noise of the mechanism "paper", which gives no privacy guarantee.
 
     Attributes:
         release: the row that the ledger records. It states σ and the clip.
@@ -181,7 +183,9 @@ class UnaccountedNoise:
 
 
 class ReleaseBudget(Generic[S]):
-    """The charged series that one client may release in one exchange of a round.
+    """The series for which one client was charged in one exchange of a round.
+
+    A step of the method takes each series once, by the name of its plan.
 
     Args:
         phase: the exchange, "main" or "first".
@@ -243,7 +247,7 @@ class ReleaseBudget(Generic[S]):
 
 
 class GroupReleaseBudget(Generic[S]):
-    """The charged series that the clients of a group may release in one exchange of a round.
+    """The series for which the clients of a group were charged in one exchange of a round.
 
     Args:
         allowances: the `ReleaseBudget` of each client, in the order of the group.
@@ -283,9 +287,10 @@ class GroupReleaseBudget(Generic[S]):
         return [allowance.take(name) for allowance in self._allowances]
 
     def of_client(self, position: int) -> GroupReleaseBudget[S]:
-        """Returns a group budget with only the client at this position of the group.
+        """Returns the budget of a group that has only the client at this position.
 
-        It shares the series with this group budget, so each series can still be taken only once.
+        The returned budget shares its series with this one, so each series can still be taken only
+        once.
         """
         return GroupReleaseBudget(self._allowances[position : position + 1])
 

@@ -1,4 +1,4 @@
-"""Sums of per-example vectors that are products of two short vectors.
+"""Sums over examples of long vectors, each of which is a product of two short vectors.
 
 The sums are computed from the short vectors, so the long products of the examples are never stored.
 
@@ -35,7 +35,7 @@ from fedsynth.privacy.mechanisms import clip_rows
 
 
 class Products(ABC):
-    """Base class: the long vectors of N examples, stored as their short factors.
+    """Base class for the long vectors of N examples, which are stored as their short factors.
 
     A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
     must be a tensor.
@@ -78,7 +78,7 @@ class Products(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Products):
-    """Vectors that are stored directly and are not products.
+    """One vector for each example, which is stored directly and is not a product.
 
     Args:
         vectors: [N, D], clipped to norm `bound`.
@@ -101,7 +101,9 @@ class Rows(Products):
 
 @dataclass(frozen=True, eq=False)
 class Outer(Products):
-    """The outer product l ⊗ r of two vectors of each example, flattened in row-major order.
+    """For each example, the outer product l ⊗ r of two vectors.
+
+    The products are flattened in row-major order.
 
     Args:
         column: l [N, P], clipped to norm `bound`.
@@ -130,10 +132,10 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class Moments(Products):
-    """The vector √½·[svec(z zᵀ); e/b ⊗ z] of each example.
+    """For each example, the products of its features with each other and with its targets.
 
-    The sum of these vectors contains the second moments of the features z and their products with
-    the targets e.
+    The vector of an example is √½·[svec(z zᵀ); e/b ⊗ z]. The sum over examples contains the second
+    moments of the features z and their products with the targets e.
 
     Args:
         z: [N, d], clipped to norm 1.
@@ -171,7 +173,7 @@ class Moments(Products):
 
 @dataclass(frozen=True, eq=False)
 class Grams(Products):
-    """The Gram matrices of each example's feature maps, as one vector.
+    """For each example, the Gram matrices of its feature maps, as one vector.
 
     Each example has several matrices Z [channels, cells], where the cells are the spatial positions
     of a feature map. The vectors [p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of all its matrices are concatenated.
@@ -215,7 +217,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Returns the number of coordinates of a `Grams` vector with these blocks.
+    """Returns the number of coordinates of one example's vector in `Grams` with these blocks.
 
     >>> grams_width(((3, 2),))
     9
@@ -224,16 +226,19 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Splits each row into its matrices, and returns one tensor [N, channels, cells] per block."""
+    """Splits each row into the flattened matrices of which it consists.
+
+    Returns one tensor [N, channels, cells] for each block.
+    """
     parts = rows_Nd.split([channels * cells for channels, cells in blocks], dim=1)
     return [part.unflatten(1, size) for part, size in zip(parts, blocks, strict=True)]
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
-    """Returns the product l ⊗ r of each example, clipped to norm `clip`, in float64.
+    """Returns for each example the outer product l ⊗ r, clipped to norm `clip`.
 
-    r is divided by its norm and l multiplied by the norm of r, so that clipping l clips the
-    product.
+    The result is float64. r is divided by its norm and l multiplied by the norm of r, so that
+    clipping l clips the product.
 
     >>> product = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
     >>> product.rows().tolist()  # of norm 6, clipped to 5

@@ -59,8 +59,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> tuple[int, int]:
-    """Returns an identifier that differs between any two processes, including a process and its
-    forks."""
+    """Returns an identifier of the current process.
+
+    The identifier differs between any two processes, including a process and its forks.
+    """
     return os.getpid(), _forks[0]
 
 
@@ -72,7 +74,9 @@ def _fresh_generator() -> np.random.Generator:
 
 
 class SecretGenerator:
-    """A client's source of Gaussian noise and Poisson samples, which is unpredictable to others.
+    """Draws a client's Gaussian noise and Poisson samples with a secret key.
+
+    Without the key, nobody can predict or recompute the draws.
 
     Args:
         four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.
@@ -93,7 +97,7 @@ class SecretGenerator:
 
     @property
     def _generator(self) -> np.random.Generator:
-        """The generator of this process.
+        """The NumPy generator from which the current process draws.
 
         After a fork, the child process gets a generator with a new key. A generator that was
         passed as `test_only` is never replaced.
@@ -135,24 +139,27 @@ class SecretGenerator:
 
 
 DIGITS = 52
-"""The bits of one client's coordinate. A float64 can represent every multiple of the spacing up to
-2^52 grid steps exactly."""
+"""The number of bits for one coordinate of a client's vector. A float64 can represent every
+multiple of the spacing up to 2^52 grid steps exactly."""
 MOST_BITS = 63
 SUM_DIGITS = 62
-"""The bits of a coordinate of the sum, which is a signed 64-bit integer."""
+"""The number of bits for one coordinate of the sum over clients. The coordinate is a signed 64-bit
+integer."""
 TAIL = 40.0
 """The assumed bound on the noise of a coordinate, in standard deviations. The noise exceeds it with
 probability e⁻⁸⁰⁰."""
 FINE = 2.0**12
-"""The smallest allowed τ / (γ·√H)."""
+"""The smallest allowed ratio τ / (γ·√H) of noise to grid spacing (see the module's text)."""
 VALUES = 2.0**10
-"""The smallest allowed number of float64 values in one grid step, for the largest allowed
-coordinate."""
+"""The smallest allowed number of float64 values within one grid step. They are counted at the
+largest allowed coordinate, where float64 is least exact."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The multiples of 2^-bits, up to a bound, to which a client rounds its noisy vector.
+    """The numbers to which a client rounds its noisy vector before secure aggregation.
+
+    They are the multiples of 2^-bits whose absolute value is at most `bound`.
 
     Args:
         bits: the number of fractional bits. It is negative if the grid steps are larger than 1.
@@ -170,7 +177,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Addends:
-    """Public bounds for a sum over clients.
+    """Public upper bounds on the numbers of clients and records in a sum over clients.
 
     Args:
         clients: the maximum number of clients in the sum.
@@ -198,7 +205,10 @@ def finest(bound: float, clients: int) -> Grid:
 
 
 def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:
-    """Returns the coarsest grid that is fine enough for a sum to which several clients add noise.
+    """Returns the coarsest grid on which rounding reveals practically nothing about the vectors.
+
+    Each client adds noise to its vector and rounds the result to the grid. Then secure aggregation
+    sums the vectors. The text of this module states which grids are fine enough.
 
     Args:
         clip: 𝒞, the bound on the norm of one unit's vector.

@@ -1,6 +1,6 @@
-"""The rows of a ledger, and checks of adjacency and δ.
+"""The rows of a ledger, and functions that check an adjacency and δ.
 
-A row describes one release of a client, with all that is needed to compute its ε.
+A row describes one release of a client. It states all numbers from which its ε is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADJACENCIES = ("add-remove", "zero-out", "replace-one")
 
 - add-remove: one unit is added or removed.
 - zero-out: one unit is replaced by a null record that contributes nothing. The number of a client's
-  units is then public. The cost is that of add-remove.
+  units is then public. A release costs the same ε as with add-remove.
 - replace-one: one unit is replaced by any other unit. This doubles every sensitivity.
 """
 ADD_REMOVE = "add-remove"
@@ -121,7 +121,7 @@ class Release:
 
 
 def is_real(value: object) -> bool:
-    """Returns True if the value is a finite number that fits in a float, and not a bool."""
+    """Returns True if the value is an int or a float that is finite as a float, but not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:

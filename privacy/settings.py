@@ -1,4 +1,4 @@
-"""The privacy settings of a run. All are public, and they are fixed before any data are read."""
+"""The privacy settings of a run. All settings are public and fixed before any data are read."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     if problems:
         return [f"{SIGNATURE}: {problem}" for problem in problems]
     if content["public_key"] != base64.b64encode(key.public_bytes_raw()).decode():
-        return [f"{SIGNATURE} was made with another key"]
+        return [f"{SIGNATURE} was made with another key than the given public key"]
     try:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))

@@ -1,4 +1,6 @@
-"""A folder that keeps the clients' ledgers across runs, and checks that records match ledgers.
+"""A folder that keeps the clients' ledgers across runs.
+
+When a run opens the folder, each client's records must be those for which its ledger was charged.
 
 A privacy budget belongs to records, not to a client's name or number. For each client the folder
 keeps a keyed hash of every record for which its ledger was used. From these hashes the folder
@@ -76,7 +78,7 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
 
 
 class LedgerFolder:
-    """A folder with the ledgers of several clients.
+    """A folder that keeps the ledgers of several clients across runs.
 
     Args:
         path: the folder. It is created together with the first ledger.
@@ -135,8 +137,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"another run has used ledger {self._file(name)} for other records since this "
-                    "run began. Start this run again"
+                    f"another run has opened ledger {self._file(name)} with different records after "
+                    "this run opened the ledger. Start this run again"
                 )
             self._check(name, index, records_by_client)
             yield
@@ -187,7 +189,8 @@ class LedgerFolder:
         if ledger.bound and not ledger.records:
             raise LedgerError(
                 f"ledger {self._file(name)} was copied from a run folder and does not identify its "
-                f"records. If they are the records of client {name!r}, run {self._command(name)}"
+                f"records. If it was charged for records of client {name!r}, run "
+                f"{self._command(name)}"
             )
 
     def _command(self, name: str) -> str:
@@ -221,8 +224,9 @@ class LedgerFolder:
             gone = (previous - present).total()
             raise LedgerError(
                 f"client {name!r} has {new.total()} records that are not in ledger "
-                f"{self._file(name)}, and {gone} records of the ledger are missing. Use the same "
-                f"records or another name. If the data set has changed, run {self._command(name)}"
+                f"{self._file(name)}, and {gone} records of the ledger are missing. Use the records "
+                "of the ledger, or give the client a name without a ledger. If the data set has "
+                f"changed, run {self._command(name)}"
             )
 
     def _refuse_moved(
@@ -251,7 +255,8 @@ class LedgerFolder:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} of the records of ledger "
                     f"{self._file(other)}. A record must stay with the ledger that was charged for "
-                    "it. Give the clients their earlier names (simulate(names=...)), or remove these records"
+                    "it. Give the clients the names of their ledgers (simulate(names=...)), or "
+                    "remove these records"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -299,7 +304,9 @@ class LedgerFolder:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Checks that no ledger needs an earlier key, before a new key is created.
+        """Checks that no ledger in the folder was charged, before a new key is created.
+
+        The key with which the records of such a ledger were hashed is missing.
 
         Raises:
             LedgerError: the records of a ledger cannot be identified without the missing key.
@@ -341,17 +348,17 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Computes a keyed hash of a client's name and its records, whatever their order.
+        """Computes a keyed hash of a client's name and records, which does not depend on the order.
 
-        It includes the name, so that it does not reveal that two clients have the same records or
-        that both have none.
+        The hash includes the name, so that hashes do not reveal that two clients have the same
+        records or that both have none.
         """
         hashed = name.encode() + b"\0" + _packed(records)
         digest = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
         return digest.hexdigest()
 
     def is_current(self, name: str, records: Records) -> bool:
-        """Returns True if these are exactly the current records of the ledger of this client."""
+        """Returns True if `records` are exactly the current records of the client's ledger."""
         return self.ledgers[name].records[-1:] == (self.fingerprint(name, records),)
 
     def current(self, name: str) -> Records:
@@ -381,7 +388,7 @@ class _RecordIndex:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the lists of record hashes that belong to no ledger of the folder."""
+    """Returns the files of record hashes to which no ledger of the folder refers."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.records)

@@ -1,4 +1,4 @@
-"""A client's ledger, the append-only record of every release from its data set.
+"""A client's ledger, the append-only record of every release from the client's data set.
 
 A ledger is a file of JSON lines, with a header and then one line per release. All runs on a data
 set share its budget, so the ledger is not part of checkpoints and run folders. `charge` returns
@@ -101,40 +101,44 @@ class Ledger:
         """Checks that the ledger belongs to this data set and partition.
 
         Raises:
-            LedgerError: it belongs to another data set, and releases were already charged.
+            LedgerError: the ledger belongs to another data set, releases were already charged, and
+                the owner has not declared that the records may change.
         """
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to data set {short_repr(self._read.dataset)}, but this "
-                f"run uses {dataset!r}. Use the same data set and partition, or another folder"
+                f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
+                "ledger folder"
             )
 
     @property
     def records(self) -> tuple[str, ...]:
-        """The keyed hashes of all record sets for which the ledger was used, the current one
-        last."""
+        """The keyed hashes of all sets of records for which the ledger was used.
+
+        The last hash is that of the current records.
+        """
         return self._read.records
 
     @property
     def charged_records(self) -> tuple[str, ...]:
-        """The entries of `records`, without record sets that were replaced before the first charge.
+        """The entries of `records` without the sets that were replaced before the first charge.
 
-        It is empty if no release was charged.
+        The tuple is empty if no release was charged.
         """
         return self._read.charged if self._read.releases else ()
 
     @property
     def bound(self) -> bool:
-        """True if the client may not use other records than those of the ledger.
+        """True if the client must use exactly the records for which the ledger was charged.
 
-        This is so if a release was charged and the owner has not declared that the records may
-        change.
+        This is the case once a release was charged, unless the owner has declared that the records
+        may change.
         """
         return bool(self._read.releases) and not self.may_change
 
     @property
     def may_change(self) -> bool:
-        """True if the owner has declared that the next run may use other records of the client."""
+        """True if the owner has declared that the client's records may change for the next run."""
         return self._read.may_change
 
     @property
@@ -210,9 +214,9 @@ class Ledger:
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
 
     def carry_over(self) -> None:
-        """Declares that the next run may use other records of this client.
+        """Declares that the client's records may change for the next run.
 
-        The releases in the ledger count for the new records, too.
+        The releases in the ledger then count for the changed records, too.
         """
         self._note({"entry": MAY_CHANGE})
 
@@ -234,11 +238,11 @@ class Ledger:
         return self._read.resumptions
 
     def take_records(self, records: str, dataset: str) -> None:
-        """Writes into the ledger that it is used for other records from now on.
+        """Writes into the ledger that the client's records have changed.
 
         Args:
-            records: the keyed hash of the records.
-            dataset: the identifier of the data set.
+            records: the keyed hash of the new records.
+            dataset: the identifier of the new data set.
         """
         self._note({"entry": RECORDS, "records": records, "dataset": dataset})
         self.dataset = dataset
@@ -246,8 +250,8 @@ class Ledger:
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
             raise LedgerError(
-                "a ledger in memory serves only one run. Set privacy.ledger to keep the ledger in "
-                "a folder"
+                "a ledger that is kept in memory serves only one run. Set privacy.ledger to keep the "
+                "ledger in a folder"
             )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
@@ -329,7 +333,9 @@ def read_ledger(path: Path) -> Ledger:
 
 @dataclass(frozen=True)
 class History:
-    """The releases in a client's ledger. They are public, like all contents of a ledger.
+    """The releases in a client's ledger, from which reports are computed.
+
+    They are public, like all contents of a ledger.
 
     Attributes:
         client: the client's name.

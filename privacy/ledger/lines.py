@@ -27,15 +27,15 @@ RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries tha
 
 @dataclass(frozen=True)
 class Lines:
-    """The part of a ledger file that has been read.
+    """The content of a ledger file, as far as the file has been read.
 
     Attributes:
         client: the client's name. Empty before the header is read.
         releases: the rows, oldest first.
         dataset: the identifier of the data set.
-        records: the keyed hashes of all record sets for which the ledger was used, the current one
-            last.
-        charged: `records` without record sets that were replaced before the first charge.
+        records: a keyed hash of each set of records for which the ledger was used. The last hash is
+            that of the current records.
+        charged: `records` without the sets that were replaced before the first charge.
         may_change: True if the owner has declared that the client's records may change.
         resumptions: a pair for each time that a run was resumed. It states the number of rows that
             the ledger had then, and the number of finished rounds.
@@ -58,7 +58,7 @@ class Lines:
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
-    """Encodes an entry as a line of the file.
+    """Encodes an entry as a line of the ledger file. The line contains the chain hash.
 
     Args:
         entry: the content of the line.
@@ -72,7 +72,7 @@ def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
-    """Reads further lines of a ledger file.
+    """Reads and checks the lines that follow the part of a ledger file that has been read.
 
     Args:
         lines: the content that has been read so far.
@@ -150,7 +150,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
 
 
 def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """Returns the content including a note, which is a line that is not a release.
+    """Adds a note to the content that has been read. A note is a line that is not a release.
 
     Args:
         lines: the content before the line.
@@ -205,8 +205,8 @@ class Repair:
 def repair_ledger(path: Path) -> Repair | None:
     """Repairs a ledger whose last line is incomplete because a charge was interrupted.
 
-    The line is removed. The release for which it was meant was never made, because noise is drawn
-    only after the complete line is on the disk. If only the line break is missing, it is added
+    The incomplete line is removed. Its release was never made, because noise is drawn only after
+    the complete line is on the disk. If only the line break is missing, the line break is added
     instead, because the line may have been read as complete. A copy of the original file is kept in
     the same folder.
 

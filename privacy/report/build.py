@@ -42,10 +42,10 @@ def build_report(
     histories: Sequence[History],
     initial: Mapping[str, LedgerStart] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Builds the report as a mapping that JSON can encode (see `Report`).
+    """Builds the privacy report of a run, as a mapping that JSON can encode.
 
-    Its entry `guarantee` is None if the run has no guarantee or used test-only randomness. The
-    report contains no NaN or infinity.
+    The class `Report` defines the keys. The entry `guarantee` is None if the run has no guarantee
+    or used test-only randomness. The report contains no NaN or infinity.
 
     Args:
         facts: the public facts that are not in the ledgers.
@@ -135,8 +135,8 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figures.Guarantee:
     """Computes the figures of the report's privacy guarantee.
 
-    They are the (ε, δ) of the worst client, ε by client and by round, ε for other δ, and bounds on
-    attacks. ε for other δ and the bounds are the largest over all clients.
+    The figures are the (ε, δ) of the worst client, ε by client and by round, ε for other δ, and
+    bounds on attacks. ε for other δ and the bounds are the largest over all clients.
     """
     by_client, by_round = {}, {}
     different = {}  # clients with equal totals have equal figures
@@ -203,7 +203,7 @@ def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, fl
 
 
 def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKind]:
-    """Computes for each kind of release the ε that it would have if it were the only kind.
+    """Computes the ε of each kind of release, as if the client made no other kind of release.
 
     These values do not add up to the total ε, which is usually smaller than their sum.
     """
@@ -251,7 +251,7 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
-    """Shortens the ledgers of all clients for the report.
+    """Combines equal ledger rows of all clients and rounds, to shorten the report.
 
     Rows that differ only in the round and the client become one entry, which lists its rounds and
     clients. A round is listed twice if it was charged twice, because it was repeated or the run was

@@ -1,6 +1,6 @@
 """The data model of a privacy report (schema 4), with the type of every key.
 
-Other keys are not allowed. A report contains only figures and names. Its sentences are in the
+A report must have exactly these keys. It contains only figures and names. Its sentences are in the
 templates of the pages (`fedsynth.privacy.report.pages`). An untrusted report is checked against
 these types before it is used, and `fedsynth.privacy.report.verify` checks its values.
 """
@@ -57,7 +57,7 @@ class AfterRound(Part):
 
 
 class ReleaseKind(Part):
-    """The ε that one kind of release would have if it were the only one."""
+    """The ε of one kind of release, as if the client made no other kind of release."""
 
     quantity: str
     mechanism: str
@@ -72,14 +72,14 @@ class CurvePoint(Part):
 
 
 class Attack(Part):
-    """The largest true-positive rate of a membership test with this false-positive rate."""
+    """The largest true-positive rate that a membership test can have at one false-positive rate."""
 
     false_positive_rate: float
     true_positive_rate_at_most: float
 
 
 class Group(Part):
-    """The ε that protects several units together.
+    """The ε that protects several privacy units of one client together.
 
     `epsilon` is None if the accountant is not accurate enough to compute it.
     """
@@ -326,7 +326,7 @@ class ReportFacts(Part):
 
 
 class Report(ReportFacts):
-    """The whole report.
+    """The whole privacy report of a run.
 
     Attributes:
         counted_shares: the largest H (see `ReportFacts.shares`) of all releases in the ledgers,
@@ -377,7 +377,7 @@ class RunStart(Part):
 
 
 class Start(Part):
-    """The file privacy_start.json, which states the public facts that the start of a run fixed."""
+    """The file privacy_start.json, which states public facts that are fixed when a run starts."""
 
     schema_version: Literal[4]
     noise_multiplier: float | None

@@ -24,7 +24,7 @@ HOSTILE = (
     *(LookupError, TypeError, AttributeError, ValueError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""The exceptions that code for valid values may raise if it receives unexpected ones."""
+"""The exceptions that code may raise if a damaged file gives it unexpected values."""
 
 
 def read_report(path: Path) -> dict[str, Any]:

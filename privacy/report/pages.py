@@ -150,7 +150,7 @@ def render_html(report: Mapping[str, Any]) -> str:
 
 
 class _PageRenderer(RendererHTML):
-    """Renderer of the HTML page, which adds plots and makes tables scrollable.
+    """Renders the HTML page of a report. It adds plots and makes tables scrollable.
 
     A plot is below the heading with its name. The table of the ledger has the most columns, so its
     section is printed on landscape pages.
@@ -182,7 +182,7 @@ def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
     """Draws the plots of a report.
 
     Returns:
-        A mapping from the heading below which a plot belongs to the plot.
+        A mapping from headings to plots. Each plot belongs below its heading.
     """
     if guarantee is None:
         return {}

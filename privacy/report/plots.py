@@ -107,7 +107,7 @@ def line_plot(
 
 
 def standalone(svg: str) -> str:
-    """Makes the background of a plot white, for a separate SVG file."""
+    """Gives a plot a white background, so that it can be saved as a separate SVG file."""
     return svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#fff"/>') + "\n"
 
 

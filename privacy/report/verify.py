@@ -104,7 +104,7 @@ def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dic
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
     """Compares the Markdown and HTML pages in a folder with the report.
 
-    They are not compared if other versions of jinja2 or markdown-it-py rendered them.
+    The pages are not compared if other versions of jinja2 or markdown-it-py rendered them.
 
     Args:
         report: a report that `schema_problems` has found valid.
