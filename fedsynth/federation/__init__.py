@@ -1,1 +1,1 @@
-"""The round loop: server, clients in one process, messages, and the plan of a budget."""
+"""The rounds of a federation: the server, the clients, their messages, and the privacy plan."""

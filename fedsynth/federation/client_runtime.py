@@ -1,10 +1,11 @@
-"""One client of a federation: its records, the state that it stores between rounds, and its privacy
-budget.
+"""One client of a federation, with its records, its privacy budget and its memory.
 
-Its steps are in `in_process.py`: in a separate process a client is a group of one.
+The memory is the state that the client stores between rounds. The client's steps are computed in
+`in_process.py`, for several clients together. A client in a separate process is a group of one.
 
-The privacy budget belongs to the client. It holds the public plan, the client's ledger and its
-secret, and no data of other clients. It refuses every request that its cap does not allow.
+The privacy budget belongs to the client. It holds the public plan, the client's ledger and the
+client's secret generator, and no data of other clients. It refuses every release that would exceed
+the client's cap.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from fedsynth.privacy.releases import Release
 
 
 class ClientBudget:
-    """The budget of one client in a private run. It charges the client's releases to a ledger.
+    """The privacy budget of one client, which charges the client's releases to its ledger.
 
     Args:
         client: the index of the client, which selects the client's part of the plan.
         ledger: the client's ledger.
         plan: the privacy plan of the run.
-        secret: the client's generator of noise. None makes a generator with a fresh key.
-        cap: the cap of the data owner, in addition to the cap of the run. None means no cap.
+        secret: the client's secret generator. None creates a generator with a new key.
+        cap: the data owner's cap, which applies in addition to the cap of the run. None means that
+            the data owner has no cap.
 
     Attributes:
         plan: the privacy plan of the run.
-        make_series: charges the ledger and makes the mechanism. An audit replaces this function.
+        make_series: the function that charges the ledger and creates a series of releases. An audit
+            replaces it.
 
     Raises:
-        LedgerError: the ledger holds releases of another unit.
+        LedgerError: the ledger holds releases that protect another unit than this run.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class ClientBudget:
         self._guard = plan.guard(ledger, cap)
 
     def check(self, number: int) -> None:
-        """Checks that this client can be charged for a round. The check runs for all clients before
-        any of them is charged, so that no client pays for a round that releases nothing.
+        """Checks that this client can be charged for a round, without charging it.
+
+        The check runs for all clients before any client is charged, so that no client pays for a
+        round that releases nothing.
 
         Raises:
-            BudgetExceededError: it would exceed the cap.
+            BudgetExceededError: the round would exceed the client's cap.
             LedgerError: the ledger cannot be written.
         """
         if self.plan.facts.guaranteed:
@@ -81,8 +86,8 @@ class ClientBudget:
     def charge(self, context: RoundContext, phase: str) -> ReleaseBudget[Any]:
         """Charges the ledger for everything that this client releases in one exchange of a round.
 
-        A mechanism without a guarantee is recorded as such: from then on the ledger's ε is
-        infinite.
+        A mechanism without a privacy guarantee is recorded, too. From then on, the ε of the ledger
+        is infinite.
 
         Raises:
             BudgetExceededError: the cap would be exceeded, because another run has charged the
@@ -109,10 +114,10 @@ class ClientBudget:
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:
-    """Records in a kept ledger that a round without differential privacy is about to run. From then
-    on, the ε of this ledger is infinite.
+    """Records in a ledger that a round without differential privacy is about to begin.
 
-    Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
+    From then on, the ε of this ledger is infinite. Nothing is clipped and no noise is added, so the
+    recorded sensitivity and dimension are placeholders.
     """
     ledger.charge(
         Release(
@@ -132,7 +137,7 @@ def record_open_round(ledger: Ledger, method: str, number: int) -> None:
 
 
 class RefusedError(Exception):
-    """Raised when a client refuses a request.
+    """Raised if a client refuses a request of the server.
 
     Attributes:
         refusal: the answer of the client.
@@ -148,10 +153,10 @@ class ClientData:
     """The records of one client.
 
     Args:
-        resident: the data that contain them, on the run's device: the client's own or, in a
-            simulation, all clients'.
-        records: positions of its training records, int64.
-        held_out: positions of its test split.
+        resident: the data set that contains the records, on the run's device. In a simulation, it
+            contains the records of all clients.
+        records: the positions of the client's training records in `resident`, int64.
+        held_out: the positions of the client's test split in `resident`.
     """
 
     resident: ImageData
@@ -160,32 +165,37 @@ class ClientData:
 
     @property
     def size(self) -> int:
-        """Returns the number of the client's records, for training and for testing."""
+        """The number of the client's training and test records together."""
         return len(self.records) + len(self.held_out)
 
 
 class ClientRuntime:
-    """One client of a run.
+    """One client of a run, which answers the requests of the server.
 
-    It uses its own copy of the run's settings. Before it has received the terms it answers only
-    `join`. After that it is private if its settings are, whatever a server sends.
+    The client uses its own copy of the run's settings. If these settings demand differential
+    privacy, the client is private, whatever the server sends. Before the client has received the
+    run terms, it answers only `join`.
 
     Args:
-        number: k, from 0.
+        number: the index of the client, from 0.
         settings: the client's copy of the settings.
-        context: the public context of round 1, without the terms.
+        context: the public context of round 1, without the run terms.
         data: the client's records.
         ledger: the client's ledger. None means that nothing is charged.
-        secret: the generator of its noise; None makes one with a fresh key when it is needed.
-        cap: the cap of the data owner, in addition to the cap of the run. None means no cap.
-        remote: True on the data owner's machine, where an upload with only a part of the noise
-            may leave only in a secure sum.
+        secret: the client's secret generator. None creates a generator with a new key when it is
+            needed.
+        cap: the data owner's cap, which applies in addition to the cap of the run. None means that
+            the data owner has no cap.
+        remote: True if the client runs on the data owner's machine. An upload with only a part of
+            the noise may then leave the machine only in a secure sum.
 
     Attributes:
-        budget: the privacy budget. It is set by `start` in a private run.
-        context: the public context. `start` adds the terms.
-        recorded: the last round that an open client's ledger has recorded; 0: none.
-        pending: the round of a first exchange, and the client's memory of it for that round.
+        budget: the privacy budget. `start` sets it in a private run.
+        context: the public context. `start` adds the run terms.
+        recorded: the last round that the ledger of a client without privacy has recorded. 0 if
+            there is none.
+        pending: the number of a round, and the memory that its first exchange stored. The main
+            exchange of this round uses the memory.
     """
 
     def __init__(
@@ -219,7 +229,7 @@ class ClientRuntime:
 
     @property
     def memory(self) -> Memory:
-        """Returns the state that the client stores between rounds."""
+        """The state that the client stores between rounds."""
         if self._stored is not None:
             return self._stored()
         return self._memory
@@ -231,41 +241,49 @@ class ClientRuntime:
 
     @property
     def stored(self) -> bool:
-        """Returns whether the client's memory is currently in a file."""
+        """True if the client's memory is currently in a file."""
         return self._stored is not None
 
     def store(self, load: Callable[[], Memory]) -> None:
-        """Moves the client's memory to a file until the next use."""
+        """Frees the client's memory, which is in a file and is loaded again when it is used.
+
+        Args:
+            load: a function that reads the memory from the file.
+        """
         self._memory = {}
         self._stored = load
 
     @property
     def private(self) -> bool:
-        """Returns whether the client takes part with differential privacy."""
+        """True if the client takes part with differential privacy."""
         return self.settings.privacy is not None
 
     @property
     def sends_sums(self) -> bool:
-        """Returns whether the client's uploads are only sent as part of a secure sum."""
+        """True if the client's uploads leave its machine only as part of a secure sum."""
         return self._remote and self.method.requires_secure_sum
 
     def join(self) -> ClientInfo:
-        """Returns the message with which the client joins a run. In a private run, the message does
-        not contain the client's size."""
+        """Returns the message with which the client joins a run.
+
+        In a private run, the message does not state the number of the client's records.
+        """
         if self.private:
             return ClientInfo(self.number, history=self.history())
         return ClientInfo(self.number, len(self.data.records), self.history())
 
     def start(self, terms: RunTerms) -> RoundContext:
-        """Accepts the run terms. A client accepts terms only once, and is charged by its own
-        settings with their σ.
+        """Accepts the run terms from the server, which a client does only once.
+
+        The client's charges follow from its own settings and the noise multiplier σ in the terms.
 
         Returns:
             The public context with the terms.
 
         Raises:
-            RequestRefusedError: the terms came before, or are not those of its own settings.
-            LedgerError: the ledger holds releases of another unit.
+            RequestRefusedError: the client has already received terms, or the terms do not fit its
+                settings.
+            LedgerError: the ledger holds releases that protect another unit than this run.
         """
         if self._has_terms:
             raise RequestRefusedError(f"client {self.number} has already received the run terms")
@@ -283,11 +301,15 @@ class ClientRuntime:
         return self.context
 
     def _plan(self, terms: RunTerms) -> PrivacyPlan:
-        """Returns the plan of the client's own settings, with the σ that the server calibrated for
-        all clients."""
+        """Returns the privacy plan for the client's settings, with the σ that the server sent.
+
+        The server has calibrated σ for all clients.
+        """
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
-            raise RequestRefusedError(f"the noise multiplier must be above 0, got {sigma!r:.80}")
+            raise RequestRefusedError(
+                f"the server's noise multiplier must be a number above 0, got {sigma!r:.80}"
+            )
         plan = PrivacyPlan.checked(self.settings, self.context)
         if self._remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
@@ -307,23 +329,28 @@ class ClientRuntime:
         return budget
 
     def move_ledger(self, ledger: Ledger) -> None:
-        """Replaces the client's empty ledger by another ledger."""
+        """Gives the client a new ledger in place of its ledger, which is still empty."""
         self.ledger = ledger
         if self.budget is not None:
             self.budget = self._new_budget(self.budget.plan)
 
     def history(self) -> History | None:
-        """Returns the current content of the client's ledger."""
+        """Returns the current content of the client's ledger, or None if it has no ledger."""
         return None if self.ledger is None else self.ledger.history()
 
     def require_terms(self) -> None:
-        """Raises RequestRefusedError if the client has not received the run terms yet."""
+        """Checks that the client has received the run terms.
+
+        Raises:
+            RequestRefusedError: the client has not received the terms yet.
+        """
         if not self._has_terms:
             raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
-        """Returns a refusal if the client cannot take part in the round, otherwise None. Nothing is
-        charged.
+        """Returns a refusal if the client cannot take part in the round, otherwise None.
+
+        Nothing is charged yet.
 
         Raises:
             LedgerError: the ledger cannot be written.
@@ -342,11 +369,10 @@ class ClientRuntime:
         return Refusal(self.number, str(error), spent=error.spent)
 
     def begin(self, context: RoundContext) -> None:
-        """Begins a round. Without differential privacy, a kept ledger records the round before
-        anything is released.
+        """Records a round without differential privacy in the ledger, before anything is released.
 
-        A client that does not get this message records the round before its first step or
-        evaluation.
+        In a private run, and if the client has no ledger, nothing happens. A client that does not
+        receive this message records the round before its first step or evaluation.
         """
         self.require_terms()
         if self.private or self.ledger is None or self.recorded == context.round:
@@ -355,12 +381,14 @@ class ClientRuntime:
         self.recorded = context.round
 
     def charge(self, phase: str, context: RoundContext) -> ReleaseBudget[Any]:
-        """Charges the client for this exchange, and returns the release budget of its step. A
-        failed step that has not drawn noise yet can be repeated without another charge.
+        """Charges the client for an exchange, and returns the release budget for the client's step.
+
+        If the step failed before it drew any noise, the step can be repeated without another
+        charge.
 
         Raises:
-            RefusedError: the cap would be exceeded (`ClientBudget.charge`).
-            RequestRefusedError: it has not received the terms.
+            RefusedError: the client's cap would be exceeded (`ClientBudget.charge`).
+            RequestRefusedError: the client has not received the run terms.
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} has not received the run terms")
@@ -373,8 +401,10 @@ class ClientRuntime:
         return self._granted[2]
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
-        """Returns whether a failed step may be repeated without another charge. This holds for
-        steps without privacy, and for charged steps that have not used any of their release budget.
+        """Returns True if a failed step may be repeated without another charge.
+
+        This is the case for steps without differential privacy, and for charged steps that have not
+        taken any series from their release budget.
         """
         if not self.private:
             return True
@@ -384,15 +414,19 @@ class ClientRuntime:
         return (number, charged_phase) == (context.round, phase) and allowance.unused
 
     def load_memory(self, phase: str, context: RoundContext) -> Memory:
-        """Returns the client's memory for this exchange. After a first exchange, this is the memory
-        that the first exchange stored."""
+        """Returns the client's memory for an exchange.
+
+        If the round had a first exchange, this is the memory that the first exchange stored.
+        """
         if phase != FIRST and self.pending is not None and self.pending[0] == context.round:
             return self.pending[1]
         return self.memory
 
     def store_memory(self, phase: str, memory: Memory, context: RoundContext) -> None:
-        """Stores the memory of a step. The memory of a first exchange is only used in the same
-        round."""
+        """Stores the memory that a step returned.
+
+        The memory of a first exchange is used only in the main exchange of the same round.
+        """
         if phase == FIRST:
             self.pending = (context.round, memory)
         else:
@@ -400,23 +434,26 @@ class ClientRuntime:
             self.memory = memory
 
     def rollback(self, memory: Memory) -> None:
-        """Restores the memory from before the round, as if the client had failed in its step."""
+        """Restores the memory that the client had before the round, as if its step had failed.
+
+        A simulation uses this for a client that timed out.
+        """
         self.pending = None
         self.memory = memory
 
     def facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the client's metrics of its memory, for the metrics of the round."""
+        """Returns metrics that the method computes from the client's memory."""
         self.require_terms()
         return self.method.client_metrics(self.memory, context)
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the client's personalized model, given the `parameters` of the federation."""
+        """Returns the client's personal model, given the `parameters` of the server's model."""
         return self.method.personal_parameters(parameters, self.memory)
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> ClientEvaluation:
-        """Evaluates models on the client's own test split."""
+        """Counts the correct predictions of models on the client's test split."""
         self.begin(context)
         held_out = self.data.held_out
         right = dict.fromkeys(models, 0)

@@ -1,7 +1,7 @@
-"""The context that all rounds of a run share. It is built only from public settings and the
-specification of a data set.
+"""The public context of a run, from which the rounds, the privacy plan and its costs are computed.
 
-The privacy plan and the costs of a run follow from the same facts, before any data are read.
+The context is built only from public settings and from the specification of the data set. No data
+are read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the torch device for a name such as "cpu", "cuda" or "cuda:1". The name "auto"
-    selects CUDA if a GPU is available, otherwise the CPU.
+    """Returns the torch device for a name such as "cpu", "cuda" or "cuda:1".
+
+    The name "auto" selects CUDA if a GPU is available, otherwise the CPU.
 
     Raises:
-        DeviceError: CUDA is requested but there is none.
-        UnknownNameError: the name is none of these.
+        DeviceError: the name requests a CUDA device that is not available.
+        UnknownNameError: the name is not the name of a device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,8 +59,10 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Sets the number of CPU threads of torch to `count` inside the context. None leaves it
-    unchanged."""
+    """Sets the number of CPU threads that torch uses in a `with` block.
+
+    If `count` is None, the number is not changed.
+    """
     if count is None:
         yield
         return
@@ -72,8 +75,15 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
-    """Returns the memory bound in bytes. By default it is 4 GiB on a CPU, and half of the total
-    memory of a GPU. Free memory is not used, because runs must be reproducible."""
+    """Returns the number of bytes that a run may use for intermediate results.
+
+    By default, it is 4 GiB on a CPU and half of the total memory of a GPU. It does not depend on
+    the memory that is free, because runs must be reproducible.
+
+    Args:
+        gigabytes: the bound in GiB from the settings. None uses the default.
+        device: the device of the run.
+    """
     if gigabytes is not None:
         return int(gigabytes * 2**30)
     if device.type == "cuda":
@@ -82,7 +92,10 @@ def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
-    """Returns the context of round 1. For other rounds, use `replace(context, round=...)`."""
+    """Returns the public context of round 1.
+
+    For another round, use `replace(context, round=...)`.
+    """
     privacy = settings.privacy
     partition = settings.partition
     training = spec.train_size * partition.subset * (1 - partition.local_test)
@@ -118,10 +131,14 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
 def with_proxy(
     context: RoundContext, settings: RunSettings, *, download: bool = False
 ) -> RoundContext:
-    """Returns the context, extended by the public images that the method uses, if any.
+    """Returns the context with the public images that the method uses.
+
+    If the method uses no public images, the context is returned unchanged.
 
     Args:
-        download: let torchvision fetch the data set if it is not there.
+        context: the public context.
+        settings: the settings of the run.
+        download: True lets torchvision download the images if they are missing.
     """
     name = settings.method.public_images()
     if not name:
@@ -136,20 +153,23 @@ def with_proxy(
 
 @dataclass(frozen=True)
 class MechanismCosts:
-    """The plan of a run with one mechanism.
+    """The privacy costs of a planned run with one mechanism.
+
+    A round may have several kinds of release. The chief release is the most important one.
 
     Attributes:
         mechanism: the name of the mechanism.
-        noise_multiplier: σ of the chief release.
-        clip: 𝒞 of the chief release.
-        sample_rate: q of the chief release.
-        releases: the number of releases of a client in a round.
-        epsilon: after each round (of more than 1,000 after `shown_rounds`), at `delta`.
+        noise_multiplier: the run's noise multiplier σ.
+        clip: the clip 𝒞 of the chief release.
+        sample_rate: the sampling rate q of the chief release.
+        releases: the number of releases that a client makes in a round.
+        epsilon: a mapping from round numbers to ε after the round, at `delta`. For a long run, it
+            has only the rounds in `shown_rounds`.
         delta: δ.
-        target: the requested budget, or None.
-        rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
-            and number; where the method names a public case, also the pooled sum's
-            `signal_to_noise` (`ReleasePlan.signal_to_noise`).
+        target: the requested budget. None if no budget was requested.
+        rows: one mapping for each kind of release, with its `quantity`, σ, clip, q and number of
+            releases in a round. If the method states a public reference case, the mapping also has
+            the signal-to-noise ratio (`ReleasePlan.signal_to_noise`).
     """
 
     mechanism: str
@@ -164,7 +184,12 @@ class MechanismCosts:
 
 
 def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
-    """Returns the costs of a planned run."""
+    """Returns the privacy costs of a planned run.
+
+    Args:
+        plan: the privacy plan of the run.
+        target: the requested budget. None if no budget was requested.
+    """
     rows = []
     for release in plan.plans:
         row: dict[str, Any] = {
@@ -193,12 +218,13 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
-    """Returns the plan of the private run that `settings` describe. The function reads no data,
-    only the contents of kept ledgers.
+    """Returns the privacy plan of the run that `settings` describe.
+
+    Only the clients' ledgers are read, and no data.
 
     Raises:
-        DataError: the custom images have no declaration.
-        LedgerError: a ledger cannot be read, or holds releases of another unit.
+        DataError: the custom images have no declaration of public facts.
+        LedgerError: a ledger cannot be read, or holds releases that protect another unit.
     """
     names = None
     if settings.folder is not None:
@@ -214,15 +240,18 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
 
 
 def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[MechanismCosts]:
-    """Returns the costs for each mechanism that can protect the method. If the settings name a
-    mechanism, only its costs are returned.
+    """Returns the privacy costs of a run for each mechanism that the method supports.
+
+    If the settings name a mechanism, only the costs with this mechanism are returned.
 
     Args:
-        sections: settings in the form that `resolve` takes.
+        sections: the sections of settings, as for `resolve`.
 
     Raises:
-        SettingError: the method has no private mechanism, or no budget and no σ is given. Others as
-            in `resolve`.
+        SettingError: the method has no mechanism with a guarantee, or a setting is invalid as in
+            `resolve`.
+        PrivacySettingError: neither a budget nor a noise multiplier is set, or the named mechanism
+            has no guarantee.
     """
     privacy = dict(sections.get("privacy", {}))
     method = resolve({**sections, "privacy": {}}).method

@@ -1,12 +1,11 @@
-"""The exchange of a simulation: all clients run in this process, and the clients of a round are
-processed in groups.
+"""The clients of a simulation, which all run in this process.
 
-The size of a group follows from the memory that one more client needs (`Method.client_bytes`) and
-the run's limit; it does not affect the results. If the device still runs out of memory, groups are
-halved.
+The clients of a round are processed in groups. The size of a group follows from the memory that one
+client needs (`Method.client_bytes`) and from the memory bound of the run. It does not affect the
+results. If the device still runs out of memory, the groups are halved.
 
-The clients of a group are batched into one pass over the data on their shared device. Each client
-gets the same result as in a separate process (`step_alone`).
+The steps of a group's clients are computed together on one device. Each client gets the same result
+as in a separate process (`step_alone`).
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ from fedsynth.privacy.releases import USER
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
-    """Returns the view through which a method accesses the data of these clients in one exchange.
+    """Returns the object through which a method's step reads the data of these clients.
+
     In a private run, this charges each client for the exchange.
 
     Raises:
-        RefusedError: a client's cap would be exceeded: another run has charged its ledger since
-            `prepare`. The charges of the clients before it remain.
-        RequestRefusedError: a client has not received the terms.
-        ValueError: clients whose data are not resident together.
+        RefusedError: a client's cap would be exceeded, because another run has charged its ledger
+            since `prepare`. Clients that were charged before this client remain charged.
+        RequestRefusedError: a client has not received the run terms.
+        ValueError: the clients' records are not in one data set in memory.
     """
     resident = clients[0].data.resident
     ids = []
@@ -90,11 +90,11 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
 def step_together(
     clients: Sequence[ClientRuntime], phase: str, message: Message, context: RoundContext
 ) -> Replies:
-    """Runs one step for all clients of a group in a single pass, and returns their replies.
+    """Computes one step for all clients of a group together, and returns the clients' replies.
 
     Raises:
-        TypeError: a message of another type than the method declares.
-        DivergedError: a personal model is not finite.
+        TypeError: the message has another type than the method declares.
+        DivergedError: the personal model of a client is not finite.
     """
     method = clients[0].method
     check_declared(method, message, declared(method, phase, "downlink"))
@@ -124,7 +124,7 @@ def step_together(
 def step_alone(
     client: ClientRuntime, phase: str, message: Message, context: RoundContext
 ) -> Message | Refusal:
-    """Runs one step for a single client, and returns its reply."""
+    """Computes one step for a single client, and returns the client's reply or refusal."""
     replies = step_together([client], phase, message, context)
     if replies.refusals:
         return replies.refusals[0]
@@ -136,8 +136,10 @@ def evaluate_together(
     models: Mapping[str, Mapping[str, Tensor]],
     context: RoundContext,
 ) -> list[ClientEvaluation]:
-    """Evaluates clients that share a device (`ClientRuntime.evaluate`). A model that they have in
-    common is evaluated in one pass."""
+    """Evaluates models on the test split of each client, like `ClientRuntime.evaluate`.
+
+    If the clients have no personal models, the test splits of all clients are evaluated together.
+    """
     held_out = [client.data.held_out for client in clients]
     sizes = list(map(len, held_out))
     if clients[0].method.personal or not any(sizes):
@@ -157,11 +159,13 @@ def evaluate_together(
 
 
 class InProcess:
-    """The exchange of a simulation.
+    """Passes the server's requests to the clients of a simulation, and returns their answers.
+
+    It is an `Exchange`. Clients may fail at random, as the settings state (`client_failures`).
 
     Args:
-        clients: all, by index; with the same settings, and data that are resident together. Some
-            fail as the settings state (`client_failures`).
+        clients: all clients in the order of their indices. They must have the same settings, and
+            their records must be in one data set in memory.
     """
 
     def __init__(self, clients: Sequence[ClientRuntime]) -> None:
@@ -225,7 +229,7 @@ class InProcess:
         return Replies(messages, lost=lost)
 
     def _group_size(self, context: RoundContext) -> int:
-        """Returns the number of clients that are processed in one pass."""
+        """Returns the maximum number of clients whose steps are computed together."""
         client_bytes = self.clients[0].method.client_bytes(context)
         if client_bytes is None:
             return 1
@@ -233,13 +237,14 @@ class InProcess:
         return min(max(1, fitting), self._max_group)
 
     def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
-        """Halves the group size after a step ran out of memory.
+        """Halves the maximum size of a group after a step ran out of memory.
 
-        No message has left a client. But noise may have been drawn, and whether a step fails may
-        depend on the data: a charge is for one attempt.
+        No message has left a client. However, noise may have been drawn, and whether a step fails
+        may depend on the data. Therefore a step that has used its charge is not repeated.
 
         Raises:
-            DeviceMemoryError: it is only one client, or some have used part of their allowance.
+            DeviceMemoryError: the group has only one client, or a client has taken a series from
+                its release budget.
         """
         device = context.device
         if device.type == "cuda":
@@ -259,8 +264,11 @@ class InProcess:
         context.note(f"{location}. From now on, at most {self._max_group} clients share a pass")
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
-        """Returns the clients that fail in this exchange, with the kind of failure. If a round has
-        no first exchange, the failures drawn for it count in the main exchange."""
+        """Returns the kind of failure of each client that fails in this exchange.
+
+        If a round has no first exchange, a client that would fail in the first exchange fails in
+        the main exchange.
+        """
         kinds = {}
         for number in numbers:
             failure = self._settings.failures.of(context.round, number)
@@ -279,11 +287,11 @@ class InProcess:
 
 @dataclass(frozen=True)
 class _GroupReporter:
-    """Converts the progress of one group to the progress of the round.
+    """Reports the progress of one group of clients as a part of the progress of the round.
 
     Args:
         reporter: the reporter of the round.
-        finished: the number of clients that have taken their step.
+        finished: the number of clients whose steps are finished.
         size: the number of clients in the group.
         clients: the number of clients that take a step in this exchange.
     """

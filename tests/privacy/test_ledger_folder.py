@@ -142,7 +142,7 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
 
 def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -> None:
     first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
-    with pytest.raises(LedgerError, match="another run has used"):
+    with pytest.raises(LedgerError, match="another run has opened ledger"):
         first[0].charge(ROW)
     for ledger in (*second, *opened(folder, "abef", "cdgh")):
         ledger.charge(ROW)
