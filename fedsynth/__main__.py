@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m fedsynth`."""
+"""Starts the command line when Python is called as `python -m fedsynth`."""
 
 from fedsynth.cli.app import main
 

@@ -1,7 +1,7 @@
-"""Lazy imports: names that a package exports, whose modules are imported only on first use.
+"""Lets a package export names from modules that are imported only when a name is first used.
 
-The names are written once, as imports that type checkers follow (`from module import Name as
-Name`), in a file whose text is read when the package is imported.
+The exported names are listed as imports that type checkers follow (`from module import Name as
+Name`). These imports are not executed: the text of their file is read when the package is imported.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def lazy_exports(package: str, file: str, more: Mapping[str, str] | None = None)
 
 
 def exported_names(file: Path) -> dict[str, str]:
-    """Returns each name that a Python file re-exports, and its module, in the file's order.
+    """Returns the names that a Python file re-exports, each with the module that defines the name.
 
-    Only `from module import Name as Name` counts, the form that type checkers read as a re-export.
+    The order is that of the file. Only imports of the form `from module import Name as Name` are
+    read, because type checkers regard these as exports.
     """
     modules = {}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,7 +1,8 @@
-"""Named errors. Each message is one clear line: what was wrong and what would be right.
+"""The errors that fedsynth raises.
 
-The command line prints that line and exits with code 2; the library raises it. Privacy errors live
-with the mechanisms, in `fedsynth.privacy.errors`.
+Each error has a message of one line, which states what is wrong and what is allowed. The command
+line prints the message and exits with code 2. `fedsynth.privacy.errors` has the errors about
+privacy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
 
 
 class FedsynthError(Exception):
-    """Base class of all errors that a user can cause; `str(error)` is one line."""
+    """Base class of all errors that a user can cause. The message `str(error)` has one line."""
 
 
 class UnknownNameError(FedsynthError):
@@ -22,7 +23,8 @@ class UnknownNameError(FedsynthError):
 
     Args:
         text: the message, in one line. It names valid alternatives.
-        section, key: the setting that has this value, or None if the name is not a setting's value.
+        section, key: the setting whose value is unknown. Both are None if the name is not the value
+            of a setting.
     """
 
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
@@ -35,11 +37,11 @@ class UnknownNameError(FedsynthError):
 
 
 class SettingError(NamedSettingError, FedsynthError):
-    """A setting outside its range, or two settings that contradict each other.
+    """Raised for a setting that is outside its range, or that contradicts another setting.
 
     Args:
-        section: section of a config file ("run", "data", "partition", "model", "method",
-            "privacy"); None for an argument of a function or class that config files lack.
+        section: the section of the setting in a config file, such as "run" or "privacy". None if
+            the setting is an argument of a Python function or class and not in config files.
         key: the setting's name in the section.
         reason: the rest of the sentence, which begins with the name of the setting.
         value: the setting's value, if the sentence is about this value.
@@ -50,27 +52,32 @@ class SettingError(NamedSettingError, FedsynthError):
 
 
 class DataError(FedsynthError):
-    """Images or labels that cannot be used: wrong shape or type, NaN, a class without examples."""
+    """Raised for images or labels that cannot be used.
+
+    Examples are a wrong shape or type, NaN, or a class without examples.
+    """
 
 
 class DataFilesMissingError(DataError):
-    """The data set's files were not found."""
+    """Raised if the files of a data set were not found."""
 
 
 class DataFilesCorruptError(DataError):
-    """The data set's files exist but cannot be read in their declared format."""
+    """Raised if the files of a data set exist, but cannot be read in the expected format."""
 
 
 class PartitionError(FedsynthError):
-    """A partition that is impossible, such as one with more clients than examples."""
+    """Raised if the examples cannot be partitioned as requested, for example among more clients
+    than examples.
+    """
 
 
 class DivergedError(FedsynthError):
-    """An optimisation diverged to values that are not finite."""
+    """Raised if a training or another optimisation diverged to values that are not finite."""
 
 
 class OutputError(FedsynthError):
-    """The run folder cannot be written."""
+    """Raised if a run folder or another file of results cannot be written or used."""
 
 
 class CheckpointError(FedsynthError):
@@ -106,11 +113,11 @@ def _rejected(field: str, reason: str, diverged: bool) -> UploadRejectedError:
 
 
 class DeviceError(FedsynthError):
-    """The requested device does not exist."""
+    """Raised if the requested device, such as "cuda", does not exist."""
 
 
 class DeviceMemoryError(FedsynthError):
-    """The device's memory is too small for one client's step."""
+    """Raised if the memory of the device is too small for the step of one client."""
 
 
 def unknown_name(
@@ -121,7 +128,8 @@ def unknown_name(
     Args:
         kind: the kind of thing that the name stands for, such as "data set".
         name: the unknown name.
-        names: the valid names. The error suggests similar names. If there are none, it lists all.
+        names: the valid names. The error suggests similar names. If no name is similar, the error
+            lists all names.
         section, key: the setting whose value is this name.
     """
     hint = _did_you_mean(name, names) or f"; the known names are {', '.join(sorted(names))}"
@@ -136,8 +144,8 @@ def unknown_value(
     Args:
         section, key: the setting.
         value: the value of the setting.
-        choices: the valid values. The error suggests similar values. If there are none, it lists
-            all.
+        choices: the valid values. The error suggests similar values. If no value is similar, the
+            error lists all values.
         context: the case in which the choices are valid, such as " for convnet".
     """
     setting = setting_name(section, key)

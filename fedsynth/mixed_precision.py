@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context in which networks compute in `precision`. float32 changes nothing.
+    """Returns a context in which networks compute in the given precision. With float32, the context
+    has no effect.
 
     Weights are converted each time they are used. autocast's cache is off, because it would keep
     converted weights until the outermost context ends. After an optimiser step, these would be old.

@@ -1,7 +1,9 @@
-"""Custom models and methods, from Python files that the user names: `net.py:Net`.
+"""Loads custom models, methods and feature maps from Python files that the user names, such as
+`net.py:Net`.
 
-Only a file that the user names now is ever executed. A file that a run's config.toml names is only
-compared (by SHA-256) and never opened, so run folders may come from untrusted sources.
+Only a file that the user names in this process is executed. A file that is named in the config.toml
+of a run is never opened. Only its SHA-256 hash is compared, so run folders may come from untrusted
+sources.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ HASH_DIGITS = 12  # digits of a file's hash in its label
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A name in a Python file.
+    """A class or function that a user's Python file defines, with the text of this file.
 
     Attributes:
         file: the file's name, without its folder.
@@ -40,12 +42,13 @@ class OwnCode:
 
     @property
     def label(self) -> str:
-        """`FILE:NAME@HASH`, as in config.toml."""
+        """The name `FILE:NAME@HASH`, which identifies the code in config.toml."""
         return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
 
 def names_a_file(setting: str) -> bool:
-    """Returns True if a setting has the form `FILE.py:NAME` and is not a registered name.
+    """Returns True if the value of a setting has the form `FILE.py:NAME`, and so names a Python
+    file.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -120,7 +123,10 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
 
 
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
-    """Executes a file as a module. Returns the earlier module if the text was executed before.
+    """Executes a Python file and returns it as a module.
+
+    If this process has executed the same text from a file of this name before, the function returns
+    the module of that execution.
 
     The text is compiled here, because Python's own loader could run a cached `.pyc` file instead,
     which is not hashed.

@@ -17,7 +17,11 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """Returns a 63-bit seed that depends on all arguments and collides only by chance (BLAKE2b)."""
+    """Derives a seed for one purpose from the seed of a run.
+
+    The result is a hash (BLAKE2b) of all arguments with 63 bits, so different arguments have the
+    same result only by chance.
+    """
     text = ":".join([str(seed), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -39,7 +43,8 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Returns a context in which PyTorch's global CPU generator has a derived seed.
+    """Returns a context in which PyTorch's global CPU generator has a seed that is derived from the
+    arguments.
 
     Module constructors and dropout need this, because they accept no generator. After the context,
     the generator has its previous state. Only the CPU generator is changed, because module

@@ -1,7 +1,7 @@
-"""Validation of settings: converts values to their fields' types and checks their ranges.
+"""Validates settings: converts the values to the types of the settings, and checks their ranges.
 
-The attribute `section` of a settings class is the section of the config file. Error messages name
-the section and the field.
+Settings are fields of dataclasses. The attribute `section` of such a class names the section of the
+config file that contains these settings. Error messages name the section and the setting.
 """
 
 from __future__ import annotations
@@ -33,25 +33,34 @@ _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", st
 
 
 def section_of(settings: Any) -> str | None:
-    """Returns the config file section of a settings object or class, or None without a section."""
+    """Returns the section of a config file to which a settings object belongs.
+
+    The argument may also be a settings class. Returns None if config files do not contain these
+    settings.
+    """
     return getattr(settings, "section", None)
 
 
 def in_range(default: float, low: float, high: float = math.inf) -> Any:
-    """Declares a field of settings with a default and a closed range. `check_fields` checks it."""
+    """Declares a setting with a default value and a range. `check_fields` refuses values outside
+    the range.
+    """
     return field(default=default, metadata={"range": (low, high)})
 
 
 def one_of(default: str, *alternatives: str) -> Any:
-    """Declares a field of settings with choices, the first being the default. `check_fields` checks
-    it."""
+    """Declares a setting that has one of several values. The first value is the default.
+
+    `check_fields` refuses all other values.
+    """
     return field(default=default, metadata={"choices": (default, *alternatives)})
 
 
 def check_fields(settings: Any) -> None:
-    """Refuses values outside the ranges and choices that `in_range` and `one_of` declare.
+    """Checks that the values of a settings object are allowed by the declarations `in_range` and
+    `one_of`.
 
-    A subclass that overrides only a default inherits the range of its base class.
+    If a subclass overrides only the default value of a field, the range of the base class applies.
 
     Raises:
         SettingError: a value is outside its range.
@@ -70,13 +79,14 @@ def check_fields(settings: Any) -> None:
 
 
 def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
-    """Raises an error if a setting is not a number, or is outside its closed range.
+    """Checks that each of the given settings is a number within its range. The limits are allowed
+    values.
 
     Fields of type int must be whole numbers.
 
     Args:
         settings: a dataclass.
-        ranges: the smallest and the largest value for each field.
+        ranges: the smallest and the largest allowed value of each setting, by the setting's name.
 
     Raises:
         SettingError: a value is not valid. The message names the setting and its range.
@@ -90,13 +100,13 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 def check_number(
     section: str | None, key: str, value: Any, low: float, high: float, *, integer: bool = False
 ) -> None:
-    """Raises an error if a value is not a number, or is outside a closed range.
+    """Checks that the value of a setting is a number within a range. The limits are allowed values.
 
     Args:
         section, key: the setting, see `SettingError`.
         value: the value of the setting.
-        low, high: the range. It ends at the latest at `LARGEST` for whole numbers, and at
-            `LARGEST_FLOAT` for other numbers.
+        low, high: the smallest and the largest allowed value. No value above `LARGEST` (for whole
+            numbers) or `LARGEST_FLOAT` (for other numbers) is allowed.
         integer: whether the value must be a whole number.
 
     Raises:
@@ -121,39 +131,41 @@ def check_number(
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
-    """Refuses a setting whose value is not among its choices.
+    """Checks that each of the given settings has one of its allowed values.
 
     Args:
         settings: a dataclass.
-        choices: field: its possible values.
+        choices: the allowed values of each setting, by the setting's name.
 
     Raises:
-        UnknownNameError: names the setting and the near matches.
+        UnknownNameError: the value is not allowed. The message suggests similar values.
     """
     for name, allowed in choices.items():
         check_choice(section_of(settings), name, getattr(settings, name), allowed)
 
 
 def check_choice(section: str | None, key: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuses a value that is not among the known ones, with the near matches.
+    """Checks that the value of a setting is one of the allowed values.
 
     Args:
         section, key: the setting, see `SettingError`.
-        value: what was given.
-        allowed: the possible values.
+        value: the value of the setting.
+        allowed: the values that the setting may have.
 
     Raises:
-        UnknownNameError: names the setting and the near matches.
+        UnknownNameError: the value is not allowed. The message suggests similar values.
     """
     if value not in allowed:
         raise unknown_value(section, key, value, allowed)
 
 
 def check_embedding(method: str, model: nn.Module) -> None:
-    """Raises an error if a network has no `embed` or no linear `classifier`.
+    """Checks that a network has the parts that a method on embeddings needs.
+
+    The parts are a function `embed` and a linear layer `classifier`.
 
     Raises:
-        SettingError: the network lacks one of them.
+        SettingError: the network lacks one of these parts.
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         reason = (
@@ -165,23 +177,29 @@ def check_embedding(method: str, model: nn.Module) -> None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
-    """Returns an instance of a settings dataclass from names and values read from TOML or text.
+    """Creates a settings object from values that were read from a TOML file or given as text.
+
+    The values are converted to the types of the settings.
 
     Args:
-        cls: a dataclass whose fields are bool, int, float or str, or one of these or None.
-        values: field: value; omitted fields have their defaults.
-        of: owner of the settings in the error for an unknown one; default: the section.
+        cls: the class of the settings, which is a dataclass. The type of each field is bool, int,
+            float or str, or one of these types or None.
+        values: the values by name. A setting without a value gets its default value.
+        of: what the settings belong to, for the error about an unknown setting. By default, this is
+            the section.
 
     Raises:
-        UnknownNameError: no such setting (with the near matches).
-        SettingError: a value of the wrong type or outside its range.
+        UnknownNameError: a name is not that of a setting. The message suggests similar names.
+        SettingError: a value has the wrong type or is outside its range.
     """
     section = section_of(cls)
     return cls(**converted(section, values, field_types(cls), of or str(section)))
 
 
 def field_types(cls: Any) -> dict[str, type]:
-    """Returns the type of each field of a dataclass. For `X | None` and `X | Y`, this is X."""
+    """Returns the type of each field of a dataclass. If a field has the type `X | None` or `X | Y`,
+    its type is given as X.
+    """
     try:
         hints = get_type_hints(cls)
     except NameError:  # an annotation is only for type checkers: use the types of the defaults
@@ -202,10 +220,10 @@ def converted(
     of: str,
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Converts `values` to their `types`.
+    """Converts the values of settings to the types that `types` states.
 
     The errors are those of `from_mapping`. The error for an unknown name also suggests the names in
-    `also`, which are known settings that were already removed from `values`.
+    `also`. These are names of settings that the caller has removed from `values`.
     """
     result = {}
     for key, value in values.items():
@@ -216,7 +234,7 @@ def converted(
 
 
 def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
-    """Converts `value` to `kind`, which is bool, int, float or str.
+    """Converts the value of a setting to a type, which is bool, int, float or str.
 
     Raises:
         SettingError: the value cannot be converted, is not finite, or is larger than `LARGEST` (for
@@ -249,7 +267,9 @@ Sections = dict[str, dict[str, Any]]
 
 
 class ConfigFileError(FedsynthError):
-    """A config file that cannot be read, or has values outside all sections."""
+    """Raised for a config file that cannot be read, or that contains values outside of all
+    sections.
+    """
 
 
 def read_sections(path: Path) -> Sections:
@@ -272,9 +292,9 @@ def read_sections(path: Path) -> Sections:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Formats sections of strings, numbers and booleans as TOML.
+    """Writes settings as the text of a TOML file. The values are strings, numbers and booleans.
 
-    `tomllib` reads the same values from the text.
+    `tomllib` reads the same values from this text.
     """
     lines = []
     for name, values in sections.items():

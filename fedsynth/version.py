@@ -1,3 +1,3 @@
-"""The version, in the one place that the package, its wheel and its reports take it from."""
+"""The version of fedsynth. The package, the wheel and the reports read the version from here."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,5 @@
-"""The settings of a run: their types, default values, TOML files, and the checks before a run."""
+"""The settings of a run.
+
+The modules define the types and default values of the settings, read and write the settings as
+TOML, and check the settings before a run.
+"""

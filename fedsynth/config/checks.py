@@ -23,8 +23,10 @@ from fedsynth.seeding import torch_generator
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
-    """Returns the mechanism that the privacy settings request, or the method's first one if they
-    name none.
+    """Returns the name of the privacy mechanism that a run uses.
+
+    This is the mechanism in the privacy settings. If the privacy settings name no mechanism, it is
+    the first mechanism that the method declares.
 
     Raises:
         UnknownNameError: if the method does not have the requested mechanism.
@@ -38,7 +40,8 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns the public upper bound on the number of records of all clients together.
+    """Returns an upper bound on the number of records that all clients have together. The bound is
+    public.
 
     Raises:
         PrivacySettingError: if the bound is below the number of records that the data set declares.
@@ -53,10 +56,9 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a deployment in which several clients contribute to the noise, if the method has no
-    secure sums.
+    """Refuses a run over a network in which the clients share the noise without secure aggregation.
 
-    The server would see each upload with only a part of the noise.
+    Each client would add only a part of the noise, and the server would see each client's upload.
 
     Raises:
         PrivacySettingError: if the plans divide the noise among several clients. The message states
@@ -72,7 +74,9 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
 
 
 def check_method(method: Method) -> None:
-    """Refuses a method whose upload has a field that is neither public nor released by a mechanism.
+    """Refuses differential privacy for a method whose uploads are not protected.
+
+    Each field of an upload must be public or be released by a privacy mechanism.
 
     Raises:
         UnaccountedReleaseError: if there is such a field, or if the method has no mechanism. The
@@ -92,10 +96,11 @@ def check_method(method: Method) -> None:
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
-    """Refuses partial participation where the privacy guarantee would not hold.
+    """Refuses a run in which only some clients take part in each round, if this breaks the privacy
+    guarantee.
 
-    This is the case if the releases of a client differ between rounds, or if a round has too few
-    clients to add all of the noise.
+    The guarantee would not hold if the releases of a client differ between rounds. It would also
+    not hold if a round has too few clients to add all of the noise.
     """
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
@@ -117,7 +122,9 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 def check_custom_model(
     settings: RunSettings, context: RoundContext, plans: Sequence[ReleasePlan]
 ) -> None:
-    """Refuses a custom model that DP-SGD cannot train."""
+    """Refuses a custom model that cannot be trained with DP-SGD, which needs a gradient for each
+    example.
+    """
     if not (settings.method.model_sees_data and is_own_model(settings.model)):
         return
     if any(plan.mechanism == "dp-sgd" for plan in plans):
@@ -127,7 +134,9 @@ def check_custom_model(
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses to use the clients' private data set as the public images for distillation."""
+    """Refuses a private run that distils on public images from the data set of the clients' private
+    images.
+    """
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
@@ -136,11 +145,11 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
 
 
 def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of clients in a secure sum.
+    """Returns the smallest number of clients whose uploads the server may see as a sum.
 
-    It is a majority of the round's clients. If each client adds 1/H of the noise, it is also at
-    least H. In a private run of several clients it is at least H + 1, because one of them may be
-    the attacker, who knows the noise that the attacker adds.
+    This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
+    number is also at least H. In a private run of several clients, the number is at least H + 1,
+    because one client may be the attacker and knows the noise that this client added.
 
     Args:
         method: a method whose server sees only sums of uploads.
@@ -153,7 +162,8 @@ def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
 
 
 def check_quorum(settings: RunSettings) -> None:
-    """Refuses a participation or a quorum that is too small for a secure sum.
+    """Refuses the settings `participation` and `quorum` if a round could have too few clients for a
+    secure sum.
 
     Raises:
         SettingError: if a setting is too small. The message states what to set.

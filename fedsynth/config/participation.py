@@ -1,5 +1,6 @@
-"""Determines which clients take part in each round, which clients fail, and after which rounds a
-privacy plan states ε.
+"""The schedule of a run: which clients take part in each round, and which clients fail.
+
+The module also selects the rounds after which a privacy plan states ε.
 """
 
 from __future__ import annotations
@@ -19,25 +20,28 @@ Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """Returns the number of clients in a round. (`Participation` refuses a share that selects less
-    than one client.)
+    """Returns the number of clients that take part in a round, given the share of the clients.
+
+    `Participation` refuses a share that selects less than one client.
     """
     return max(1, round(share * clients))
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Draws m = max(1, round(C·K)) clients for each round, from the seed of the run.
+    """Selects the clients that take part in each round, at random from the seed of the run.
 
-    The draw is public and does not amplify privacy: a client's ε counts each round in which it
-    takes part. Draws in proportion to size (FedProx) reveal n_k and are therefore refused with
+    Each round has m = max(1, round(C·K)) clients. Everybody may know the selected clients, so the
+    selection does not amplify privacy: a client's ε counts each round in which the client takes
+    part. Draws in proportion to size (FedProx) reveal n_k and are therefore refused with
     differential privacy.
 
     Attributes:
         seed: the seed of the run.
         clients: K, the number of clients.
         share: C, the share of the clients in a round.
-        sizes: the sizes n_k, to draw clients in proportion to them. None: draws are uniform.
+        sizes: the sizes n_k of the clients' data, if clients are drawn in proportion to their
+            sizes. With None, all clients are equally likely.
     """
 
     seed: int
@@ -54,14 +58,16 @@ class Participation:
             raise SettingError("run", "participation", reason)
 
     def in_round(self, number: int) -> tuple[int, ...]:
-        """Returns the clients of the round with this number (1, 2, …), in ascending order."""
+        """Returns the indices of the clients that take part in a round, in ascending order. Rounds
+        are numbered from 1.
+        """
         if self.share >= 1:
             return tuple(range(self.clients))
         return tuple(sorted(self._drawn(number).tolist()))
 
     def _drawn(self, number: int) -> Counts:
-        """Draws the clients of a round, in random order. It is used only if not all clients take
-        part.
+        """Draws the clients of a round, in random order. This method is called only if not all
+        clients take part.
         """
         count = active_clients(self.clients, self.share)
         weights = None
@@ -72,7 +78,9 @@ class Participation:
         )
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
-        """Returns those of the first `rounds` rounds in which a client takes part."""
+        """Returns the numbers of the rounds in which a client takes part, among the first `rounds`
+        rounds.
+        """
         if self.share >= 1:
             return tuple(range(1, rounds + 1))
         return tuple(n for n in range(1, rounds + 1) if client in self.in_round(n))
@@ -82,15 +90,15 @@ class Participation:
 def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    """Counts for each group of clients the rounds of its busiest client, the one that takes part
-    most often.
+    """Returns, for each group of clients, how many rounds its most frequent participant takes part
+    in.
 
-    The counts are for the first n rounds, for each n in `rounds`.
+    Each number n in `rounds` gives one row of counts, which covers the first n rounds.
 
     Args:
         participation: the schedule of the clients.
         groups: the group index of each client (0, 1, …).
-        rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last one is drawn once.
+        rounds: numbers of rounds n ≥ 0, in ascending order.
 
     Returns:
         int64 [len(rounds), number of groups].
@@ -129,12 +137,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """Simulates failures of clients. The failing clients and the kinds of failure are drawn from
-    the run's seed.
+    """Simulates clients that fail, at random from the run's seed.
 
-    Every client in a round fails with probability `share`, in one of three ways with equal
-    probability. `crashed`: the client stops before its step, so nothing is computed, released or
-    charged. `timed out`: the client hangs in its step. The step's releases are charged, and the
+    Every client in a round fails with probability `share`. There are three kinds of failure, with
+    equal probability. `crashed`: the client stops before its step, so nothing is computed, released
+    or charged. `timed out`: the client hangs in its step. The step's releases are charged, and the
     client's memory is unchanged. `too late`: the client completes its step, is charged for it and
     updates its memory, but the server no longer waits for its answer. In a round of two exchanges,
     the client fails in one of them and is absent for the rest of the round. Failures are public, so
@@ -150,9 +157,7 @@ class Failures:
     share: float
 
     def of(self, number: int, client: int) -> Failure | None:
-        """Returns the failure of this client in the round with this number. Returns None if the
-        client does not fail.
-        """
+        """Returns the failure of a client in a round, or None if the client does not fail."""
         if not self.share:
             return None
         draws = numpy_generator(self.seed, "client failures", number, client)
@@ -162,8 +167,10 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, phase: str, *, two: bool) -> bool:
-        """Returns True if the client takes its step in this exchange, in which case it is charged
-        for the step.
+        """Returns True if a client computes its step in an exchange of a round, despite a possible
+        failure.
+
+        The client is charged for such a step, even if the server does not receive the answer.
 
         Args:
             number: the number of the round.
@@ -184,11 +191,11 @@ ALL_SHOWN = 1000  # the maximum number of rounds for which a privacy plan states
 
 
 def shown_rounds(rounds: int) -> tuple[int, ...]:
-    """Returns the rounds after which a privacy plan for `rounds` rounds states ε, in ascending
-    order.
+    """Returns the numbers of the rounds after which a privacy plan states ε, in ascending order.
 
-    These are all rounds if there are at most `ALL_SHOWN`. Otherwise they are the rounds 1, 2, 5,
-    10, 20, 50, …, every fifth of the run, and the last round. The choice is public.
+    If the run has at most `ALL_SHOWN` rounds, all rounds are returned. Otherwise, the result
+    consists of the rounds 1, 2, 5, 10, 20, 50, …, of the rounds at each fifth of the run, and of
+    the last round.
     """
     if rounds <= ALL_SHOWN:
         return tuple(range(1, rounds + 1))
@@ -199,8 +206,8 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
 
 
 class PlannedEpsilon(Mapping[int, float]):
-    """A mapping from a round number to ε after that round. Each value is computed when it is first
-    read.
+    """A mapping from the number of a round to the ε after this round, computed when the value is
+    first read.
 
     The computation of one value can take up to a second with subsampling.
 

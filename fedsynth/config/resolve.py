@@ -1,8 +1,8 @@
-"""Builds the settings of a run from the user's values, and hashes the settings that determine a
-result.
+"""Builds the settings of a run from the values that the user gives.
 
-The user's values take precedence over the defaults for the data set, and these over the defaults of
-the method, which are the values in its paper. All values are validated.
+A setting without a value gets the default value for the data set, if there is one. Otherwise, it
+gets the default value of the method, which is the value in the method's paper. All values are
+validated. The module also computes a hash of the settings that determine a result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """Returns the default values that depend on the data set, as sections of settings."""
+    """Returns the settings that have a special default value for a data set, by section."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     sections["method"] = {}
@@ -52,7 +52,9 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
 
 
 def model_is_set(settings: RunSettings) -> bool:
-    """Returns True if the model settings differ from the defaults of the run."""
+    """Returns True if the model settings differ from the default values for the run's data set and
+    method.
+    """
     preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
     return settings.model not in (ModelSettings(), ModelSettings(**preset))
 
@@ -133,8 +135,11 @@ def resolve(
 
 
 def section_of(key: str) -> str | None:
-    """Returns the first section that has this setting. The method's section is not searched.
-    Returns None if no section has the setting.
+    """Returns the name of the section to which a setting belongs, or None if it belongs to no
+    section.
+
+    If several sections have a setting with this name, the first section is returned. The section of
+    the method's settings is not searched.
 
     >>> section_of("alpha"), section_of("clients"), section_of("ipc")
     ('partition', 'partition', None)
@@ -150,8 +155,8 @@ def section_of(key: str) -> str | None:
 
 
 def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> None:
-    """Refuses a setting in the method's section that belongs to another section. The error names
-    that section.
+    """Refuses settings in the section "method" that belong to another section, such as "run". The
+    error names this other section.
     """
     for key in values.keys() - field_types(method).keys():
         section = section_of(key)
@@ -162,8 +167,9 @@ def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> N
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a run whose custom method is missing, or was defined in another file than the
-    settings state.
+    """Refuses a run if the code of the custom method is not the code that the settings state.
+
+    The code is not loaded, or was loaded from a different file.
     """
     if stated is None or own_method is not None:
         return
@@ -217,22 +223,25 @@ FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
-    """Returns eight hexadecimal digits that identify the settings which determine a result.
+    """Returns a short hash of the settings that determine the result of a run, as eight hexadecimal
+    digits.
 
     Args:
         settings: the settings of the run.
-        without: the names of further settings to leave out.
+        without: the names of settings to leave out, too.
     """
     config = json.dumps(distinctive(settings, without), sort_keys=True)
     return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
 
 
 def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the settings that affect the result and differ from their default values.
+    """Returns the settings that affect the result of a run and differ from their default values, by
+    section.
 
     Default values are left out, so that the fingerprints of results from older versions still match
-    after a setting was added. The default values here are the original ones. If you change a
-    default value, add the old one to `FIRST`, so that earlier results keep their fingerprints.
+    after a setting was added. The default values here are those of the version that introduced each
+    setting. If you change a default value, add the old one to `FIRST`, so that earlier results keep
+    their fingerprints.
     """
     method = type(settings.method)()
     privacy = settings.privacy and PrivacySettings(epsilon=1.0)

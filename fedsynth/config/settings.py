@@ -1,4 +1,6 @@
-"""All settings of a run, in one immutable object that can be converted to TOML and back.
+"""Defines `RunSettings`, an immutable object with all settings of a run.
+
+The object can be converted to TOML and back.
 
 `fedsynth.config.resolve` creates this object from the user's values.
 """
@@ -30,8 +32,7 @@ MAX_PERSON_LENGTH = 40  # the maximum number of characters in the name for one p
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Texts for the privacy report of a run, which only the user can provide. All of them are
-    public.
+    """Texts that the user provides for the privacy report of a run. The texts are public.
 
     Args:
         responsible: the party that is responsible for the run, for the report's first page.
@@ -74,8 +75,8 @@ class ReportSettings:
         return tuple(map(str.strip, self.sites.split(","))) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises a SettingError if there are several clients and the number of named sites is
-        another one.
+        """Raises a SettingError if a run with several clients names fewer or more sites than
+        clients.
         """
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = (
@@ -85,8 +86,10 @@ class ReportSettings:
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
-        """Returns the site of each client in a run. A single client may have several. Returns an
-        empty tuple if no site was named.
+        """Returns the site of each client in a run, in the order of the clients.
+
+        A run with one client may have several sites, which are joined by commas. The result is
+        empty if no site was named.
         """
         if clients == 1 and self.sites:
             return (", ".join(self._sites),)
@@ -229,8 +232,9 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields a section, a key and a reason for each setting that is out of range or conflicts
-        with another setting.
+        """Yields the settings that are out of range or conflict with another setting.
+
+        Each item consists of the section, the key and the reason.
         """
         if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
             reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
@@ -267,13 +271,15 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition settings. If they have no seed, the seed of the run is used."""
+        """The partition settings, in which the seed of the run replaces a missing seed of the
+        partition.
+        """
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
     @property
     def failures(self) -> Failures:
-        """The schedule of the simulated client failures."""
+        """The schedule that says which clients fail in a simulation, and in which rounds."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
@@ -297,8 +303,9 @@ class RunSettings:
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """Descriptions of the custom code that computes with the clients' examples, such as "the
-        model NAME".
+        """Names the parts of the user's own code that compute with the clients' examples.
+
+        An example is "the model NAME".
         """
         names = []
         if is_own_method(self.method):
@@ -310,8 +317,10 @@ class RunSettings:
         return tuple(names)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
-        """Converts the settings to sections of plain values, without values that are None.
-        `resolve` converts them back.
+        """Converts the settings to nested dictionaries of plain values, as in a config file.
+
+        The outer keys are the sections. Values that are None are left out. `resolve` converts the
+        dictionaries back to settings.
         """
         run = {"method": self.method.name}
         for name in RUN_KINDS:
@@ -349,7 +358,7 @@ RUN_KINDS: Mapping[str, type] = {
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are not None, with paths converted to text."""
+    """Returns the values that are not None. Paths are converted to text."""
     plain = {}
     for name, value in values.items():
         if value is not None:

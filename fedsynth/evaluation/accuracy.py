@@ -1,4 +1,4 @@
-"""Accuracy of a classifier on a dataset in memory, and fairness across clients.
+"""Computes the accuracy of a classifier, and how fair a model is to the clients.
 
 `local_metrics` computes the three measures of FedKF (Definitions 1 to 3): the average accuracy of a
 model over the clients, its variance and its minimum. a_k is the accuracy on the test split of
@@ -23,7 +23,7 @@ from fedsynth.models.on_features import FeatureLinear, OnFeatures
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
-    """Computes the accuracy of `model` on `data`, in [0, 1].
+    """Computes the accuracy of a classifier on a dataset, as a fraction in [0, 1].
 
     The model must be on the same device as the data. Its training or evaluation mode is restored
     afterwards.
@@ -81,8 +81,10 @@ def correct(
 
 
 def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns a function that computes the logits of the examples at indices [M], a subset of
-    `indices` [N]."""
+    """Returns a function that computes the logits of examples, given the indices of the examples.
+
+    The function accepts only indices that are in `indices`.
+    """
     if isinstance(model, OnFeatures | FeatureLinear):
         from_features = model.from_features
         look_up = feature_table(data, model.feature_map, indices)
@@ -140,11 +142,12 @@ def inexactness(
     labels_N: Tensor,
     mu: float = 0.0,
 ) -> float:
-    """Computes the γ-inexactness ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖ of a client's local training.
+    """Computes the γ-inexactness, which measures how far a client's local training is from a
+    solution.
 
-    F is the mean cross-entropy on the client's data. γ is 0 if the client has solved its local
-    problem exactly, and 1 if the client has not trained at all. The function reads the client's
-    data, so only a simulation may call it.
+    The formula is γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, where F is the mean cross-entropy on the
+    client's data. γ is 0 if the client has solved its local problem exactly, and 1 if the client
+    has not trained at all. The function reads the client's data, so only a simulation may call it.
 
     Args:
         model: the client's network after training, with weights w. It is not changed.
@@ -172,7 +175,7 @@ def inexactness(
 
 
 def _gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """Computes ∇F as a single vector."""
+    """Computes the gradient ∇F of the mean cross-entropy on a client's data, as a single vector."""
     weights = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in weights), device=images_NCHW.device)
     for x, y in zip(images_NCHW.split(CHUNK), labels_N.split(CHUNK), strict=True):

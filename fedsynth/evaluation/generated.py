@@ -1,4 +1,4 @@
-"""Quality measures of generated images, which show whether a generator has collapsed.
+"""Measures the quality of generated images, to show whether a generator has collapsed.
 
 The measures are based on a teacher, which may be an ensemble. `tally` counts the images of a batch
 by the class that the teacher predicts, and counts how many of these images were requested as that
@@ -76,7 +76,10 @@ def tally(
 
 @torch.no_grad()
 def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -> Tensor:
-    """Counts the teacher's predictions on a batch of generated images, as a tensor [1, C].
+    """Generates a batch of images, and counts for each class how often the teacher predicts this
+    class.
+
+    The result is a tally of shape [1, C].
 
     The images are generated in training mode, so batch norm uses the statistics of the batch. The
     noise is the same in every call. The call changes neither of the two networks, nor the state of
@@ -98,7 +101,8 @@ def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """Computes the measures of a tally, by name.
+    """Computes the quality measures of generated images from a tally. The result contains the
+    measures by name.
 
     The result contains "agreement" only if the tally counts requested classes, and "student" only
     if the tally counts the student's predictions.
@@ -134,8 +138,10 @@ def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def format_facts(facts: Mapping[str, float]) -> str:
-    """Formats the measures, for example "class entropy 0.95 of log C, 10 classes, 83.0 % as
-    requested"."""
+    """Formats quality measures as text.
+
+    An example is "class entropy 0.95 of log C, 10 classes, 83.0 % as requested".
+    """
     parts = [
         f"class entropy {facts['class_entropy_share']:.2f} of log C",
         f"{facts['classes']:.3g} classes",

@@ -1,7 +1,7 @@
-"""Fixed feature maps, which map pixels to vectors and are independent of private data.
+"""Feature maps, which are fixed functions from the pixels of an image to a vector.
 
-All constants of a map are public. `feature_map.py` defines the class of a map, and `registry.py`
-lists the maps by name. Each map has a file of its own.
+A feature map does not depend on private data, and all its constants are public. `feature_map.py`
+defines the class of a map, and `registry.py` lists the maps by name.
 """
 
 from __future__ import annotations

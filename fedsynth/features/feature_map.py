@@ -1,7 +1,7 @@
-"""The feature map, which is a fixed function of one image's pixels with public constants.
+"""Defines `FeatureMap`, a fixed function from the pixels of one image to a vector.
 
-A private release clips the map's vectors, so the map needs constants that give the scale of its
-vectors. These constants are fixed before any private data are read. They follow from a proof or
+A private release clips these vectors. A map therefore has public constants that state how long its
+vectors are. The constants are fixed before any private data are read. They follow from a proof or
 from random images of a fixed seed (`random_images.py`), and never from the clients' data.
 
 This module also has matrix products in which the bits of each row of the result depend only on the
@@ -29,7 +29,10 @@ LANES = 16  # the number of float32 values in the widest registers of a CPU (512
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
-    """Returns the product rows · weightᵀ, [N, C].
+    """Returns the matrix product rows · weightᵀ. The bits of each row of the result depend only on
+    the same row of `rows`.
+
+    The result has the shape [N, C].
 
     >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()
@@ -39,7 +42,10 @@ def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
 
 
 def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
-    """Returns the product left · row · right for each row, [N, k, t].
+    """Multiplies each matrix in a batch by one matrix from the left and by another from the right.
+
+    The bits of each product depend only on its own matrix in the batch. The result has the shape
+    [N, k, t].
 
     >>> import torch
     >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
@@ -50,7 +56,7 @@ def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """Pads the last dimension with zeros to a multiple of `LANES`."""
+    """Pads the last dimension of a tensor with zeros, so that its size is a multiple of `LANES`."""
     return F.pad(rows, (0, -rows.shape[-1] % LANES))
 
 
@@ -63,7 +69,9 @@ Shape = tuple[int, int, int]  # the shape of an image: (channels, height, width)
 
 @dataclass(frozen=True, eq=False)
 class FeatureMap:
-    """A map φ from pixels to vectors. Each image's vector depends only on that image.
+    """A feature map φ, which is a fixed function from the pixels of an image to a vector.
+
+    The vector of an image depends only on this image and not on others in the batch.
 
     Args:
         name: the map's name in settings and reports.
@@ -78,7 +86,7 @@ class FeatureMap:
             if images are synthesised from statistics.
         blocks: the sizes (channels, cells) of the matrices that make up a vector when they are
             concatenated. Covariances between channels and between cells can be computed from these
-            matrices. Empty if the vectors have no such structure.
+            matrices. The tuple is empty if the vectors do not consist of matrices.
 
     Raises:
         SettingError: the dimension is below 1, a constant is not positive and finite, or the blocks

@@ -1,4 +1,5 @@
-"""Computes a feature map's constants and whitening from random images instead of data.
+"""Computes the constants and the whitening of a feature map from random images, so that no data are
+read.
 
 The images come from `random_images` with a fixed seed, so everything that is computed from them is
 public. The constants are rounded so that all machines compute the same values.
@@ -31,13 +32,16 @@ def _images(shape: Shape) -> Tensor:
 
 
 def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
-    """Returns the feature vectors of the random images, [IMAGES, d]."""
+    """Computes the vectors [IMAGES, d] of the public random images with a function from pixels to
+    vectors.
+    """
     with torch.no_grad():
         return torch.cat([function(images) for images in _images(shape).split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
-    """Returns the median norm of the vectors and their median distance from the mean.
+    """Returns two constants of a feature map: the median norm of vectors, and their median distance
+    from the mean.
 
     A clip at the median changes half of the vectors, but changes their mean only little. The noise
     is then scaled to the norm of a typical image.
@@ -55,9 +59,10 @@ def map_of_vectors(
     blocks: tuple[tuple[int, int], ...] = (),
     scale: float = 1.0,
 ) -> FeatureMap:
-    """Returns the feature map of a function whose vectors of the random images are given.
+    """Makes a feature map from a function and from the function's vectors of the public random
+    images.
 
-    The map's dimension and constants are taken from these vectors.
+    The dimension and the constants of the map are computed from these vectors.
 
     Args:
         name: the map's name in settings and reports.
@@ -82,10 +87,10 @@ def map_of_vectors(
 
 
 def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
-    """Returns a feature map for a function, and measures the map's dimension and constants.
+    """Makes a feature map from a function, such as an encoder that was trained on public images.
 
-    They are measured on images of random processes (`random_images` with a fixed seed), so no data
-    are read.
+    The dimension and the constants of the map are measured on images of random processes
+    (`random_images` with a fixed seed), so no data are read.
 
     Args:
         name: the map's name in settings and reports.
@@ -125,7 +130,7 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A function from pixels to whitened vectors.
+    """A function that computes the vector of an image and whitens this vector.
 
     A vector φ of the given function is centred to φ − m and multiplied by the inverse root of a
     covariance between channels and the inverse root of a covariance between cells.
@@ -187,7 +192,7 @@ class Whitening:
         return self.applied(self.function(x_NCHW))
 
     def applied(self, vectors_Nd: Tensor) -> Tensor:
-        """Whitens vectors [N, d] that `function` returned."""
+        """Whitens the given vectors [N, d], which are vectors that `function` returned."""
         device = vectors_Nd.device
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)

@@ -1,4 +1,4 @@
-"""Images drawn from random processes, which are public and need no data set.
+"""Draws images from random processes. Such images are public, because they need no data set.
 
 A seed is the only input of these images. Everything computed from them, such as a feature map's
 centre, a norm bound or an encoder's weights, is therefore a public constant. There are three
@@ -75,7 +75,9 @@ def random_images(
 
 
 def spectral_noise(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws Gaussian fields with power 1/f^α in random colours, [N, 3, H, W] in [0, 1].
+    """Draws images of coloured noise whose power falls with the frequency f as 1/f^α.
+
+    The images have the shape [N, 3, H, W] and values in [0, 1].
 
     Each image has its own α, which is uniform in [1.5, 3.5]. The two axes of each image are also
     scaled differently, by a random factor.
@@ -87,8 +89,10 @@ def spectral_noise(count: int, height: int, width: int, generator: torch.Generat
 def _fields(
     count: int, channels: int, height: int, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Draws standardised Gaussian fields [N, channels, H, W]. The channels of an image share a
-    spectrum."""
+    """Draws Gaussian noise [N, channels, H, W] with mean 0 and standard deviation 1.
+
+    All channels of an image have the same power spectrum.
+    """
     device = generator.device
     white = torch.randn(count, channels, height, width, generator=generator, device=device)
     draws = torch.rand(count, 2, generator=generator, device=device)
@@ -104,10 +108,10 @@ def _fields(
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
-    """Mixes the three fields of each image [N, 3, H, W] into three colour channels.
+    """Makes the three colour channels of each image from three independent channels of noise.
 
-    The first field changes all colours equally. The other two change them in random directions and
-    more weakly.
+    The first channel of noise changes all colours equally. The second and the third channel change
+    the colours in random directions, and more weakly.
     """
     weights = torch.randn(len(fields), 3, 3, generator=generator, device=fields.device)
     weights = CHROMA * weights
@@ -116,7 +120,7 @@ def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Scales each image to a random brightness and contrast and clips it to [0, 1]."""
+    """Gives each image a random brightness and contrast, and clips the pixels to [0, 1]."""
     draws = torch.rand(len(values), 2, generator=generator, device=values.device)
     contrast = (0.10 + 0.20 * draws[:, 0]).view(-1, 1, 1, 1)
     brightness = (0.3 + 0.4 * draws[:, 1]).view(-1, 1, 1, 1)
@@ -129,8 +133,9 @@ def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def dead_leaves(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws images of ellipses, rectangles and triangles that cover each other, [N, 3, H, W] in [0,
-    1].
+    """Draws images of ellipses, rectangles and triangles that cover each other.
+
+    The images have the shape [N, 3, H, W] and values in [0, 1].
 
     The shapes are drawn from front to back over a spectral background. Their radii r have a density
     proportional to r⁻³. Each shape has its own colour, shading and stripes.
@@ -159,20 +164,25 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
-    """Transforms uniform numbers into radii in [smallest, largest] with density proportional to
-    r⁻³."""
+    """Transforms uniform random numbers into random radii r, whose density is proportional to r⁻³.
+
+    The radii are between `smallest` and `largest`.
+    """
     low, high = smallest**-2, largest**-2
     return (low - uniform * (low - high)).rsqrt()
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the coordinates parallel and perpendicular to an axis at the angle π·turn."""
+    """Rotates coordinates by the angle π·turn.
+
+    Returns the coordinates along the rotated axis and perpendicular to this axis.
+    """
     angle = math.pi * turn
     return down * angle.cos() + across * angle.sin(), across * angle.cos() - down * angle.sin()
 
 
 def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
-    """Returns whether each point is inside a unit ellipse, rectangle or triangle, bool.
+    """Returns a boolean tensor that is true for each point inside a shape of unit size.
 
     `kind` in [0, 1] selects the shape: below 1/3 an ellipse, below 2/3 a rectangle, otherwise a
     triangle.
@@ -195,7 +205,9 @@ def _colours(count: int, generator: torch.Generator) -> Tensor:
 
 
 def random_generators(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws images from convolutional generators with random weights, [N, 3, H, W] in [0, 1].
+    """Draws images that convolutional generators with random weights produce.
+
+    The images have the shape [N, 3, H, W] and values in [0, 1].
 
     Each generator starts from a 4×4 map of noise. Each layer doubles the resolution and convolves
     with weights that are drawn for the image. Then it adds noise of random strength and applies a
@@ -232,8 +244,9 @@ def _standardised(x: Tensor) -> Tensor:
 
 
 def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
-    """Convolves each image with a separate set of weights [N, O, C, k, k] and reflects the
-    borders."""
+    """Convolves each image with weights [O, C, k, k] of its own. The image is reflected at the
+    borders.
+    """
     count, channels = x_NCHW.shape[:2]
     half = weights.shape[-1] // 2
     padded = F.pad(x_NCHW, (half, half, half, half), mode="reflect")
@@ -243,9 +256,10 @@ def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
 
 
 def _oriented(count: int, generator: torch.Generator) -> Tensor:
-    """Draws wave-shaped filters [N, WIDTH, WIDTH, 5, 5] of random frequency and phase.
+    """Draws convolution filters with the shape of waves, whose frequency and phase are random.
 
-    The waves of an image have two random directions.
+    The filters of N images have the shape [N, WIDTH, WIDTH, 5, 5]. The waves for one image have two
+    random directions.
     """
     device = generator.device
     draw = torch.rand(3, count, WIDTH, WIDTH, 1, 1, generator=generator, device=device)

@@ -43,7 +43,8 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """A dictionary of patches, which computes features of images.
+    """A set of vectors with which the patches of an image are compared, to compute features of the
+    image.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
@@ -74,9 +75,10 @@ class Dictionary:
 
 
 def pooled(maps_NCHW: Tensor) -> Tensor:
-    """Averages each map over 3×3 overlapping cells, [N, C·9].
+    """Averages each channel of an image in 3×3 cells, which overlap.
 
-    Each cell is half as wide as the map and overlaps the next cell by half.
+    Each cell is half as wide as the image, and overlaps the next cell by half. The result has the
+    shape [N, C·9].
     """
     height, width = maps_NCHW.shape[-2:]
     tall = (height + 1) // 2
@@ -91,13 +93,14 @@ def pooled(maps_NCHW: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def shipped() -> Dictionary:
-    """Loads the dictionary that is shipped with the package."""
+    """Loads the dictionary of patches that is contained in the package."""
     tensors = load_file(WEIGHTS)
     return Dictionary(tensors["mean"], tensors["atoms"])
 
 
 def random_process(shape: Shape) -> FeatureMap:
-    """Returns the feature map that compares patches with the shipped dictionary.
+    """Returns the feature map that compares image patches with a dictionary learned from random
+    images.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -113,9 +116,9 @@ def random_process(shape: Shape) -> FeatureMap:
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
-    """Returns the map that concatenates scattering coefficients and the dictionary's features.
+    """Returns the feature map that concatenates the features of `scattering` and `random_process`.
 
-    Both parts are divided by their public radius, so that neither part dominates.
+    Each of these two parts is divided by its public radius, so that neither part dominates.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -158,12 +161,15 @@ processes do."""
 
 @dataclass(frozen=True, eq=False)
 class SideBySide:
-    """A function that concatenates the vectors of several functions, each multiplied by a factor.
+    """A function from pixels to vectors that concatenates the results of several functions.
+
+    The result of each function is first multiplied by a factor.
 
     Args:
         functions: the functions, each pixels -> [N, d_i].
         factors: one factor for each function.
-        blocks: the sizes (channels, cells) of each function's vectors.
+        blocks: for each function, the size (channels, cells) of the matrix that its vector
+            contains.
     """
 
     functions: tuple[Callable[[Tensor], Tensor], ...]
@@ -180,20 +186,25 @@ class SideBySide:
 
 @dataclass(frozen=True, eq=False)
 class Mirrored:
-    """A function that averages another function over an image and the horizontal mirror image."""
+    """A function that returns the same vector for an image and its mirror image.
+
+    The vector is the mean of another function's vectors of the image and of the image mirrored left
+    to right.
+    """
 
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns vectors [N, d], which are the same for an image and the mirror image."""
+        """Returns the vectors [N, d] of images. An image and its mirror image have the same vector."""
         return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
 
 
 def whitened_pair(shape: Shape) -> FeatureMap:
-    """Returns the map that concatenates whitened scattering and whitened random-process features.
+    """Returns the feature map that concatenates whitened features of `scattering` and
+    `random_process`.
 
-    Both parts are divided by their public radius. The vectors have 1233 coordinates for 28×28 grey
-    images.
+    Each of these two parts is divided by its public radius. The features of `random_process` are
+    also multiplied by `DICTIONARY`. The vectors have 1233 coordinates for 28×28 grey images.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -203,8 +214,9 @@ def whitened_pair(shape: Shape) -> FeatureMap:
 
 
 def mirrored_pair(shape: Shape) -> FeatureMap:
-    """Returns the map that averages the features of `whitened_pair` over an image and its mirror
-    image.
+    """Returns the feature map that gives an image and its mirror image the same vector.
+
+    The vector is the mean of the features of `whitened_pair` for the two images.
 
     The vectors have 1962 coordinates for 32×32 colour images.
 
@@ -229,8 +241,11 @@ def _pair(shape: Shape) -> SideBySide:
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
-    """Returns a function that whitens the main directions of another function, and the public
-    radius."""
+    """Returns the whitened version of a function from pixels to vectors, and the public radius of
+    its vectors.
+
+    Only the directions are kept in which public images differ most.
+    """
     vectors = public_vectors(function, shape)
     num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)
     whitening = Whitening.of(function, vectors, cells, FLOOR, num_channels)
@@ -243,6 +258,8 @@ def _map_of(
     shape: Shape,
     blocks: tuple[tuple[int, int], ...],
 ) -> FeatureMap:
-    """Returns the feature map of a function, with constants that are measured on public images."""
+    """Makes a feature map from a function. The constants of the map are measured on public random
+    images.
+    """
     vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)

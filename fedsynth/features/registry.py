@@ -1,9 +1,9 @@
-"""The registry of feature maps, both built-in maps and maps that a user registers in this process.
+"""Finds feature maps by their names, and registers the feature maps of users.
 
-A custom map is registered as a function from an image shape to a `FeatureMap` with its own
-constants. An example is the embedding of a hospital's encoder. Settings name a custom map in the
-same way as a built-in map. Every party of a run has to register the same map. The map is public, as
-an architecture is.
+A user registers a function that builds a `FeatureMap` for a given image shape. An example is a map
+that computes the embedding of a hospital's encoder. Settings name a custom map in the same way as a
+built-in map. Every party of a run has to register the same map. The map is public, as an
+architecture is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 
 def pixels(shape: Shape) -> FeatureMap:
-    """Returns the feature map whose features are the pixels minus mid-grey.
+    """Returns the simplest feature map: its vector contains the pixels of the image minus mid-grey.
 
     The norm is at most √d/2, because each coordinate is in [−½, ½]. The distance from the mean is
     about 0.3·√d for images with strong contrast. It can be larger, because a coordinate's deviation
@@ -48,7 +48,7 @@ def pixels(shape: Shape) -> FeatureMap:
 
 
 def about_grey(x_NCHW: Tensor) -> Tensor:
-    """Returns the pixels minus mid-grey, [N, C·H·W] in [−½, ½]."""
+    """Returns the pixels of images minus mid-grey, as vectors [N, C·H·W] with values in [−½, ½]."""
     return x_NCHW.flatten(1) - 0.5
 
 
@@ -71,7 +71,7 @@ vectors are cached by map object."""
 
 
 def feature_names() -> tuple[str, ...]:
-    """Returns the names that `feature_map` accepts.
+    """Returns the names of all feature maps, both built-in and registered ones.
 
     >>> "pixels" in feature_names()
     True
@@ -80,7 +80,7 @@ def feature_names() -> tuple[str, ...]:
 
 
 def features_for(shape: Shape) -> str:
-    """Returns the name of the default map for images of this shape.
+    """Returns the name of the feature map that is the default for images of the given shape.
 
     The defaults were chosen on held-out training images.
 
@@ -96,12 +96,12 @@ def features_for(shape: Shape) -> str:
 
 
 def is_own_features(name: str) -> bool:
-    """Returns whether a custom map is registered under this name."""
+    """Returns True if the user has registered a feature map under this name."""
     return name in _CUSTOM
 
 
 def features_source(name: str) -> OwnCode | None:
-    """Returns the file that a custom map was loaded from.
+    """Returns the Python file from which a feature map with this name was loaded.
 
     Returns None for a built-in map, and for a custom map that was not loaded from a file.
     """
@@ -109,7 +109,7 @@ def features_source(name: str) -> OwnCode | None:
 
 
 def feature_map(name: str, shape: Shape) -> FeatureMap:
-    """Returns the map with this name for images of this shape.
+    """Returns the feature map with the given name, for images of the given shape.
 
     Raises:
         UnknownNameError: no map has this name. The error lists similar names.
@@ -135,9 +135,9 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 
 
 def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
-    """Raises an error for a map name that is not registered.
+    """Raises an error that says that no feature map has the given name.
 
-    If the name is that of a file, the error states that the file must be registered again.
+    If the name is `FILE.py:NAME@HASH`, the error states that this file must be registered again.
 
     Args:
         name: the value of the setting `features`.
@@ -152,9 +152,10 @@ def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _CheckedFunction:
-    """A custom map's function that is checked before its first use on each device.
+    """The function of a custom feature map, which is checked before its first use on each device.
 
-    The check uses public images and makes sure that each vector depends only on its own image.
+    The check uses public images. It makes sure that the vector of an image depends only on this
+    image and not on others in the batch.
     """
 
     name: str
@@ -177,9 +178,10 @@ class _CheckedFunction:
 
 
 def _build_custom(name: str, shape: Shape) -> FeatureMap:
-    """Builds a registered map whose function raises an error if it mixes examples.
+    """Builds a custom feature map with the function that the user registered.
 
-    The map's image shape and the output for sample images are checked before any ledger is charged.
+    The image shape of the map and its vectors for sample images are checked before any ledger is
+    charged. An error is raised if the vector of one image depends on other images.
 
     Raises:
         SettingError: the registered function fails, or does not return a map for images of this
@@ -215,7 +217,9 @@ def _refused(name: str, reason: str) -> SettingError:
 
 
 def register_file(setting: str, section: str = "method") -> str:
-    """Registers the map in a file and returns the map's name for settings, `FILE.py:NAME@HASH`.
+    """Registers a feature map that a Python file defines.
+
+    Returns the name of the map for settings, `FILE.py:NAME@HASH`.
 
     Args:
         setting: the file and the name of the function that builds the map, `FILE.py:NAME`. The file
@@ -223,7 +227,7 @@ def register_file(setting: str, section: str = "method") -> str:
         section: the section of the setting with this value, for error messages.
 
     Raises:
-        SettingError: as for `load_own` and `register_features`.
+        SettingError: the file cannot be read or executed, or does not define the name.
     """
     build, source = load_own(section, "features", setting)
     register_features(source.label, build, source)
@@ -231,10 +235,11 @@ def register_file(setting: str, section: str = "method") -> str:
 
 
 def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:
-    """Registers a custom map under a name in this process.
+    """Registers a custom feature map under a name, so that settings can name the map in this
+    process.
 
-    It replaces a custom map that was registered earlier under the same name. The map that `build`
-    returns is checked when a run first needs it, and it then gets the registered name.
+    If a custom map has this name already, the new map replaces it. The map that `build` returns is
+    checked when a run first needs the map, and then gets the registered name.
 
     Args:
         name: the map's name in settings and reports. It must differ from the names of the built-in

@@ -57,7 +57,9 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=8)
 def low_pass(shape: Shape) -> FeatureMap:
-    """Returns the map to vectors u of downscaled images (see the module) for images of this shape.
+    """Returns the feature map that downscales an image and scales the result to a vector of norm 1.
+
+    The vector is u in the description of this module.
 
     >>> u = low_pass((1, 28, 28))(torch.rand(2, 1, 28, 28))
     >>> u.shape, u.norm(dim=1)
@@ -110,7 +112,9 @@ periodic."""
 
 
 def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
-    """Returns a periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
+    """Returns a Gabor filter, which is a wave in a Gaussian window. The filter is periodic.
+
+    The result is the complex tensor exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²) of shape [H, W].
 
     Args:
         size: the size (H, W) of the filter.
@@ -133,7 +137,12 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
 
 
 def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
-    """Returns a Gabor wavelet with mean zero, σ = 0.8·2^j and ξ = 3π/4·2^−j, complex [H, W]."""
+    """Returns a Morlet wavelet, which is a Gabor filter from which a Gaussian is subtracted so that
+    its mean is zero.
+
+    The parameters are σ = 0.8·2^j and ξ = 3π/4·2^−j for the scale j. The result is complex and has
+    the shape [H, W].
+    """
     sigma = 0.8 * 2**scale
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
     wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
@@ -181,7 +190,9 @@ class Scattering(nn.Module):
             self.register_buffer(name, torch.from_numpy(np.stack(waves)).float())
 
     def forward(self, x_NHW: Tensor) -> Tensor:
-        """Transforms images [N, H, W] to channels [N, 81, h, w], with h = H'/4 − 2.
+        """Computes the scattering transform of images [N, H, W].
+
+        The result has the shape [N, 81, h, w], with h = H'/4 − 2.
 
         The channel of order 0 comes first, followed by order 1, sorted by (j, θ), and order 2,
         sorted by (θ₁, θ₂).
@@ -203,7 +214,9 @@ class Scattering(nn.Module):
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
-        """Returns the modulus of a signal at half the resolution, given the signal's spectrum."""
+        """Reduces a signal to half the resolution and returns its modulus. The argument is the
+        spectrum of the signal.
+        """
         return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
 
     def _smooth(self, half: Tensor) -> Tensor:
@@ -223,9 +236,9 @@ def _padded(side: int) -> int:
 
 
 class _Aliased(torch.autograd.Function):
-    """The function `_mean_of_aliases` with a custom derivative, which repeats the gradient.
+    """The function `_mean_of_aliases` with a derivative of its own, which repeats the gradient.
 
-    Without it, autograd would allocate a spectrum of zeros for each slice.
+    The derivative that autograd computes would allocate a spectrum of zeros for each slice.
     """
 
     generate_vmap_rule = True
@@ -245,10 +258,11 @@ class _Aliased(torch.autograd.Function):
 
 
 def _aliased(spectrum: Tensor, step: int) -> Tensor:
-    """Returns the spectrum of a signal of which only every `step`-th sample in each direction is
-    kept.
+    """Subsamples a signal in Fourier space, so that only every `step`-th sample in each direction
+    is kept.
 
-    It is the mean over the aliases of the original spectrum.
+    Both the argument and the result are spectra. The result is the mean over the aliases of the
+    original spectrum.
     """
     if not spectrum.requires_grad:
         return _mean_of_aliases(spectrum, step)
@@ -266,9 +280,9 @@ def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
 
 
 def _smoothing(low_H: Real) -> Tensor:
-    """Returns the matrix [H'/4, H'/2] that averages a signal and keeps every second value.
+    """Returns the matrix that averages a one-dimensional signal and keeps every second value.
 
-    The signal is at half the resolution.
+    The matrix has the shape [H'/4, H'/2], because the signal is at half the resolution.
 
     Args:
         low_H: the spectrum of a Gaussian at full resolution, [H']. Only the frequencies below half
@@ -287,8 +301,11 @@ def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
 
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
-    """Returns scattering coefficients of pixels in [0, 1], normalised and pooled, [N,
-    81·C·cells]."""
+    """Computes the scattering features of images: scattering coefficients that are normalised and
+    pooled.
+
+    The pixels are in [0, 1]. The result has the shape [N, 81·C·cells].
+    """
     if x_NCHW.device.type != "cpu":
         return _pooled(x_NCHW)
     # a power of two, so that all pieces of a private client's pass have the same length
@@ -308,7 +325,8 @@ def _pooled(x_NCHW: Tensor) -> Tensor:
 
 
 def _window(side: int) -> tuple[int, int]:
-    """Returns the size and the stride of the pooling windows in one direction.
+    """Returns the size of the pooling windows in one direction, and the distance between two
+    windows.
 
     A side with at most three positions is not pooled.
     """
@@ -317,7 +335,7 @@ def _window(side: int) -> tuple[int, int]:
 
 
 def scattering(shape: Shape) -> FeatureMap:
-    """Returns the map to scattering features for images of this shape.
+    """Returns the feature map that computes scattering features (`scattering_features`).
 
     The vectors have 729 coordinates for 28×28 grey images and 2187 for 32×32 colour images.
 
@@ -329,8 +347,9 @@ def scattering(shape: Shape) -> FeatureMap:
 
 
 def whitened_scattering(shape: Shape) -> FeatureMap:
-    """Returns the map to scattering features that are whitened with covariances of public random
-    images.
+    """Returns the feature map that computes scattering features and whitens them.
+
+    The whitening uses the covariances of public random images.
 
     Raises:
         SettingError: a side of the images is below 8 pixels.

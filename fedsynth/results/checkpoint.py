@@ -93,8 +93,8 @@ class CheckpointFolder:
 
     Args:
         path: the folder. It is created when the first checkpoint is written.
-        identity: a string that identifies the run's settings and data. A checkpoint with another
-            identity is refused.
+        identity: a string that identifies the run's settings and data. A checkpoint that was
+            written with a different identity is refused.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -105,12 +105,13 @@ class CheckpointFolder:
     def write(
         self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
     ) -> None:
-        """Replaces the checkpoint with a new one.
+        """Writes the checkpoint of a round, which replaces the previous checkpoint in the folder.
 
         Args:
             checkpoint: the state after a round.
             changed: the clients whose memories have changed since the previous checkpoint.
-            stored: the clients whose memories are not in RAM. Their files are kept unchanged.
+            stored: the clients whose memories are only in files and not in RAM. These files are
+                kept unchanged.
 
         Raises:
             OutputError: the checkpoint cannot be written. The previous checkpoint is then still
@@ -201,7 +202,7 @@ class CheckpointFolder:
 
     @property
     def clients(self) -> list[int]:
-        """The indices of the clients that have a memory."""
+        """The indices of the clients whose memories are stored in the checkpoint."""
         return sorted(self._memories())
 
     def memory(self, client: int) -> Memory:
@@ -217,12 +218,12 @@ class CheckpointFolder:
             raise self._damaged(str(error)) from None
 
     def _memories(self) -> dict[int, str]:
-        """Returns the name of the memory file of each client."""
+        """Returns, for each client, the name of the file that contains the client's memory."""
         return {_client(name): name for name in self._files if name.startswith("memory-")}
 
     def _prune(self) -> None:
-        """Removes files that belong to no checkpoint. Files that cannot be removed stay: they do no
-        harm.
+        """Removes files that the current checkpoint does not list. A file that cannot be removed is
+        left in the folder, because it does no harm.
         """
         for path in self.path.iterdir():
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
@@ -250,7 +251,10 @@ change the result.
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings by section, as in config.toml, without those listed in `PLACE`."""
+    """Returns a copy of a run's settings without the settings that `PLACE` lists.
+
+    The settings are grouped by section, as in config.toml.
+    """
     plain: dict[str, Any] = json.loads(json.dumps(settings))  # lists as in TOML, not tuples
     for section, keys in PLACE.items():
         for key in keys:
@@ -284,5 +288,5 @@ def _hash_of(pointer: Mapping[str, Any]) -> str:
 
 
 def _client(name: str) -> int:
-    """Returns the client index that a file name contains."""
+    """Returns the index of the client, which is a part of the given file name."""
     return int(name.split("-")[1].split(".")[0])

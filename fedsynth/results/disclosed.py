@@ -73,19 +73,25 @@ SUMMARY: Declared = {
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """Returns the keys that the metrics of a round may have with this method."""
+    """Returns the names that metrics of a round may have in a run with this method.
+
+    Each name is mapped to the declaration of its privacy.
+    """
     return {**method.metric_privacy, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
-    """Returns the keys that the summary of a run with this method may have."""
+    """Returns the keys that summary.json may have in a run with this method.
+
+    Each key is mapped to the declaration of its privacy.
+    """
     if GENERATOR in method.metric_privacy:
         return {GENERATOR: method.metric_privacy[GENERATOR], **SUMMARY}
     return SUMMARY
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
-    """Yields a problem for each published metric that is not allowed or has the wrong type."""
+    """Yields a description of each metric that may not be shown or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
             yield f"has {key!r:.80}, which may not be shown"
@@ -94,7 +100,7 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
 
 
 def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
-    """Checks the keys of a method's metrics, and returns the metrics unchanged.
+    """Checks the names of the metrics that a method returned, and returns the metrics unchanged.
 
     Args:
         facts: the metrics by name.
@@ -113,7 +119,9 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
 
 
 def finite(value: Any) -> Any:
-    """Returns a JSON value in which None replaces infinities and NaN, which JSON lacks."""
+    """Returns a copy of a value in which None replaces infinities and NaN. JSON has no such
+    numbers.
+    """
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -174,8 +182,10 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns the entries of a round's metrics about clients whose uploads were not used. The
-    clients are in ascending order.
+    """Returns the metrics that state which clients' uploads a round did not use, and why.
+
+    The clients are in ascending order. If a round was discarded because it had too few uploads, the
+    metrics also state the numbers of uploads and of required uploads.
     """
     row: dict[str, Any] = {}
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
@@ -188,8 +198,10 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Returns the entries made by `lost_clients` as text, such as "lost 0 (crashed)" or "rejected 3
-    (weight is -1, …)".
+    """Describes the clients whose uploads a round did not use.
+
+    The descriptions are made from the entries that `lost_clients` added to the round's metrics.
+    Examples are "lost 0 (crashed)" and "rejected 3 (weight is -1, …)".
     """
     texts = []
     for key in (LOST, REJECTED):

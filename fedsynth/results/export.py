@@ -198,8 +198,8 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 
 
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
-    """Returns the run's privacy report, after checking that it follows from the settings and
-    ledgers.
+    """Returns the privacy report of a run, after checking that the run's settings and ledgers give
+    the same report.
     """
     problems = verify_run(folder, method=method).problems
     if problems:
@@ -241,7 +241,7 @@ def _write(share: Share, out: Path) -> None:
 
 
 def readme(share: Share) -> str:
-    """Returns the text of the README for the recipients of the folder."""
+    """Returns the README of an exported folder, which explains the folder to its recipients."""
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]
@@ -280,8 +280,10 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 
 
 def _draw(synthetic: SharedSet, folder: Path) -> None:
-    """Writes each image as a PNG file into the folder of its class. Writes nothing unless the
-    images have 1 or 3 channels.
+    """Writes each synthetic image as a PNG file into the folder of the image's class.
+
+    Images with another number of channels than 1 or 3 cannot be drawn, so nothing is written for
+    them.
     """
     if synthetic.spec.channels not in (1, 3):
         return

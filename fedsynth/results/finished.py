@@ -52,13 +52,15 @@ class RunFolderError(FedsynthError):
 
 
 class _Part(BaseModel):
-    """Base class for the parts of a summary. Unknown keys are ignored, and a key may be missing."""
+    """Base class of the classes that read parts of summary.json. The file may lack keys, and
+    unknown keys in the file are ignored.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Local(_Part):
-    """The metrics on the clients' own test splits."""
+    """The metrics of a run that were measured on the clients' own test splits."""
 
     amp: float
     wlp: float
@@ -69,7 +71,9 @@ class Guarantee(_Part):
 
 
 class Summary(_Part):
-    """The fields of a run's summary.json that are shown, with their types and ranges."""
+    """The entries of a run's summary.json that tables and pages show. Their types and ranges are
+    checked.
+    """
 
     method: str | None = None
     dataset: str | None = None
@@ -84,7 +88,7 @@ class Summary(_Part):
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """A finished run, as read from its folder.
 
     Attributes:
         folder: the run folder.
@@ -127,7 +131,7 @@ class Run:
 
 
 class Spread(NamedTuple):
-    """The mean and the sample standard deviation over seeds.
+    """The mean and the sample standard deviation of a value over runs with different seeds.
 
     Attributes:
         mean: the mean, or None if there are no values.
@@ -145,7 +149,11 @@ class Spread(NamedTuple):
         return cls(values[0] if values else None, None)
 
     def format(self, scale: float, digits: int) -> str:
-        """Returns the text "mean ± std"."""
+        """Returns the mean and the standard deviation as text, such as "83.1 ± 0.4".
+
+        Both numbers are multiplied by `scale`, which is 100 for fractions that are shown in
+        percent.
+        """
         if self.mean is None:
             return NONE
         text = f"{scale * self.mean:,.{digits}f}"
@@ -155,11 +163,13 @@ class Spread(NamedTuple):
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Returns the finished runs in a folder, ordered by time.
+    """Returns the folders of the finished runs in a folder, ordered by the time at which the runs
+    began.
 
     If the folder is itself that of a finished run, the list contains only this folder. Otherwise
-    the list contains the finished runs directly below it. They are ordered by the time stamp in
-    their names, and runs of the same second by the modification time of summary.json.
+    the list contains the finished runs directly below it. The order is that of the time stamps in
+    the folder names. Runs with the same time stamp are ordered by the modification time of
+    summary.json.
     """
     if (folder / "summary.json").is_file():
         return [folder]
@@ -169,7 +179,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def finished_runs(folders: Sequence[Path]) -> list[Path]:
-    """Returns the finished runs in several folders.
+    """Returns the folders of all finished runs in the given folders.
 
     Each folder may be a run, a folder of runs, or a sweep, whose runs are one level deeper.
 
@@ -219,8 +229,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
-    """Returns the number at a dotted path such as "local.amp", or None if the path leads to no
-    number.
+    """Returns the number at a dotted path in nested dictionaries.
+
+    The path "local.amp" stands for `values["local"]["amp"]`. Returns None if there is no number at
+    the path.
     """
     value: Any = values
     for key in path.split("."):
@@ -245,10 +257,11 @@ def _rows(file: Path) -> Rows:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns, for each run, the settings that differ between the runs.
+    """Returns the settings in which the given runs differ, with the values that each run has.
 
-    The settings of a method are compared only between runs of the same method. All other settings
-    are compared between all runs. The keys are as short as on the command line.
+    The settings of a method are compared only between runs of the same method. Privacy settings are
+    compared only between private runs. All other settings are compared between all runs, except
+    those in `QUIET`. The keys are as short as on the command line.
     """
     differences = []
     for run in runs:
@@ -293,7 +306,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups runs that differ only in their seeds, in the order of their first runs."""
+    """Groups runs that differ only in their seeds. The groups are in the order of their first runs."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}
@@ -310,14 +323,14 @@ def is_share(metric: str) -> bool:
 
 
 def words_of(metric: str) -> str:
-    """Returns the name of a metric as it appears on an axis or in a heading. For example,
+    """Returns a metric's name in words, for the axis of a plot or a heading. For example,
     "local.amp" becomes "local amp".
     """
     return metric.replace("_", " ").replace(".", " ")
 
 
 def percent(value: float | None) -> str:
-    """Formats a fraction in percent. Returns a dash for None."""
+    """Formats a fraction as a percentage. Returns a dash if the fraction is None."""
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
@@ -338,7 +351,8 @@ function that formats the value.
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a table of runs: a row with the headings, then a row for each run.
+    """Returns a table that compares runs. The first row contains the headings, and each further row
+    describes a run.
 
     The first column is the method. The other columns are those of `_COLUMNS` in which at least one
     run has a value.

@@ -30,8 +30,10 @@ Numbers = Mapping[str, float]
 
 
 def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns the numbers in a round's metrics by their paths. Values that are not numbers are left
-    out.
+    """Returns the numbers in a round's metrics, each with a name that a logger can use.
+
+    A number in a nested dictionary gets a name such as "local/amp". Values that are not numbers are
+    left out.
 
     >>> numbers_of({"round": 1, "local": {"amp": 0.5}, "participants": [0, 1], "note": "x"})
     {'round': 1.0, 'local/amp': 0.5}
@@ -46,7 +48,7 @@ def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Several(Observer):
-    """Passes each event of a run to several observers.
+    """An observer that passes each event of a run to several other observers.
 
     A logger may fail after the run has begun, for example because of a full disk or a service that
     does not answer. The logger is then removed, the other observers receive a note, and the run
@@ -88,7 +90,7 @@ class Several(Observer):
 
 
 class Logger(Observer):
-    """Base class of the loggers.
+    """Base class of the loggers, which copy the metrics of a run to another tool.
 
     Args:
         base: the parent folder of the logs. Each logger writes into its own folder below it.
@@ -146,7 +148,9 @@ class Logger(Observer):
             self._close(numbers_of(summary or {}), finished=summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Opens the log and returns it. `_write` and `_close` find it in `_log`."""
+        """Opens the log of a run and returns it. The result is stored in `_log`, where `_write` and
+        `_close` find it.
+        """
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:
@@ -215,7 +219,7 @@ LOGGERS: Mapping[str, type[Logger]] = {"tensorboard": TensorBoardLogger, "wandb"
 def make_loggers(
     names: Sequence[str], base: Path, *, private: bool, note: Callable[[str], None]
 ) -> list[Logger]:
-    """Makes loggers by their names.
+    """Creates the loggers with the given names.
 
     Args:
         names: names in `LOGGERS`. A repeated name has no effect.

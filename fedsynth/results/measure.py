@@ -24,14 +24,17 @@ FINAL = "model"
 
 
 class Figures(Protocol):
-    """A function that computes metrics of a run and handles errors, as `RunRecord.figures` does."""
+    """The type of a function that computes metrics and, if the computation fails, notes the error.
+
+    `RunRecord.figures` is such a function.
+    """
 
     def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures the models of one run.
+    """Measures the accuracy of a run's models on the test set and on the clients' own test splits.
 
     Args:
         method: the run's method, which determines the models to measure.
@@ -49,12 +52,14 @@ class Measure:
 
     @property
     def accuracy_name(self) -> str:
-        """The key of the test accuracy in a round's metrics."""
+        """The name under which a round's metrics contain the accuracy on the test set."""
         return COMMON if self.method.personal else "test_accuracy"
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
-        """Returns the metrics of a round's model. The entry `models` has the metrics of each model
-        variant.
+        """Returns the accuracies of the model after a round.
+
+        If the method makes several variants of the model, the entry `models` contains the
+        accuracies of each variant.
         """
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
@@ -139,5 +144,5 @@ class Measure:
 
 
 def _is(parameters: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Returns True if two mappings contain the same tensor objects."""
+    """Returns True if two models are the same one, because their tensors are the same objects."""
     return all(parameters[key] is value for key, value in other.items())

@@ -72,7 +72,10 @@ NEEDS_MATPLOTLIB = (
 
 
 def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
-    """Returns the points (x, y) of a run's learning curve, one for each round that has both values.
+    """Returns the points (x, y) of a run's learning curve.
+
+    There is a point for each round in which both the metric and the quantity on the x axis were
+    recorded.
 
     Args:
         run: a finished run.
@@ -81,7 +84,7 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
         axis: the quantity on the x axis, one of `AXES`.
 
     Raises:
-        RunFolderError: no round has both values.
+        RunFolderError: no round has both the metric and the quantity on the x axis.
     """
     _, key, scale, cumulative = AXES[axis]
     points = []
@@ -109,11 +112,12 @@ def curves(
     mean: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
-    """Returns a line for each run, or the mean line of each group of runs.
+    """Returns the learning curves of several runs, as one line for each run.
 
-    With `mean`, runs that differ only in their seeds form a group. A band shows one sample standard
-    deviation above and below the mean. Runs that lack the metric or the x values are left out, and
-    `note` receives a message about each of them.
+    With `mean`, there is instead one line for each group of runs that differ only in their seeds.
+    The line is the mean of the group, and a band shows one sample standard deviation above and
+    below the mean. Runs that lack the metric or the x values are left out, and `note` receives a
+    message about each of them.
 
     Raises:
         RunFolderError: no run has any points.
@@ -158,13 +162,13 @@ def _mean_line(name: str, lines: Sequence[Points]) -> Line:
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """Returns a plot of the lines as SVG text, for an HTML page."""
+    """Returns a plot of learning curves as SVG text, for an HTML page."""
     share = is_share(metric)
     return line_plot(lines, x=AXES[axis].label, y=words_of(metric), from_zero=False, percent=share)
 
 
 def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None:
-    """Writes a plot of the lines as a PNG file, with matplotlib.
+    """Writes a plot of learning curves as a PNG file, with matplotlib.
 
     Raises:
         OutputError: matplotlib is not installed.
@@ -277,7 +281,9 @@ def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Part]:
-    """Yields a plot of a metric for the runs that have it. Yields nothing if no run has it."""
+    """Yields a plot of a metric, with a line for each run that recorded this metric. Yields nothing
+    if no run recorded the metric.
+    """
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         with suppress(RunFolderError):
@@ -290,7 +296,10 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
 
 
 def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields the class distribution of each run, unless it must not be shown."""
+    """Yields, for each run, a picture of how many examples of each class each client has.
+
+    A run whose class distribution must not be shown is left out.
+    """
     for run, name in zip(runs, names, strict=True):
         if run.private and not simulation_only:
             text = "not shown, because the partition is an exact function of private data"
@@ -358,8 +367,8 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
 
 
 def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
-    """Returns a table row with the privacy guarantee of a run, and the points (round, ε) of a
-    curve.
+    """Returns a table row with the privacy guarantee of a run, and the points (round, ε) of the
+    curve that shows how ε grows.
     """
     if not run.private:
         return ["no differential privacy"], []
@@ -396,7 +405,9 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
-    """Returns a table without its empty columns. The first cell of each row is its heading."""
+    """Returns a table as a part of the page. Empty columns are left out. The first cell of each row
+    is the heading of the row.
+    """
     columns = [0]
     columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
     return {

@@ -58,9 +58,10 @@ CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, m
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """The content of a private run's folder.
+    """The content of the folder of a private run, after its types were checked.
 
-    The attributes after `start` are empty in the folder of a data owner's report.
+    In the folder of a data owner's report, the files for the attributes after `start` do not exist,
+    so these attributes are empty.
 
     Attributes:
         settings: the settings in config.toml.
@@ -85,7 +86,7 @@ class PrivateRun:
 
     @cached_property
     def context(self) -> RoundContext:
-        """The public context of the first round."""
+        """The context of the first round, which describes the run and the data set. It is public."""
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
@@ -95,7 +96,9 @@ class PrivateRun:
 
     @property
     def resumptions(self) -> list[Event]:
-        """The entries that the report must contain about resumptions of the run."""
+        """The events that the privacy report must contain because the run was resumed, one for each
+        resumption.
+        """
         return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
@@ -148,9 +151,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the specification of the data set, and whether it is a custom data set of the
-    operator.
-    """
+    """Returns the specification of a run's data set, and whether the data set is a custom one."""
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -168,8 +169,8 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 
 
 def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
-    """Reads the metrics of each round. A last line that was cut off when the run was killed is
-    skipped.
+    """Reads the metrics of each round from metrics.jsonl. If the run was killed while the last line
+    was written, this incomplete line is skipped.
     """
     try:
         text = read_text(file) if file.exists() else ""
@@ -187,7 +188,8 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
 
 
 def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Path | None, bool]:
-    """Returns the folder of the ledger files, and whether the ledgers belong only to this run.
+    """Returns the folder with a run's ledger files, and whether the ledgers belong only to this
+    run.
 
     The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
     this run. A ledger that is kept for several runs may have grown since this run ended.
@@ -210,10 +212,10 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
 
 
 def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
-    """Returns the plan with which the run began.
+    """Computes the privacy plan with which a run began, from the run's settings and the clients'
+    ledgers.
 
-    The plan is computed from the clients' ledgers. Only the rows that were in the ledgers before
-    the run are used.
+    Only the rows that were in the ledgers before the run are used.
 
     Raises:
         PrivacyError: the σ that the run states differs from the σ in the plan.
@@ -239,7 +241,7 @@ def plan_when_it_began(
     method: type[Method],
     rows: Sequence[dict[str, Any]],
 ) -> PrivacyPlan:
-    """Returns the plan with which a run began that is now to be resumed.
+    """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
 
     Args:
         folder: the run folder.
@@ -317,8 +319,9 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Sorts the rows that a client's ledger gained since the start into planned rows and
-        others.
+        """Separates the ledger rows of this run from the rows that other runs have charged.
+
+        The method examines only the rows that were added to a client's ledger since the run began.
 
         The plan also covers a round that was under way when the run stopped. If the run was resumed
         in a round, the plan covers this round twice.
@@ -349,7 +352,7 @@ class Charges:
         return replace(self.run.context, round=number, participants=active)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Returns the metrics of a round. The mapping is empty if the round has not finished."""
+        """Returns the metrics of a round, or an empty mapping if the round has not finished."""
         if not 1 <= number <= self.rounds_done:
             return {}
         return self.run.rows[number - 1]
@@ -384,7 +387,9 @@ class Charges:
         return planned
 
     def _has_two_exchanges(self, number: int) -> bool:
-        """Returns True if clients make releases in two exchanges of the round."""
+        """Returns True if clients make private releases in both exchanges of a round, and not only
+        in the second.
+        """
         return any(release.phase == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
@@ -418,8 +423,9 @@ class Charges:
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that ends the run if the limit on ε allows no further round. Returns
-        None if it allows another round.
+        """Returns the event that ends the run because the limit on ε allows no further round.
+
+        Returns None if the limit allows another round.
         """
         try:
             self.plan.check_round(self.rounds_done + 1, self.histories)
@@ -428,7 +434,9 @@ class Charges:
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """Returns the ε of the worst client after each round.
+        """Returns, for each round, the ε that was spent until the end of this round.
+
+        The value is that of the client with the largest ε.
 
         Rows that other runs have charged since this run began are not counted. The entry for round
         0 is the ε that was spent before this run.
@@ -442,7 +450,7 @@ class Charges:
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns the entries that a round's metrics must have about clients whose uploads were not
+        """Returns what the metrics of a round must state about the clients whose uploads were not
         used.
 
         In a simulation, these entries follow from the run's seed. In a run over a network, and for

@@ -44,7 +44,7 @@ WEAK = 10.0  # the value of ε above which the headline contains a warning
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
-    """Returns lines that describe the privacy of the planned run. The first line states ε.
+    """Returns lines of text that describe the privacy of a planned run. The first line states ε.
 
     Args:
         plan: the run's plan.
@@ -98,7 +98,9 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
 
 
 def _noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns a warning if even the best possible signal of a release is smaller than its noise."""
+    """Returns a warning for releases that cannot be useful, because the noise exceeds the largest
+    possible signal.
+    """
     drowned = []
     for release in plan.plans:
         ratio = plan.signal_to_noise(release)
@@ -114,14 +116,16 @@ def _noise_warnings(plan: PrivacyPlan) -> list[str]:
 
 
 def schedule(plan: PrivacyPlan) -> str:
-    """Returns the number of noisy releases in words, such as "2 releases a round"."""
+    """Describes how often the clients release noisy values, for example "2 releases a round"."""
     if plan.run.method.same_releases_every_round:
         return f"{pluralize(plan.releases, 'release')} a round"
     return f"{pluralize(plan.all_releases, 'release')} in all"
 
 
 def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
-    """Returns a warning if the run will end early, or if ε is large and has no limit."""
+    """Returns a warning if the limit on ε will end the run early, or if ε is large and has no
+    limit.
+    """
     cap = plan.privacy.epsilon
     if cap is None and planned > WEAK:
         return [
@@ -143,9 +147,10 @@ def start_facts(
     *,
     simulated: bool,
 ) -> figures.Start:
-    """Returns the public facts that are fixed when the run begins.
+    """Returns the public facts about a private run that are fixed when the run begins.
 
-    They are written at the start, so that a report can be made even if the run is killed.
+    These facts are written into the run folder at the start, so that a privacy report can be made
+    even if the run is killed.
 
     Args:
         plan: the run's plan.
@@ -196,7 +201,7 @@ def privacy_section(
 
 
 def as_json(spec: DatasetSpec) -> dict[str, Any]:
-    """Returns the specification of a data set as JSON types, with lists in place of tuples."""
+    """Converts the specification of a data set to values that JSON has. Tuples become lists."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
     return plain
 
@@ -220,7 +225,8 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> figures.ReportFacts:
-    """Returns the facts that the report states in addition to the ledgers.
+    """Returns the facts that a run's privacy report states in addition to the content of the
+    ledgers.
 
     Args:
         plan: the run's plan.
@@ -230,7 +236,7 @@ def report_facts(
         secret: whether the keys for all clients' noise came from the operating system.
         abandoned: whether the run was killed before it finished.
         files: the files that the report covers, with their SHA-256 hashes.
-        first: the index of the first client in the plan.
+        first: the index of the first client in the report.
     """
     run, privacy, facts = plan.run, plan.privacy, plan.facts
     report = run.report
@@ -281,7 +287,7 @@ def report_facts(
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
-    """Returns the smallest number of clients in a sum that the server sees.
+    """Returns how many clients' uploads are at least added up before the server sees the sum.
 
     Returns 0 if the server sees the upload of each client.
     """
@@ -327,8 +333,10 @@ def exported_files(folder: Path) -> dict[str, str]:
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
-    """Returns the items that were fixed before any data were read, each with its value and the
-    reason why it is public.
+    """Returns the items that the privacy report lists as public.
+
+    These items were fixed before any data were read. The text about each item states its value and
+    the reason why it is public.
     """
     spec = plan.spec
     run = plan.run
@@ -388,15 +396,17 @@ def _architecture(run: RunSettings) -> str:
 
 
 def _settings_text(run: RunSettings, section: str) -> str:
-    """Returns the settings in a section as text, such as "width = 32, depth = 2". Empty settings
-    are left out.
+    """Returns the settings of one section as text, such as "width = 32, depth = 2". Settings
+    without a value are left out.
     """
     settings = run.to_mapping()[section]
     return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Returns the name of the data set, and states which part of it is public."""
+    """Describes the data set in the report by its name, and states which part of the data set is
+    public.
+    """
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"

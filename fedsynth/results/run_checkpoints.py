@@ -46,7 +46,8 @@ between two writes.
 
 @dataclass(frozen=True)
 class LoopState(Packed):
-    """The checkpoint of a loop.
+    """The state of a long loop within a round, such as a training, from which the loop can be
+    resumed.
 
     Args:
         tensors: the tensors from which the loop can resume, by name.
@@ -91,8 +92,9 @@ class LoopCheckpoints:
         self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Starts the clock of a loop, and returns its saved step and tensors, or None if nothing
-        was saved.
+        """Returns the step and the tensors from which a loop resumes, or None if nothing was saved.
+
+        The call also starts the clock that measures the duration of the loop.
 
         If the same name is loaded twice, the second call is for a different loop.
         """
@@ -120,7 +122,10 @@ class LoopCheckpoints:
             self._write({**self._finished, self._paths[name]: state})
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Saves the result of a finished loop with the next write.
+        """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
+
+        The result is written at once if enough time has passed since the last write. Otherwise, it
+        is written together with the next checkpoint of another loop.
 
         Raises:
             OutputError: the files cannot be written.
@@ -135,7 +140,9 @@ class LoopCheckpoints:
         return time.monotonic() - self._started[name]
 
     def resume_from(self, state: LoopState) -> tuple[int, Mapping[str, Tensor]]:
-        """Returns the step and tensors of a saved loop. Adds its duration to `resumed_seconds`."""
+        """Returns the step and the tensors of a saved loop, and adds the loop's duration to
+        `resumed_seconds`.
+        """
         self.resumed_seconds += state.seconds
         return int(state.step), state.tensors
 
@@ -171,8 +178,10 @@ class TrainingCache:
         self._cached: set[str] = set()
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns the finished training from the shared folder, or else the checkpoint from this
-        run.
+        """Returns the result of a finished training from the shared folder.
+
+        If the shared folder does not contain this training, the last checkpoint of the training in
+        this run is returned. Returns None if there is no such checkpoint.
         """
         state = read_loop_state(self._folder / name, "")
         if state is None:
@@ -187,8 +196,8 @@ class TrainingCache:
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
         """Stores a finished training in the shared folder if it took long enough.
 
-        A shorter training is saved only for this run. So is every training if the shared folder
-        cannot be written.
+        A shorter training is saved only for this run. If the shared folder cannot be written, every
+        training is saved only for this run.
         """
         if name in self._cached:
             return
@@ -251,7 +260,7 @@ class RunCheckpoints:
         self._folder: CheckpointFolder | None = None
 
     def begin(self, run: RunFolder) -> None:
-        """Prepares the checkpoint folder of a new run."""
+        """Prepares the folder in which the checkpoints of a new run are stored."""
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
 
     def read(self, run: RunFolder) -> Checkpoint | None:
@@ -273,7 +282,7 @@ class RunCheckpoints:
         return checkpoint
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Lets the clients read their memories from the checkpoint.
+        """Gives the clients the memories that they had when the checkpoint was written.
 
         A memory stays in its file until the client needs it.
         """
@@ -313,7 +322,10 @@ class RunCheckpoints:
                 self._store(self._folder, clients[number], context.device)
 
     def steps_of(self, number: int) -> LoopCheckpoints | None:
-        """Returns the object that checkpoints loops inside a round. None: the run has no folder."""
+        """Returns the object that reads and writes the checkpoints of loops within one round.
+
+        Returns None if the run has no run folder.
+        """
         if self._folder is None:
             return None
         return LoopCheckpoints(self._folder, number, STEP_SECONDS, self._shared)

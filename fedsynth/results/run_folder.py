@@ -87,7 +87,8 @@ HIDDEN = "simulation_only/rounds.jsonl"
 
 
 class RunFolder:
-    """A run folder that is being written. `finish` renames it when the run has ended.
+    """The folder into which a run writes its files. When the run has ended, `finish` renames the
+    folder.
 
     Args:
         base: the parent folder.
@@ -162,7 +163,7 @@ class RunFolder:
             write_whole(self.path / name, text.encode())
 
     def note_resumption(self, round_number: int) -> None:
-        """Adds an entry to resumed.json: the run resumes after this round.
+        """Records in resumed.json that the run is resumed after the given round.
 
         Raises:
             OutputError: the file cannot be written.
@@ -187,14 +188,17 @@ class RunFolder:
 
     @property
     def has_rounds(self) -> bool:
-        """True if at least one round has ended, according to files that are written after its
-        checkpoint.
+        """True if at least one round of the run has ended.
+
+        This is known from the files that are written after the checkpoint of a round.
         """
         file = self.path / METRICS
         return (file.exists() and file.stat().st_size > 0) or any(resumed_rounds(self.path))
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Replaces the metrics of all rounds. Metrics of an unfinished round are removed."""
+        """Replaces the files with the metrics of all rounds, so that the metrics of an unfinished
+        round are removed.
+        """
         texts = {METRICS: "", HIDDEN: ""}
         for row in rows:
             for name, line in _lines(row).items():
@@ -207,7 +211,9 @@ class RunFolder:
         self._replace(CONFIG, toml)
 
     def write_sources(self, files: Iterable[OwnCode]) -> None:
-        """Writes the text of each file with user code, exactly as it was executed."""
+        """Copies the files with the user's code into the run folder. The texts are those that were
+        executed.
+        """
         for file in files:
             with _writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
@@ -291,7 +297,7 @@ class RunFolder:
         spec: DatasetSpec,
         name: str = "synthetic.png",
     ) -> None:
-        """Draws the images that `write_synthetic` wrote, with a row for each class.
+        """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
 
         Draws nothing unless the images have 1 or 3 channels.
         """
@@ -310,11 +316,14 @@ class RunFolder:
     def draw_round(
         self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
     ) -> None:
-        """Draws the synthetic images of one round, in the same way as `draw_synthetic`."""
+        """Draws the synthetic images of one round as one picture, with a row for each class."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
-        """Writes matrices [classes, clients] that the server computed into artefacts.json."""
+        """Writes the matrices that the server computed into artefacts.json.
+
+        Each matrix has the shape [classes, clients].
+        """
         if not matrices:
             return
         values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
@@ -323,7 +332,9 @@ class RunFolder:
     def draw_artefacts(
         self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
     ) -> None:
-        """Draws a picture of each matrix that `write_artefacts` wrote."""
+        """Draws each matrix that `write_artefacts` wrote as a picture, in which colours show the
+        values.
+        """
         with _writing(self.path):
             for name, matrix in matrices.items():
                 values = matrix.cpu().double().numpy()
@@ -331,8 +342,9 @@ class RunFolder:
                 shares_png(values, self.path / f"{name}.png", title, class_names)
 
     def finish(self, summary: Disclosed) -> Path:
-        """Writes the summary, renames the folder because the run has ended, and returns its new
-        path.
+        """Writes the summary of a run that has ended, and renames the run folder.
+
+        Returns the new path of the folder.
         """
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
@@ -346,12 +358,12 @@ class RunFolder:
 
 
 def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns all images and all labels of several sets, on the CPU."""
+    """Concatenates the images and the labels of several sets. The results are on the CPU."""
     return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
 
 
 def _lines(row: Disclosed) -> dict[str, str]:
-    """Returns the text lines to write for a round, by file name."""
+    """Returns, for each file with metrics, the text line that this file gets for a round."""
     rows = {METRICS: row.public}
     if row.simulation_only:
         rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}
@@ -359,7 +371,7 @@ def _lines(row: Disclosed) -> dict[str, str]:
 
 
 def private_start(folder: Path) -> Start:
-    """Reads the facts that a private run wrote when it began.
+    """Reads privacy_start.json, which contains the facts that a private run recorded when it began.
 
     Raises:
         PrivacyError: privacy_start.json is missing or damaged.
@@ -402,7 +414,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Flushes all files in a folder to the disk, and then the folder entries."""
+    """Waits until all files in a folder, and the entries of the folder, are on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             with open_regular(Path(parent) / name) as file:

@@ -1,4 +1,4 @@
-"""Records a run, and defines its result and the content of summary.json.
+"""Records the metrics and results of a run, and defines the content of summary.json.
 
 Both simulations and runs over a network use this module.
 """
@@ -54,7 +54,7 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run.
+    """The result of a run, as `simulate` returns it.
 
     Args:
         settings: the run's settings. They contain the actual name of the data set and the actual
@@ -97,8 +97,8 @@ class RunResult:
 
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
-    """Returns the files with user code from which the run's method, model and feature maps were
-    loaded.
+    """Returns the user's Python files from which the method, the model and the feature maps of a
+    run were loaded.
     """
     sources = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
     for name in settings.feature_names:
@@ -172,7 +172,7 @@ def summarise(
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of a run.
+    """The report and the summary that `RunRecord.end` returns when a run has ended.
 
     Attributes:
         accuracy: the accuracy of the final model, or None if it was not tested.
@@ -241,7 +241,7 @@ class RunRecord:
         return start_facts(plan, histories, test, run, self.warnings, simulated=self.simulated)
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
-        """Resumes a run after its finished rounds.
+        """Takes over the metrics of the finished rounds when a run is resumed.
 
         Args:
             folder: the run folder.
@@ -260,8 +260,10 @@ class RunRecord:
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
     ) -> Disclosed:
-        """Records the metrics of a finished round, split into those that may be shown and those
-        that may not.
+        """Measures and records the metrics of a finished round.
+
+        The result separates the metrics that may be shown from those that only a simulation may
+        show.
 
         Args:
             state: the server's state after the round.
@@ -327,11 +329,12 @@ class RunRecord:
         return tuple(sentences)
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Computes metrics about the run, with None in place of infinities and NaN.
+        """Computes metrics about the run, and ignores a failure of the computation.
 
-        If the computation fails, the failure is noted once, and an empty mapping is returned. A
-        failure here must not end the run: the rounds may already be charged to the ledgers, and a
-        resumed run would be charged again for the unfinished round.
+        If the computation fails, the failure is noted once, and an empty mapping is returned. In
+        the metrics, None replaces infinities and NaN. A failure here must not end the run: the
+        rounds may already be charged to the ledgers, and a resumed run would be charged again for
+        the unfinished round.
 
         Args:
             name: the name of the metrics, for the note.
@@ -410,7 +413,9 @@ class RunRecord:
         uploads: Mapping[int, Message],
         report: dict[str, Any] | None,
     ) -> dict[str, Any] | None:
-        """Writes the results, and returns the report with the hashes of the files written by then.
+        """Writes the results of a run into the run folder.
+
+        Returns the privacy report, which contains the hashes of the result files.
 
         The report is written first and the pictures last, so that a failed picture never costs a
         result.

@@ -75,9 +75,10 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """True if the model can label images for the training of a student.
+        """True if the model can be the teacher of a student, which means that it labels the
+        student's training images.
 
-        A model that learned only from the synthetic images cannot do so.
+        A model that learned only from the synthetic images cannot be a teacher.
         """
         return self.run is not None and not self.run.method.learns_from_images
 
@@ -96,13 +97,14 @@ class Architecture:
 
     @property
     def takes_model(self) -> bool:
-        """True if the model settings determine the network."""
+        """True if the settings in the section "model" determine the network, and not the method."""
         return self.run is None or self.run.method.takes_model
 
     @property
     def custom_parts(self) -> dict[str, str]:
-        """The names of the user's own parts of the network, with the keys "model", "features" and
-        "method".
+        """The names of the custom model, feature map and method from which the network is built.
+
+        The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
         names = {name: "features" for name in self.features if is_own_features(name)}
         if self.takes_model and is_own_model(self.model):
@@ -112,8 +114,9 @@ class Architecture:
         return {part: name for name, part in names.items()}
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings that determine the network. They include no paths, privacy settings
-        or partition settings.
+        """Returns the settings that determine the network, grouped by section.
+
+        Paths, privacy settings and partition settings are not included.
         """
         if self.run is None:
             return {"model": asdict(self.model)}
@@ -129,7 +132,10 @@ class Architecture:
         return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns the architecture as metadata for a file, which `from_metadata` can read."""
+        """Converts the architecture to text entries for the metadata of a model file.
+
+        `from_metadata` reads these entries.
+        """
         return {
             "settings": json.dumps(self.sections(), sort_keys=True),
             "spec": json.dumps(asdict(replace(self.spec, source="")), sort_keys=True),
@@ -169,7 +175,7 @@ class Architecture:
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns those settings of a run that determine its network."""
+    """Returns the part of a run's settings that determines the run's network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -265,8 +271,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns the rounded log-probabilities of a network for public images. They identify the
-    network.
+    """Returns rounded log-probabilities of a network for public images, from which the network can
+    be recognised later.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training

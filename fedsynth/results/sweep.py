@@ -80,10 +80,11 @@ class SweepSettings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a sweep. Two `Cell` objects with the same content are not equal.
+    """One run of a sweep. A `Cell` is equal only to itself, even if another `Cell` has the same
+    content.
 
     Attributes:
-        values: the values in the grid for this run, by axis.
+        values: the values that the grid gives to this run, by axis.
         settings: the settings of the run.
         key: the name of the run's folder.
     """
@@ -94,7 +95,9 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The values in the grid for this run as text, or the key if the grid is empty."""
+        """A text with the values that the grid gives to this run. If the grid is empty, the text is
+        the run's key.
+        """
         return _joined(self.values, " ") or self.key
 
 
@@ -169,8 +172,10 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
 def _points(
     axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
 ) -> Iterator[tuple[str, Values, Values]]:
-    """Yields the method of each run, the values of the common axes, and the values of the method's
-    axes.
+    """Yields all combinations of the values in the grid, one for each run.
+
+    Each item consists of the run's method, the values of the axes that all methods have, and the
+    values of the axes that only this method has.
     """
     for values in _product(axes):
         method = str(values.get("method", default_method))
@@ -198,8 +203,9 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
 
 
 def _cell(shared: Sections, of_method: Values, values: Values, method_values: Values) -> Cell:
-    """Returns one run. Its method's settings override the common settings, and the grid overrides
-    both.
+    """Returns one run of the sweep, after checking the run's settings.
+
+    Settings for one method override the common settings, and values of the grid override both.
     """
     sections = {name: dict(section) for name, section in shared.items()}
     sections.setdefault("method", {}).update(of_method)
@@ -256,7 +262,7 @@ def _joined(values: Values, separator: str) -> str:
 
 
 def _key(values: Values, settings: RunSettings) -> str:
-    """Returns a readable folder name, which differs for different settings."""
+    """Returns a readable folder name for a run. Runs with different settings have different names."""
     parts = []
     for name, value in values.items():
         prefix = "" if name == "method" else name.rpartition(".")[2]
@@ -302,7 +308,7 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
 
     Args:
         sweep: the sweep.
-        command: a function that returns the command line of a run.
+        command: a function that returns the command line which executes or resumes one run.
         report: receives a line when a run begins or ends.
 
     Raises:
@@ -396,7 +402,10 @@ def _record_end(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops runs cleanly with SIGTERM. Kills those that have not stopped after `STOP_SECONDS`."""
+    """Stops the processes of runs with SIGTERM, so that the runs can be resumed.
+
+    A process that has not stopped after `STOP_SECONDS` is killed.
+    """
     for process in processes:
         process.terminate()  # does nothing if it has ended
     for process in processes:

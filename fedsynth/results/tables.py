@@ -27,7 +27,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Column(NamedTuple):
-    """A column with results.
+    """A column of the results table, which shows one value of summary.json.
 
     Attributes:
         path: the dotted path of the value in summary.json.
@@ -51,10 +51,10 @@ COLUMNS = {
 
 
 class SweepRow(NamedTuple):
-    """A row of the table, for all seeds of one combination of values.
+    """A row of the results table. It summarises the runs that differ only in their seeds.
 
     Attributes:
-        values: the values of the axes.
+        values: the values that the grid gives to these runs, by axis.
         finished: the number of seeds whose runs have finished.
         planned: the number of seeds in the grid.
         results: the mean and standard deviation of each column.
@@ -67,7 +67,10 @@ class SweepRow(NamedTuple):
 
 
 def sweep_rows(sweep: Sweep) -> list[SweepRow]:
-    """Returns a row for each combination of values in the grid, over all seeds."""
+    """Returns the rows of a sweep's results table.
+
+    There is a row for each combination of values in the grid, except that all seeds share one row.
+    """
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
@@ -93,7 +96,7 @@ def _columns(sweep: Sweep) -> dict[str, Column]:
 
 
 def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
-    """Returns the table as text, in one of `FORMATS`."""
+    """Returns the results table of a sweep as text, in one of the formats in `FORMATS`."""
     if form == "csv":
         return _csv(sweep, rows)
     renderers: Mapping[str, Callable[[Rows], str]] = {
@@ -105,7 +108,10 @@ def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
 
 
 def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
-    """Returns the heading and the rows as strings. Columns without any value are left out."""
+    """Returns the cells of the table as strings, with the headings in the first row.
+
+    Columns without any value are left out.
+    """
     table = [[*sweep.axes, "runs"]]
     for row in rows:
         count = str(row.finished)

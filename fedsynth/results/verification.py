@@ -63,7 +63,8 @@ _REASON = re.compile(r".{1,1000}")
 def verify_run(
     run: Path | str, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> Verification:
-    """Checks the privacy report in a run folder against everything from which it follows.
+    """Checks that the privacy report of a run follows from the run's settings and the clients'
+    ledgers.
 
     Args:
         run: the run folder, or the privacy_report.json in it.
@@ -72,7 +73,7 @@ def verify_run(
         method: the class of the run's method, if fedsynth does not know the method by name.
 
     Raises:
-        PrivacyError: there is no report, or it cannot be read.
+        PrivacyError: the folder contains no report, or the report cannot be read.
     """
     path = Path(run)
     folder = path
@@ -120,7 +121,10 @@ def _verified(
 def _run_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns the differences between a run's files and its report, and a note about the ledgers."""
+    """Returns the differences between a run's report and the other files of the run.
+
+    A second result is a note about the ledgers.
+    """
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
     ledger_rows = read_ledger_rows(report, files, exact=exact)
@@ -156,11 +160,11 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the deviations from the plan that the report must state.
+    """Returns the events that the privacy report must state because the run deviated from its plan.
 
-    In a run over a network, the reasons are taken from the report. In a simulation, the limit on ε
-    explains an early end. If the ledgers have been charged since, its figures are taken from the
-    report.
+    In a run over a network, the reasons for the events are taken from the report. In a simulation,
+    the limit on ε explains an early end. If other runs have charged the ledgers since the early
+    end, the figures of this event are taken from the report.
     """
     run = charges.run
     stated = [Event.model_validate(event) for event in report["events"]]
@@ -186,7 +190,11 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if the client of an event did not answer in its rounds, or they were cut off."""
+    """Returns True if an event may have happened that says that a client did not send its ledger.
+
+    It may have happened if the client did not answer in the rounds of the event, or if these rounds
+    were interrupted.
+    """
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
     if event.client is None or not event.rounds or event.client in map(str, charges.absent):
@@ -199,7 +207,9 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Adds the reason that the report gives for an event, if there is one."""
+    """Returns an event with the reason that the report states for the event, if the report states
+    one.
+    """
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -211,7 +221,9 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _row_problems(charges: Charges) -> list[str]:
-    """Returns the differences between metrics.jsonl and the data set, the plan and the charges."""
+    """Returns a problem for each value in metrics.jsonl that contradicts the data set, the plan or
+    the ledgers.
+    """
     problems = []
     for row in charges.run.rows:
         for problem in (*_measurement_problems(row, charges), *_planned_problems(row, charges)):
@@ -220,7 +232,9 @@ def _row_problems(charges: Charges) -> list[str]:
 
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
-    """Yields a problem for each measurement in a round's metrics that the run cannot have made."""
+    """Yields a problem for each metric of a round that a run with these settings cannot have
+    measured.
+    """
     run = charges.run
     models = row.get(MODELS, {})
     for name, variant in models.items():
@@ -241,7 +255,9 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns the differences between a round's metrics, the plan and the run's seed."""
+    """Returns a problem for each metric of a round that contradicts the privacy plan or the run's
+    seed.
+    """
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
@@ -260,7 +276,10 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
 
 
 def _epsilon_problems(charges: Charges) -> list[str]:
-    """Returns the rounds whose ε does not follow from the ledger rows of the rounds so far."""
+    """Returns a problem for each round whose metrics state a wrong ε.
+
+    The correct ε is computed from the ledger rows up to this round.
+    """
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         if any("epsilon" in row for row in rows):
@@ -290,7 +309,10 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 
 
 def _summary_problems(charges: Charges) -> list[str]:
-    """Returns the differences between summary.json, if it exists, and the metrics of the rounds."""
+    """Returns a problem for each value in summary.json that contradicts the metrics of the rounds.
+
+    If there is no summary.json, there is no problem.
+    """
     run = charges.run
     if run.summary is None:
         return []
@@ -320,7 +342,11 @@ def _summary_problems(charges: Charges) -> list[str]:
 
 
 def _file_problems(charges: Charges, folder: Path) -> list[str]:
-    """Returns a problem for each missing file, impossible file, and tensor of a wrong shape."""
+    """Returns the problems with the files in a run folder that contain results.
+
+    A problem is a missing file, a file that this run cannot have written, or a tensor of a wrong
+    shape.
+    """
     run = charges.run
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
@@ -353,13 +379,15 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
 def _model_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns the differences between the tensors of a model and the run's architecture."""
+    """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(run_folder.MODEL, expected, _shapes(tensors))
 
 
 def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> list[str]:
-    """Returns the problems with the matrices [classes, clients] that the server computed."""
+    """Returns the problems with the file artefacts.json, which contains matrices that the server
+    computed.
+    """
     if not makes_matrices:
         return [f"{run_folder.ARTEFACTS} exists, but this run does not write such a file"]
     try:
@@ -382,7 +410,10 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def _images_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns a problem for each wrong format or origin of the synthetic images."""
+    """Returns the problems with the file of synthetic images.
+
+    A problem is a wrong shape or type, or images of clients that cannot have sent any.
+    """
     spec = charges.run.spec
     clients, labels = set(tensors["client"].tolist()), set(tensors["labels"].tolist())
     count = tensors["labels"].numel()
@@ -407,9 +438,11 @@ def _images_problems(
 def _owner_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns the differences between a data owner's folder and its report, and a note.
+    """Returns the differences between a data owner's report and the other files in the owner's
+    folder.
 
-    An owner can read only one ledger, so σ and the number of rounds are taken from the server.
+    A second result is a note about the ledger. An owner can read only one ledger, so σ and the
+    number of rounds are taken from what the server stated.
 
     Raises:
         PrivacyError: two files contradict each other.
@@ -446,7 +479,10 @@ def _owner_problems(
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the plan by which the client was charged, with the σ that the server stated."""
+    """Returns the privacy plan from which the releases of a data owner's client were charged.
+
+    The plan has the σ that the server stated.
+    """
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
