@@ -1,4 +1,4 @@
-"""A fixture that keeps the sums of private steps without noise."""
+"""Fixtures of the tests of privacy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 
 @pytest.fixture
 def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
-    """Collects each release's sums without noise, and its clip; what is released is zero."""
+    """Collects the sums without noise and the clip of each release, which becomes zero."""
     sums: list[tuple[Tensor, float]] = []
 
-    def zeros(self: GaussianSumMechanism) -> Released:
+    def release_zeros(self: GaussianSumMechanism) -> Released:
         assert self._sums is not None
         self._users.close(self._sums)
         sums.append((self._sums.clone().cpu(), self.sensitivity))
-        made = torch.zeros_like(self._sums, dtype=torch.float32)
+        released = torch.zeros_like(self._sums, dtype=torch.float32)
         self._sums = None
         self.steps_left -= 1
-        return Released(made)
+        return Released(released)
 
-    monkeypatch.setattr(GaussianSumMechanism, "release", zeros)
+    monkeypatch.setattr(GaussianSumMechanism, "release", release_zeros)
     return sums

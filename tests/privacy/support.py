@@ -22,11 +22,11 @@ from fedsynth.privacy.report.figures import ReportFacts
 
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
-"""Numbers of a row that nothing has checked yet."""
+"""Numbers of an unchecked row."""
 
 
 def release(**values: Any) -> Release:
-    """Returns a ledger's row; its sampler follows from its rate."""
+    """Returns a row of a ledger; its sampler follows from its rate."""
     fields = {
         "round": 1,
         "quantity": "sums",
@@ -72,7 +72,7 @@ def series(
 
 def facts(**values: Any) -> ReportFacts:
     """Returns the public facts of a private run of two rounds."""
-    stated = {
+    fields = {
         "method": "feddm",
         "mechanism": "residual",
         "delta": 1e-5,
@@ -81,12 +81,12 @@ def facts(**values: Any) -> ReportFacts:
         "rounds_done": 2,
         **values,
     }
-    return ReportFacts(**stated)
+    return ReportFacts(**fields)
 
 
 def audit(**values: Any) -> dict[str, Any]:
-    """Returns an audit's part of a report."""
-    counts = {
+    """Returns the audit section of a report."""
+    fields = {
         "command": "fedsynth privacy audit --method feddm --canaries 1000",
         "method": "feddm",
         "mechanism": "residual",
@@ -97,7 +97,7 @@ def audit(**values: Any) -> dict[str, Any]:
         "delta": 1e-5,
     }
     bound = epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999)
-    return {**counts, "epsilon_lower_bound": bound, **values}
+    return {**fields, "epsilon_lower_bound": bound, **values}
 
 
 def private_step(
@@ -108,9 +108,9 @@ def private_step(
     part: Tensor | None = None,
     users: Tensor | None = None,
 ) -> Any:
-    """Returns the upload of a client with these records, which is charged for its step."""
-    watched = guard(unit=RECORD if users is None else USER)
-    charged = charge_for(method, context, [0], [watched], [SecretGenerator()])
+    """Returns the upload of a charged step of a client with these records."""
+    enforcer = guard(unit=RECORD if users is None else USER)
+    charged = charge_for(method, context, [0], [enforcer], [SecretGenerator()])
     clients = PrivateClientView(
         [0],
         data,

@@ -1,5 +1,4 @@
-"""The accountant against the oracle table, closed forms, dp-accounting itself and Opacus; and its
-safe sides."""
+"""Tests of the accountant against a table of references, closed forms, dp-accounting and Opacus."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def deltas_at(
     return [delta_of(merged, epsilon) for epsilon in epsilons]
 
 
-few = settings(max_examples=3, deadline=None, derandomize=True)
+few_examples = settings(max_examples=3, deadline=None, derandomize=True)
 
 
 def row(sigma: float, q: float = 1.0, steps: int = 1, number: int = 0) -> Release:
@@ -81,21 +80,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sigma", "q", "rounds", "printed"), CASES)
-def test_oracle_table(sigma: float, q: float, rounds: int, printed: str) -> None:
-    ours = epsilon([row(sigma, q, 1000, n) for n in range(rounds)], DELTA)
+def test_epsilon_matches_reference_table(sigma: float, q: float, rounds: int, printed: str) -> None:
+    computed = epsilon([row(sigma, q, 1000, n) for n in range(rounds)], DELTA)
     half_digit = 50.0 if printed == "10600" else 0.5 * 10.0 ** -len(printed.partition(".")[2])
     # 0.06 %: the largest entries carry the coarse grid and underflow of the run that made them
-    assert abs(ours - float(printed)) <= half_digit + 6e-4 * ours
+    assert abs(computed - float(printed)) <= half_digit + 6e-4 * computed
 
 
-def test_large_mu_is_the_closed_form_computed_with_60_digits() -> None:
-    # by mpmath; dp-accounting's own PLD says 2801.57 and 10603.15, where e^{−ε} underflows
+def test_epsilon_of_large_mu_matches_closed_form() -> None:
+    # by mpmath; dp-accounting's own PLD gives 2801.57 and 10603.15, where e^{−ε} underflows
     for steps, exact in ((1000, 633.9298513), (5000, 2800.6023743), (20000, 10602.1614378)):
         assert epsilon([row(1, 1, steps)], DELTA) == pytest.approx(exact, abs=1e-4)
 
 
 @pytest.mark.parametrize("mu", [0.05, 1.0, 30.0])
-def test_analytic_gaussian(mu: float) -> None:
+def test_delta_matches_analytic_gaussian(mu: float) -> None:
     points = [0.0, 0.1 * mu, mu, mu**2 / 2 + 2 * mu]
     expected = [
         norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) for e in points
@@ -106,14 +105,14 @@ def test_analytic_gaussian(mu: float) -> None:
     assert gaussian_delta(mu, spent * 0.999) > DELTA
 
 
-def test_rate_one_equals_unsubsampled() -> None:
+def test_sample_rate_one_equals_full_participation() -> None:
     sampled = replace(row(1.5, steps=40), sampler="poisson")
     assert epsilon([sampled], DELTA) == epsilon([row(1.5, steps=40)], DELTA)
     nearly = epsilon([row(1.5, 1 - 1e-9, 40)], DELTA)  # this one goes through the PLD
     assert nearly == pytest.approx(epsilon([row(1.5, steps=40)], DELTA), rel=1e-3)
 
 
-def test_mixture_agrees_with_dp_accounting() -> None:
+def test_mixed_releases_agree_with_dp_accounting() -> None:
     gaussian = dp.GaussianDpEvent
     accountant = PLDAccountant(value_discretization_interval=1e-4)
     accountant.compose(dp.PoissonSampledDpEvent(0.05, gaussian(2.0)), 100)
@@ -125,8 +124,8 @@ def test_mixture_agrees_with_dp_accounting() -> None:
     assert deltas_at(rows, [1.0, 2.0]) == pytest.approx(deltas, rel=1e-2)
 
 
-def test_small_delta_stays_pessimistic() -> None:
-    # Without a slack for the FFT's rounding error the PLD says 1.9091 where the truth is 1.9093.
+def test_epsilon_at_small_delta_is_an_upper_bound() -> None:
+    # Without a slack for the FFT's rounding error the PLD gives 1.9091 where the truth is 1.9093.
     almost_full = [row(1000.0, 1 - 1e-9, 100_000)]
     assert epsilon(almost_full, 2e-10) >= epsilon([row(1000.0, 1, 100_000)], 2e-10) * (1 - 1e-7)
     with pytest.raises(PrivacySettingError, match="for this number of subsampled steps"):
@@ -134,24 +133,24 @@ def test_small_delta_stays_pessimistic() -> None:
     assert math.isfinite(epsilon([row(3.0)], 1e-30))  # closed form: no such limit
 
 
-def test_no_release_no_guarantee_and_no_noise() -> None:
+def test_empty_and_unaccounted_ledgers_have_extreme_epsilons() -> None:
     leak = replace(row(3.0), unaccounted="real images were sent")
     assert epsilon([], DELTA) == epsilon_rdp([], DELTA) == 0.0
     assert deltas_at([], [0.0, 1.0]) == [0.0, 0.0]
     assert attack_success([]) == pytest.approx({0.001: 0.001, 0.01: 0.01})
-    for bad in (leak, row(0.0)):
-        assert math.isinf(epsilon([row(3.0), bad], DELTA))
-        assert math.isinf(epsilon_rdp([bad], DELTA))
-        assert attack_success([bad]) == {0.001: 1.0, 0.01: 1.0}
-        assert best_guess([bad]) == 1.0
-        assert math.isinf(epsilon(totals([row(3.0)]) + totals([bad]).times(3), DELTA))
-        unspent = totals([row(3.0)]) + totals([bad]).times(0)
+    for unprotected in (leak, row(0.0)):
+        assert math.isinf(epsilon([row(3.0), unprotected], DELTA))
+        assert math.isinf(epsilon_rdp([unprotected], DELTA))
+        assert attack_success([unprotected]) == {0.001: 1.0, 0.01: 1.0}
+        assert best_guess([unprotected]) == 1.0
+        assert math.isinf(epsilon(totals([row(3.0)]) + totals([unprotected]).times(3), DELTA))
+        unspent = totals([row(3.0)]) + totals([unprotected]).times(0)
         assert epsilon(unspent, DELTA) == epsilon([row(3.0)], DELTA)
 
 
-def test_grid_is_finer_where_a_step_loses_little() -> None:
-    for one, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
-        merged = merge([one], "add-remove")
+def test_grid_interval_shrinks_with_privacy_loss() -> None:
+    for entry, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
+        merged = merge([entry], "add-remove")
         assert merged is not None
         assert merged.interval == pytest.approx(interval)
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
@@ -159,16 +158,16 @@ def test_grid_is_finer_where_a_step_loses_little() -> None:
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (2.0, 0.05, 300)])
-def test_renyi_epsilon_is_that_of_opacus(sigma: float, q: float, steps: int) -> None:
+def test_renyi_epsilon_matches_opacus(sigma: float, q: float, steps: int) -> None:
     rdp = RDPAccountant()
     rdp.history = [(sigma, q, steps)]
-    found = epsilon_rdp([row(sigma, q, steps)], DELTA)
-    assert found == pytest.approx(rdp.get_epsilon(DELTA), rel=0.01)
-    one, twice = row(sigma, steps=steps), row(2 * sigma, steps=steps)
-    assert epsilon_rdp([twice], DELTA, "replace-one") == pytest.approx(epsilon_rdp([one], DELTA))
+    renyi_epsilon = epsilon_rdp([row(sigma, q, steps)], DELTA)
+    assert renyi_epsilon == pytest.approx(rdp.get_epsilon(DELTA), rel=0.01)
+    once, twice = row(sigma, steps=steps), row(2 * sigma, steps=steps)
+    assert epsilon_rdp([twice], DELTA, "replace-one") == pytest.approx(epsilon_rdp([once], DELTA))
 
 
-def test_attack_success_of_a_gaussian() -> None:
+def test_attack_success_of_gaussian_is_tight() -> None:
     exact = {a: norm.cdf(norm.ppf(a) + 1.0) for a in (0.001, 0.01)}
     assert attack_success([row(1.0)]) == pytest.approx(exact)
     # through the PLD and the search over ε: an upper bound, and a close one
@@ -177,8 +176,8 @@ def test_attack_success_of_a_gaussian() -> None:
         assert power <= searched[rate] <= power * 1.01
 
 
-def test_the_best_guess_is_that_of_the_best_test() -> None:
-    """Half of one and the total variation distance: of Gaussians, and of one sampled step."""
+def test_best_guess_matches_optimal_test() -> None:
+    """It is (1 + total variation distance) / 2: for Gaussians and for one sampled step."""
     for sigma, steps in ((1.0, 1), (5.0, 40)):
         mu = math.sqrt(steps) / sigma
         exact = norm.cdf(mu / 2)  # the likelihood ratio's test at even odds
@@ -198,22 +197,22 @@ def test_epsilon_by_round_is_cumulative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "q", "steps", "adjacency", "known"),
+    ("target", "q", "steps", "adjacency", "expected"),
     [(1.0, 0.05, 250, "add-remove", None), (2.0, 0.2, 50, "replace-one", None),
      (1.0, 1.0, 1, "add-remove", 3.73), (3.0, 1.0, 1, "add-remove", 1.39), (10.0, 1.0, 1, "add-remove", 0.50)],
 )  # fmt: skip
-def test_calibration_is_tight_and_on_the_safe_side(
-    target: float, q: float, steps: int, adjacency: str, known: float | None
+def test_calibrated_noise_is_tight_upper_bound(
+    target: float, q: float, steps: int, adjacency: str, expected: float | None
 ) -> None:
     def spent(sigma: float) -> float:
         return epsilon([row(sigma, q, steps)], DELTA, adjacency)
 
     sigma = calibrate_noise_multiplier(target, DELTA, lambda s: [row(s, q, steps)], adjacency)
     assert spent(sigma) <= target < spent(sigma / 1.0011)
-    assert known is None or sigma == pytest.approx(known, abs=0.005)
+    assert expected is None or sigma == pytest.approx(expected, abs=0.005)
 
 
-def test_ill_posed_calibration() -> None:
+def test_impossible_calibration_targets_are_rejected() -> None:
     for target in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(PrivacySettingError, match=r"privacy\.epsilon must"):
             calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)])
@@ -228,7 +227,7 @@ def test_ill_posed_calibration() -> None:
     assert 3.73 < sigma < 4.2
 
 
-def test_delta_and_adjacency_are_checked() -> None:
+def test_invalid_delta_and_adjacency_are_rejected() -> None:
     for delta in (0.0, 1.0, math.nan):
         with pytest.raises(PrivacySettingError, match=r"\(0, 1\)"):
             epsilon([row(1.0)], delta)
@@ -247,44 +246,44 @@ def test_delta_and_adjacency_are_checked() -> None:
      ("sample_rate", 0.0), ("sample_rate", 0.5), ("sampler", "fixed"), ("steps", 0), ("steps", 2.0), ("round", -1),
      ("dimension", 0), ("unaccounted", ""), ("quantity", 3), ("unit", "household")],
 )  # fmt: skip
-def test_release_refuses(field: str, value: object) -> None:
+def test_invalid_release_fields_are_rejected(field: str, value: object) -> None:
     with pytest.raises(PrivacySettingError):
         replace(row(1.0), **{field: value})  # type: ignore[arg-type]
 
 
 def test_release_json_round_trip() -> None:
-    for one in (row(1.5, 0.1, 7, 3), replace(row(1.0), unaccounted="because")):
-        assert Release.from_json(one.to_json()) == one
+    for entry in (row(1.5, 0.1, 7, 3), replace(row(1.0), unaccounted="because")):
+        assert Release.from_json(entry.to_json()) == entry
     for broken in ({"round": 1}, {**row(1.0).to_json(), "extra": 1}):
         with pytest.raises(PrivacySettingError, match="exactly the fields"):
             Release.from_json(broken)
 
 
-def test_import_is_light() -> None:
+def test_report_import_loads_no_heavy_packages() -> None:
     heavy = {"torch", "scipy", "dp_accounting"}
     code = f"import sys, fedsynth.privacy.report.build; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.05, 100), (0.7, 0.01, 1000)])
-def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
+def test_sampled_replace_one_epsilon_matches_dp_accounting(
     sigma: float, q: float, steps: int
 ) -> None:
     rows = [row(sigma, q, steps)]
     relation = dp.NeighboringRelation.REPLACE_ONE
     accountant = PLDAccountant(relation, value_discretization_interval=1e-4)
     accountant.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), steps)
-    ours = epsilon(rows, 1e-5, "replace-one")
-    assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=5e-3)
+    computed = epsilon(rows, 1e-5, "replace-one")
+    assert computed == pytest.approx(accountant.get_epsilon(1e-5), rel=5e-3)
     doubled = epsilon([row(sigma / 2, q, steps)], 1e-5)
-    assert epsilon(rows, 1e-5) < ours < doubled * 1.001
+    assert epsilon(rows, 1e-5) < computed < doubled * 1.001
     assert epsilon_rdp(rows, 1e-5, "replace-one") is None
-    delta = deltas_at(rows, [ours], "replace-one")[0]
+    delta = deltas_at(rows, [computed], "replace-one")[0]
     assert delta == pytest.approx(1e-5, rel=1e-3)
     assert attack_success(rows, adjacency="replace-one")[0.01] > attack_success(rows)[0.01]
 
 
-@few
+@few_examples
 @given(
     st.lists(
         st.tuples(st.floats(0.5, 50), st.sampled_from([1.0, 0.3, 0.01]), st.integers(1, 50)),
@@ -294,32 +293,32 @@ def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
     st.integers(0, 40),
     st.sampled_from(["add-remove", "replace-one"]),
 )
-def test_folded_rows_are_the_rows_one_by_one(
+def test_totals_equal_merged_single_rows(
     kinds: list[tuple[float, float, int]], rounds: int, adjacency: str
 ) -> None:
-    a_round = [row(σ, q, steps) for σ, q, steps in kinds]
-    before = [row(2.0, 1.0, 3), row(*kinds[0])]
-    folded = totals(before) + totals(a_round).times(rounds)
-    each = [*before, *(replace(r, round=n) for n in range(rounds) for r in a_round)]
-    assert folded == totals(each)
+    round_rows = [row(σ, q, steps) for σ, q, steps in kinds]
+    first_rows = [row(2.0, 1.0, 3), row(*kinds[0])]
+    folded = totals(first_rows) + totals(round_rows).times(rounds)
+    all_rows = [*first_rows, *(replace(r, round=n) for n in range(rounds) for r in round_rows)]
+    assert folded == totals(all_rows)
     merged = merge(folded, adjacency)
     assert merged is not None
     influence = 2 if adjacency == "replace-one" else 1
     mu = influence * math.sqrt(
-        math.fsum(r.steps / r.noise_multiplier**2 for r in each if r.sample_rate == 1)
+        math.fsum(r.steps / r.noise_multiplier**2 for r in all_rows if r.sample_rate == 1)
     )
     assert merged.mu == pytest.approx(mu, rel=1e-12)
     assert merge(folded, "zero-out") == merge(folded, "add-remove")
     counts = Counter[tuple[float, float]]()
-    for r in each:
+    for r in all_rows:
         counts[r.noise_multiplier, r.sample_rate] += r.steps
     assert {(σ, q): n for σ, q, n in merged.sampled} == {
         key: n for key, n in counts.items() if key[1] < 1
     }
 
 
-def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
-    """The bound ignores the sampling; the same holds where there is hardly any noise."""
+def test_many_subsampled_steps_use_unsampled_bound() -> None:
+    """The bound ignores the sampling, also for tiny noise multipliers."""
     for sigma, q, number in ((0.01, 0.1, 1000), (1e-200, 0.5, 3)):
         assert epsilon([row(sigma, q, number)], DELTA) == epsilon([row(sigma, 1, number)], DELTA)
     steps, σ = 10**8, 2e4
@@ -328,7 +327,7 @@ def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
     assert Merged(sampled=((σ, 0.05, steps),)).interval is None
 
 
-def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
+def test_slack_covers_fft_rounding_error() -> None:
     """Composed in a million steps, a Gaussian's δ comes out up to 2e-11 below its exact curve."""
     μ, steps = 1.0, 1_000_000
     σ = math.sqrt(steps) / μ
@@ -344,8 +343,8 @@ def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
         epsilon([row(2000.0, 0.1, steps)], 1e-9)
 
 
-def test_the_bound_by_hand() -> None:
-    """r = 3 guesses, all right: P[W = 3] = p³; with δ the worst i is found by trying all."""
+def test_epsilon_lower_bound_matches_manual_computation() -> None:
+    """For 3 guesses, all correct: P[W = 3] = p³; with δ, the worst i is searched."""
     p = math.e / (1 + math.e)
     assert p_value(3, 3, 10, 1.0, 0.0) == pytest.approx(p**3)
     pmf = [math.comb(3, k) * p**k * (1 - p) ** (3 - k) for k in range(4)]
@@ -358,7 +357,7 @@ def test_the_bound_by_hand() -> None:
         p_value(5, 4, 10, 1.0, 0.0)
 
 
-def test_guesses_are_of_both_ends_and_their_number_is_fixed_beforehand() -> None:
+def test_guesses_use_both_extremes_of_scores() -> None:
     scores, included = np.array([0.3, -1.0, 2.0, 0.1, 5.0]), np.array([1, 1, 1, 0, 0], dtype=bool)
     assert right_guesses(scores, included, 2) == 0  # "in" for 5.0, "out" for −1.0
     assert right_guesses(scores, included, 4) == 2  # and "in" for 2.0, "out" for 0.1

@@ -1,4 +1,4 @@
-"""What a step may spend: what its client was charged for, by name, once, in its own exchange."""
+"""Tests of a step's release budget: each charged release is taken once, by name, in its exchange."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def charged(
 DATA = from_arrays(np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 10, SPEC)
 
 
-def group(*allowances: ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
-    parts = list(torch.arange(20).tensor_split(len(allowances)))
-    return PrivateClientView(range(len(allowances)), DATA, parts, allowances)
+def group(*budgets: ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
+    parts = list(torch.arange(20).tensor_split(len(budgets)))
+    return PrivateClientView(range(len(budgets)), DATA, parts, budgets)
 
 
-def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> None:
+def test_exchange_is_charged_for_planned_releases() -> None:
     ledger = Ledger("a")
     charged(ledger)
     assert list(ledger.releases) == [IMAGES.release(4, 3.0), COUNTS.release(4, 3.0)]
@@ -78,14 +78,14 @@ def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> 
     with pytest.raises(BudgetExceededError):
         charged(ledger, FIRST, cap=0.1)
     charged(ledger, FIRST)
-    assert [one.quantity for one in ledger.releases[2:]] == ["sums of logits"]
+    assert [release.quantity for release in ledger.releases[2:]] == ["sums of logits"]
 
 
-def test_series_are_handed_out_by_name_and_once() -> None:
+def test_series_are_taken_by_name_once() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     images = clients.series("images")
-    assert [one.steps_left for one in images] == [3, 3]
-    assert [one.noise_std for one in images] == [6.0, 6.0]
+    assert [mechanism.steps_left for mechanism in images] == [3, 3]
+    assert [mechanism.noise_std for mechanism in images] == [6.0, 6.0]
     assert clients.series("counts")[0].noise_std == 12.0
     with pytest.raises(UnplannedReleaseError, match="'images' was already taken"):
         clients.series("images")
@@ -98,58 +98,58 @@ def test_series_are_handed_out_by_name_and_once() -> None:
     assert first.series("logits")[0].steps_left == 1
 
 
-def test_a_mechanism_taken_by_one_client_is_taken_for_its_group() -> None:
+def test_mechanism_taken_by_client_is_taken_for_group() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
-    (own,) = clients.select(1).series("images")
-    for group_of_it in (clients.select(1), clients):
+    (taken_mechanism,) = clients.select(1).series("images")
+    for view in (clients.select(1), clients):
         with pytest.raises(UnplannedReleaseError, match="was already taken"):
-            group_of_it.series("images")
-    (other,) = clients.select(0).series("images")  # the refusal before took nothing from it
-    assert own is not other
+            view.series("images")
+    (other,) = clients.select(0).series("images")  # the rejected call consumed nothing
+    assert taken_mechanism is not other
 
 
-def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
-    late = replace(IMAGES, steps=1)
-    clients = group(charged(Ledger("a")), charged(Ledger("b"), plans=(late, COUNTS, LOGITS)))
+def test_step_reads_charged_plan() -> None:
+    shortened = replace(IMAGES, steps=1)
+    clients = group(charged(Ledger("a")), charged(Ledger("b"), plans=(shortened, COUNTS, LOGITS)))
     assert clients.plan("counts") == COUNTS
     assert [clients.select(k).plan("images").steps for k in (0, 1)] == [3, 1]
-    assert [one.steps_left for one in clients.series("images")] == [3, 1]
+    assert [mechanism.steps_left for mechanism in clients.series("images")] == [3, 1]
     with pytest.raises(UnplannedReleaseError, match="different plans for release 'images'"):
         clients.plan("images")
 
 
-def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
+def test_uncharged_group_has_no_series() -> None:
     with pytest.raises(UnplannedReleaseError, match="not charged to any client"):
         PrivateClientView([0], DATA, [torch.arange(20)], []).series("images")
     with pytest.raises(UnplannedReleaseError, match="not charged to any client"):
         ExactClientView([0], DATA, [torch.arange(20)]).noise("images")
 
 
-def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
+def test_unaccounted_noise_is_taken_once() -> None:
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
-    given = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
-    clients = ExactClientView([0], DATA, [torch.arange(20)], [given])
+    budget = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
+    clients = ExactClientView([0], DATA, [torch.arange(20)], [budget])
     assert clients.noise("images")[0].noise_std == 6.0
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
         clients.noise("images")
 
 
-def reachable(found: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Everything of these kinds that can be reached from an object by whatever refers to what."""
-    seen = {id(found)}
-    left = [found]
-    met = []
-    while left:
-        for one in gc.get_referents(left.pop()):
-            if id(one) not in seen and not isinstance(one, type) and not callable(one):
-                seen.add(id(one))
-                left.append(one)
-                if isinstance(one, kinds):
-                    met.append(one)
-    return met
+def reachable(root: Any, types: tuple[type, ...]) -> list[Any]:
+    """Returns the objects of these types that are reachable from an object through references."""
+    seen = {id(root)}
+    pending = [root]
+    matches = []
+    while pending:
+        for item in gc.get_referents(pending.pop()):
+            if id(item) not in seen and not isinstance(item, type) and not callable(item):
+                seen.add(id(item))
+                pending.append(item)
+                if isinstance(item, types):
+                    matches.append(item)
+    return matches
 
 
-def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
+def test_client_view_references_no_ledger_or_guard() -> None:
     """A release outside the plan cannot be charged."""
     ledger = Ledger("a")
     guard = BudgetEnforcer(ledger, 1e-5, None)
@@ -158,16 +158,16 @@ def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
     assert reachable([clients, guard], (Ledger, BudgetEnforcer)) == [guard, ledger]
 
 
-def test_allowances_cannot_be_copied() -> None:
-    """A copy would hand out a second series for one charge; a shallow one shares what is left."""
-    given = charged(Ledger("a"))
-    for attempt in (copy.deepcopy, pickle.dumps):
+def test_release_budgets_cannot_be_copied() -> None:
+    """A deep copy would allow a second series for one charge; a shallow one shares the budget."""
+    budget = charged(Ledger("a"))
+    for copier in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
-            attempt(given)
-    again = copy.copy(given)
-    given.take("images")
+            copier(budget)
+    shallow_copy = copy.copy(budget)
+    budget.take("images")
     with pytest.raises(UnplannedReleaseError):
-        again.take("images")
+        shallow_copy.take("images")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_allowances_cannot_be_copied() -> None:
         ({"shares": 0}, "at least 1"),
     ],
 )
-def test_plans_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_plans_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivacySettingError, match=message):
         replace(IMAGES, **change)
     check_plans(PLANS)
@@ -188,12 +188,12 @@ def test_plans_that_cannot_be_are_refused(change: dict[str, Any], message: str) 
             check_plans(plans)
 
 
-def test_signal_over_noise_is_that_of_draws() -> None:
-    """Eight clients, each with a quarter of the charged variance."""
+def test_signal_to_noise_matches_sampled_noise() -> None:
+    """Eight clients add a quarter of the charged variance each."""
     shared = replace(COUNTS, groups=1, dimension=6, shares=4, signal=0.5)
-    each = 1.5 * shared.relative_noise_multiplier * shared.clip / shared.shares**0.5
-    draws = np.random.default_rng(0).normal(0, each, (4000, 8, 6)).sum(axis=1)
+    noise_std = 1.5 * shared.relative_noise_multiplier * shared.clip / shared.shares**0.5
+    draws = np.random.default_rng(0).normal(0, noise_std, (4000, 8, 6)).sum(axis=1)
     noise = np.sqrt(np.square(draws).sum(axis=1).mean())
-    found = shared.signal_to_noise(1.5, 100, 8)
-    assert found == pytest.approx(0.5 * 100 * shared.clip / noise, rel=0.02)
+    computed = shared.signal_to_noise(1.5, 100, 8)
+    assert computed == pytest.approx(0.5 * 100 * shared.clip / noise, rel=0.02)
     assert COUNTS.signal_to_noise(1.5, 100, 8) is None

@@ -1,8 +1,7 @@
-"""A record moves no other's row, not by one bit.
+"""Tests that a row depends on its own record only, to the last bit.
 
-Rounding alone would be harmless, were it not for a server that sends weights under which all but
-the rounding cancels. Passes have a public length, and at one shape a row's bits depend on its own
-record alone.
+A hostile server can send weights under which everything but the rounding cancels. Passes therefore
+have a public length, and at a fixed shape the bits of a row depend only on its record.
 """
 
 from __future__ import annotations
@@ -50,25 +49,25 @@ KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "po
 
 
 @given(st.floats(0, 1e7), st.floats(1e-3, 1e5), st.integers(1, 5000))
-def test_lengths_are_powers_of_two_within_what_memory_allows(
-    expected: float, start: float, most: int
+def test_pass_lengths_are_powers_of_two_below_limit(
+    expected: float, start: float, limit: int
 ) -> None:
-    length = pass_length(expected, start, most)
+    length = pass_length(expected, start, limit)
     assert length & (length - 1) == 0
-    assert 1 <= length <= most
-    assert pass_length(None, start, most) == power_of_two(most) > most / 2
+    assert 1 <= length <= limit
+    assert pass_length(None, start, limit) == power_of_two(limit) > limit / 2
 
 
-def test_the_length_is_about_what_costs_least() -> None:
-    """Brute force over all powers of two, with a last pass that is half empty."""
+def test_pass_length_is_nearly_cheapest() -> None:
+    """Searches all powers of two, with a last pass that is half empty."""
     for expected, start in ((256, 4.0), (3000, 0.5), (3000, 64.0), (32, 20.0)):
         cost = {p: expected / p * start + p / 2 for p in (2**k for k in range(12))}
         assert cost[pass_length(expected, start, 2048)] < 1.25 * min(cost.values())
     assert padded(torch.ones(3, 2), 5, fill=-1)[3:].tolist() == [[-1, -1]] * 2
 
 
-class Shapes(TorchDispatchMode):
-    """Collects (kernel, shapes) of floats below float64, which the mechanism's own sums are in."""
+class KernelShapes(TorchDispatchMode):
+    """Collects (kernel, shapes) of floats below float64, the type of the mechanism's sums."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,10 +93,10 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "values", "privacy", "precision"), STEPS, ids=str)
-def test_no_kernels_shape_depends_on_the_number_of_records(
+def test_kernel_shapes_are_independent_of_record_count(
     name: str, values: dict[str, Any], privacy: dict[str, Any], precision: str
 ) -> None:
-    """The last passes of 20, 70 and 75 records differ in length, unless they are filled up."""
+    """The last passes of 20, 70 and 75 records have different lengths unless padded."""
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
     context = RoundContext(
@@ -107,33 +106,33 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     seen = []
     data = digits(np.arange(80) % 10)
     for records in (20, 70, 75):
-        with Shapes() as shapes:
+        with KernelShapes() as shapes:
             private_step(method, message, context, data, torch.arange(records))
         seen.append(shapes.seen)
     assert seen[0]
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_clients_are_given_the_public_size_and_not_the_true_one(
+def test_clients_receive_nominal_size_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = set()
-    init = PrivateClientView.__init__
+    original_init = PrivateClientView.__init__
 
-    def watched(self: PrivateClientView, *args: Any, **values: Any) -> None:
+    def recorded_init(self: PrivateClientView, *args: Any, **values: Any) -> None:
         sizes.add(values.get("nominal_size"))
-        init(self, *args, **values)
+        original_init(self, *args, **values)
 
-    monkeypatch.setattr(PrivateClientView, "__init__", watched)
-    private = {"noise_multiplier": 3.0, "nominal_size": 100}
-    run = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
-    simulate(resolve({**run, "privacy": private}))
+    monkeypatch.setattr(PrivateClientView, "__init__", recorded_init)
+    privacy = {"noise_multiplier": 3.0, "nominal_size": 100}
+    base = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
+    simulate(resolve({**base, "privacy": privacy}))
     assert sizes == {100.0}
 
 
 def cancelling_network(seed: int) -> nn.Module:
-    """A hostile server's weights: the second layer subtracts channels that instance norm has made
-    equal, so that features are what rounding left over, times 1e9."""
+    """Returns a hostile server's network: its second layer subtracts channels that instance norm
+    made equal, so that its features are rounding errors times 1e9."""
     net = build_model(ModelSettings(width=8, depth=2), SPEC.image_shape, 10, 0)
     rng = torch.Generator().manual_seed(seed)
     first, second = net.features[0], net.features[4]
@@ -150,7 +149,7 @@ def cancelling_network(seed: int) -> nn.Module:
 
 
 def cancelling_weight(z_Nd: Tensor) -> Tensor:
-    """A hostile server's weights: ±10⁹·w, with w orthogonal to what it knows."""
+    """Returns a hostile server's weights ±10⁹·w, with w orthogonal to the known rows."""
     turns, _ = torch.linalg.qr(z_Nd.double().T, mode="complete")
     weight = torch.zeros(10, z_Nd.shape[1])
     weight[0] = (1e9 * turns[:, -1]).float()
@@ -166,7 +165,7 @@ def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor,
         features = NetworkFeatures(hostile.requires_grad_(False), 1.0, None, dtype)
         yield f"features {dtype}", lambda x, y, f=features: f.real(x, y)
         yield f"gradient {dtype}", lambda x, y, f=features: per_example_gradients(f, start, x, y)
-        yield (  # of 32 records, four vectors go back together; above it is one
+        yield (  # for 32 records, backward passes take four vectors, above one
             f"gradient of two classes {dtype}",
             lambda x, y, f=features: per_example_gradients(f, start[:2], x, y % 2),
         )
@@ -183,8 +182,8 @@ def enlarged(x: Tensor) -> Tensor:
     return nn.functional.interpolate(x, size=(28, 28))
 
 
-def test_a_rows_bits_depend_only_on_its_record(device: torch.device) -> None:
-    """Records are moved through the pass, and their neighbours are exchanged or are zeros."""
+def test_row_bits_depend_only_on_record(device: torch.device) -> None:
+    """Records are moved within the pass; their neighbours are replaced by others or zeros."""
     length = 32
     data = digits(np.arange(2 * length) % 10, device=device)
     x, y = normalise(data.images, SPEC), data.labels
@@ -194,42 +193,42 @@ def test_a_rows_bits_depend_only_on_its_record(device: torch.device) -> None:
         for shift in (1, 3):
             moved = rows(x[:length].roll(shift, 0), y[:length].roll(shift, 0)).roll(-shift, 0)
             assert torch.equal(first, moved), name
-        others = [torch.cat([one[:2], one[length : 2 * length - 2]]) for one in (x, y)]
-        assert torch.equal(first[:2], rows(*others)[:2]), name
-        alone = rows(padded(x[:1], length), padded(y[:1], length))
-        assert torch.equal(first[:1], alone[:1]), name
+        replaced = [torch.cat([tensor[:2], tensor[length : 2 * length - 2]]) for tensor in (x, y)]
+        assert torch.equal(first[:2], rows(*replaced)[:2]), name
+        padded_rows = rows(padded(x[:1], length), padded(y[:1], length))
+        assert torch.equal(first[:1], padded_rows[:1]), name
 
 
-def of_features() -> dict[str, Callable[[Tensor], Tensor]]:
+def feature_row_functions() -> dict[str, Callable[[Tensor], Tensor]]:
     """Returns functions of pixels [N, 1, 28, 28] that go through a feature map."""
-    on = feature_map(MAPS[1], MNIST.image_shape)
+    mapping = feature_map(MAPS[1], MNIST.image_shape)
     draws = torch.Generator().manual_seed(1)
-    weight = 1e6 * torch.randn(10, on.dimension, generator=draws)
-    linear, hidden = OnFeatures(on, MNIST), OnFeatures(on, MNIST, hidden=33)
+    weight = 1e6 * torch.randn(10, mapping.dimension, generator=draws)
+    linear, hidden = OnFeatures(mapping, MNIST), OnFeatures(mapping, MNIST, hidden=33)
     roots = [
-        Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in on.blocks
+        Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in mapping.blocks
     ]
 
     def labels(x: Tensor) -> Tensor:
         return torch.zeros(len(x), dtype=torch.int64)
 
     def step(x: Tensor) -> Tensor:
-        z = embedded(on(x), torch.zeros(on.dimension), on.radius)
+        z = embedded(mapping(x), torch.zeros(mapping.dimension), mapping.radius)
         return step_rows(z, labels(x), weight, 0.7).column
 
     return {
         "map": feature_map(MAPS[0], MNIST.image_shape),
         "step": step,
-        "whitened": lambda x: embedded(on(x), 0.0, on.radius, roots),
-        "linear": lambda x: linear.gradient_factors(linear.vectors(on(x)), labels(x))[0],
-        "mlp": lambda x: hidden.from_features(on(x)).detach(),
+        "whitened": lambda x: embedded(mapping(x), 0.0, mapping.radius, roots),
+        "linear": lambda x: linear.gradient_factors(linear.vectors(mapping(x)), labels(x))[0],
+        "mlp": lambda x: hidden.from_features(mapping(x)).detach(),
     }
 
 
-def test_a_rows_bits_on_features_depend_only_on_its_record() -> None:
-    """Catches products of 9, 81, 729 or 1233 numbers that are not filled up."""
+def test_feature_row_bits_depend_only_on_record() -> None:
+    """Regression: products of 9, 81, 729 or 1233 numbers were not padded."""
     images = torch.rand(12, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    for name, rows in of_features().items():
+    for name, rows in feature_row_functions().items():
         first = rows(images)
         for shift in (1, 3):
             assert torch.equal(first, rows(images.roll(shift, 0)).roll(-shift, 0)), name
@@ -241,62 +240,58 @@ def test_a_rows_bits_on_features_depend_only_on_its_record() -> None:
 Sums = list[tuple[Tensor, float]]
 
 
-def a_record_moves_by_one_clip_at_most(
-    sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, gone: int
+def check_influence_is_at_most_clip(
+    sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, row: int
 ) -> None:
-    """The sums of a step of a server with these parameters, with and without one record."""
+    """Checks that removing a record changes the sums of a step with these parameters by ≤ a clip."""
     message = method.broadcast(method.initial_state(parameters), context)
-    everyone = torch.arange(len(data))
-    for part in (everyone, everyone[everyone != gone]):
-        private_step(method, message, context, data, part)
-    (whole, clip), (without, _) = sums
-    assert float((whole - without).norm()) <= clip * (1 + 1e-6)
+    indices = torch.arange(len(data))
+    for kept_indices in (indices, indices[indices != row]):
+        private_step(method, message, context, data, kept_indices)
+    (full, clip), (without, _) = sums
+    assert float((full - without).norm()) <= clip * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
-@pytest.mark.parametrize(("records", "place"), [(1, "first"), (129, "first"), (513, "last")])
-def test_hostile_weights_do_not_let_a_record_move_others(
-    mechanism: str, records: int, place: str, device: torch.device, unnoised: Sums
+@pytest.mark.parametrize(("records", "position"), [(1, "first"), (129, "first"), (513, "last")])
+def test_influence_under_hostile_weights_is_at_most_clip(
+    mechanism: str, records: int, position: str, device: torch.device, unnoised: Sums
 ) -> None:
-    """At a clip that all rows reach."""
+    """The clip is small enough that every row reaches it."""
     data = digits(np.arange(records + 1) % 10, device=device)
     method: Method = FedDM(ipc=1, iterations=1, radius=0.0)
-    given_ = {"mechanism": mechanism}
+    mechanism_settings = {"mechanism": mechanism}
     if mechanism == "dp-sgd":
-        method, given_ = FedAvg(local_steps=1), {}
-    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **given_)
+        method, mechanism_settings = FedAvg(local_steps=1), {}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **mechanism_settings)
     network = cancelling_network(records).to(device)
     context = RoundContext(1, 0, device, SPEC, network, 287.6, privacy)
-    gone = 0 if place == "first" else records
-    a_record_moves_by_one_clip_at_most(unnoised, method, network.state_dict(), context, data, gone)
+    removed = 0 if position == "first" else records
+    check_influence_is_at_most_clip(unnoised, method, network.state_dict(), context, data, removed)
 
 
 @pytest.mark.parametrize("method", [FedAvg(local_steps=1, lr=1.0, momentum=0.0), FedStats()])
-def test_hostile_weights_on_features_do_not_let_a_record_move_others(
-    method: Method, unnoised: Sums
-) -> None:
-    """The server knows 130 records, more than a pass has."""
+def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -> None:
+    """The server knows 130 records, more than the length of a pass."""
     images = np.random.default_rng(0).integers(0, 256, (131, 1, 28, 28)).astype(np.uint8)
-    on = feature_map(MAPS[1], MNIST.image_shape)
+    features = feature_map(MAPS[1], MNIST.image_shape)
     number, privacy = 1, PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
     network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
     if isinstance(method, FedStats):
         method = FedStats(features=MAPS[1])
         network = method.network(ModelSettings(), MNIST, 0)
         number, privacy = 2, PrivacySettings(noise_multiplier=3.0)
-    known = on(torch.from_numpy(images[1:]).float() / 255)
-    z = embedded(known, torch.zeros(on.dimension), on.radius)
+    known_features = features(torch.from_numpy(images[1:]).float() / 255)
+    z = embedded(known_features, torch.zeros(features.dimension), features.radius)
     parameters = {**network.state_dict(), "classifier.weight": cancelling_weight(z)}
     context = RoundContext(number, 0, CPU, MNIST, network, 200.0, privacy, clients=1, rounds=16)
     data = from_arrays(images, np.full(len(images), 5), MNIST)
-    a_record_moves_by_one_clip_at_most(unnoised, method, parameters, context, data, 0)
+    check_influence_is_at_most_clip(unnoised, method, parameters, context, data, 0)
 
 
 @pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])
-def test_hostile_weights_of_a_linear_model_on_pixels(
-    height: int, width: int, unnoised: Sums
-) -> None:
-    """(By three to five clips, where rows of the image's size are multiplied as they are.)"""
+def test_influence_on_linear_model_is_at_most_clip(height: int, width: int, unnoised: Sums) -> None:
+    """Regression: without padding a record moved the sums by three to five clips."""
     spec = replace(MNIST, height=height, width=width)
     images = np.random.default_rng(0).integers(0, 256, (51, 1, height, width)).astype(np.uint8)
     network = build_network(ModelSettings(name="linear"), spec, 0)
@@ -308,4 +303,4 @@ def test_hostile_weights_of_a_linear_model_on_pixels(
     context = RoundContext(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
     method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
     data = from_arrays(images, np.full(len(images), 5), spec)
-    a_record_moves_by_one_clip_at_most(unnoised, method, parameters, context, data, 0)
+    check_influence_is_at_most_clip(unnoised, method, parameters, context, data, 0)

@@ -1,5 +1,4 @@
-"""Files that anybody may have made: special, endless, too large or nested ones are refused at
-once."""
+"""Tests of reading untrusted files: special, endless, large or deeply nested ones are rejected."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ from tests.special_files import SPECIAL_KINDS, make_special_file
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("read", [read_regular, load_json, load_toml])
-def test_special_files_are_refused(
+def test_special_files_are_rejected(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
     with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, but at most"):
         read(make_special_file(tmp_path / "special", kind))
 
 
-def test_the_size_limit_is_exact(tmp_path: Path) -> None:
+def test_size_limit_is_exact(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 1000)
     assert read_regular(path, 1000) == b"x" * 1000
@@ -40,7 +39,7 @@ def test_the_size_limit_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("x = " + "[" * 100_000, "levels deep"),
         (".".join("a" * 100_000) + " = 1", "levels deep"),
@@ -51,23 +50,23 @@ def test_the_size_limit_is_exact(tmp_path: Path) -> None:
         ("\x00", "TOML|Invalid"),
     ],
 )
-def test_toml_of_a_stranger(tmp_path: Path, text: str, why: str) -> None:
+def test_malformed_toml_is_rejected_quickly(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
-    began = time.monotonic()
-    with pytest.raises(ValueError, match=why):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message):
         load_toml(path)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
     path.write_text(f'# {"." * 100}\nmean = [{"0.5, " * 500}]\nname = "{"." * 200}"\n')
     assert len(load_toml(path)["mean"]) == 500  # dots that nest nothing
 
 
-@pytest.mark.parametrize("one", ["[", '{"a":'])
-def test_json_is_bounded_in_depth(one: str) -> None:
-    close = "]" if one == "[" else "}"
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_depth_is_limited(opening: str) -> None:
+    close = "]" if opening == "[" else "}"
 
     def nested(depth: int) -> str:
-        return one * depth + "0" + close * depth
+        return opening * depth + "0" + close * depth
 
     decode_json(nested(MAX_DEPTH))
     for depth in (MAX_DEPTH + 1, 900, 100_000):
@@ -76,7 +75,7 @@ def test_json_is_bounded_in_depth(one: str) -> None:
     assert len(decode_json(f"[{'[0],' * 1000}0]")) == 1001
 
 
-def test_only_plain_files_are_listed(tmp_path: Path) -> None:
+def test_links_are_not_listed_as_plain_files(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("x")
     (tmp_path / "left").symlink_to("/dev/zero")
@@ -89,9 +88,9 @@ def test_only_plain_files_are_listed(tmp_path: Path) -> None:
         link.unlink()
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "full").touch()
     with pytest.raises(OSError, match=r"irectory"):
         write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
-    assert [one.name for one in tmp_path.iterdir()] == ["there"]
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -1,4 +1,4 @@
-"""The ledger's file survives reopening, two writers and damage; the guard refuses before the cap."""
+"""Tests of ledger files under reopening, concurrent writers and damage, and of the guard's cap."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def charged(path: Path, rounds: int) -> Ledger:
     return ledger
 
 
-def test_round_trip(path: Path) -> None:
+def test_reopened_ledger_has_same_releases(path: Path) -> None:
     first = charged(path, 3)
-    again = Ledger("alice", path, dataset="digits/0")
-    assert again.releases == first.releases == (row(0), row(1), row(2))
-    again.charge(row(3))
-    assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees what others add
+    reopened = Ledger("alice", path, dataset="digits/0")
+    assert reopened.releases == first.releases == (row(0), row(1), row(2))
+    reopened.charge(row(3))
+    assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees later charges
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert again.chains == tuple(line["chain"] for line in lines)
+    assert reopened.chains == tuple(line["chain"] for line in lines)
     assert path.stat().st_mode & 0o077 == 0
     assert os.listdir(path.parent) == [path.name]  # no temporary file is left
     for client, dataset in (("bob", "digits/0"), ("alice", "mnist")):
@@ -58,19 +58,19 @@ def test_round_trip(path: Path) -> None:
             Ledger(client, path, dataset=dataset)
 
 
-def test_charge_is_on_the_disk_when_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charges_are_synced_before_return(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = charged(path, 1)
     synced: list[bytes] = []
-    real = os.fsync
+    original_fsync = os.fsync
 
-    def watch(descriptor: int) -> None:
-        real(descriptor)
+    def recorded_fsync(descriptor: int) -> None:
+        original_fsync(descriptor)
         synced.append(path.read_bytes())
 
     def full_disk(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", watch)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
     ledger.charge(row(1))
     assert synced == [path.read_bytes()]  # one fsync, and nothing written after it
     assert b'"round": 1' in synced[0]
@@ -78,7 +78,7 @@ def test_charge_is_on_the_disk_when_it_returns(path: Path, monkeypatch: pytest.M
     with pytest.raises(LedgerError, match="No space left"):
         ledger.charge(row(2))
     monkeypatch.undo()
-    assert len(ledger.releases) == 3  # the line did reach the file: it counts, on the safe side
+    assert len(ledger.releases) == 3  # the line reached the file, so it counts
 
 
 def line_removed(text: str) -> str:
@@ -87,7 +87,7 @@ def line_removed(text: str) -> str:
 
 
 def with_client(client: Any) -> bytes:
-    """A header with a sound hash."""
+    """Returns a header with a valid hash."""
     return encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")[0]
 
 
@@ -99,37 +99,37 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "not JSON": lambda text: text + "hello\n",
     "list": lambda text: text + "[]\n",
     "emptied": lambda text: "",
-    "client is no text": lambda text: with_client(["alice"]).decode(),
+    "client is no string": lambda text: with_client(["alice"]).decode(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_refused_and_not_repaired(path: Path, damage: str) -> None:
-    """With a torn line behind it or not, the file is left as it is."""
+def test_damaged_ledgers_are_rejected_unchanged(path: Path, damage: str) -> None:
+    """The file is unchanged, with and without a torn last line."""
     charged(path, 3)
-    broken = DAMAGE[damage](path.read_text())
+    damaged = DAMAGE[damage](path.read_text())
     for tail in ("", '{"round": 3, "quan'):
-        path.write_text(broken + tail)
-        for attempt in (repair_ledger, read_ledger):
+        path.write_text(damaged + tail)
+        for reader in (repair_ledger, read_ledger):
             with pytest.raises(LedgerError, match="ledger"):
-                attempt(path)
-        assert path.read_text() == broken + tail
+                reader(path)
+        assert path.read_text() == damaged + tail
         assert os.listdir(path.parent) == [path.name]
 
 
-def test_damage_under_an_open_ledger(path: Path) -> None:
+def test_open_ledger_detects_damage(path: Path) -> None:
     ledger = charged(path, 3)
-    whole = path.read_text()
-    path.write_text("".join(whole.splitlines(keepends=True)[:3]))
+    intact = path.read_text()
+    path.write_text("".join(intact.splitlines(keepends=True)[:3]))
     with pytest.raises(LedgerError, match="are missing"):
         ledger.charge(row(3))
     path.unlink()
     with pytest.raises(LedgerError, match="cannot open"):
         ledger.charge(row(3))
-    assert not path.exists()  # a ledger that vanished does not start again from nothing
+    assert not path.exists()  # a deleted ledger is not recreated
 
 
-def test_other_records_are_seen_by_an_open_ledger_and_unknown_lines_are_refused(path: Path) -> None:
+def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) -> None:
     other = Ledger("alice", path, dataset="digits/0", records="aa")
     ledger = charged(path, 1)
     ledger.carry_over()
@@ -149,7 +149,7 @@ def _charge_many(path: Path, first: int) -> None:
         ledger.charge(row(number))
 
 
-def test_two_processes_do_not_interleave(path: Path) -> None:
+def test_concurrent_processes_lose_no_charges(path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.starmap(_charge_many, [(path, 0), (path, 100)])
     rounds = [r.round for r in read_ledger(path).releases]
@@ -157,7 +157,7 @@ def test_two_processes_do_not_interleave(path: Path) -> None:
     assert [n for n in rounds if n >= 100] == list(range(100, 125))
 
 
-def test_threads_lose_no_charge_of_a_ledger_in_memory() -> None:
+def test_concurrent_threads_lose_no_charges() -> None:
     ledger = Ledger("alice")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -169,12 +169,12 @@ def test_threads_lose_no_charge_of_a_ledger_in_memory() -> None:
     assert len(ledger.releases) == 1200
 
 
-def test_guard_refuses_before_the_cap(path: Path) -> None:
+def test_guard_rejects_releases_above_cap(path: Path) -> None:
     """Two guards on one file share the budget."""
     ledger = Ledger("alice", path)
     three, four = (epsilon([row(n) for n in range(rounds)], DELTA) for rounds in (3, 4))
     guard, other = (
-        BudgetEnforcer(one, DELTA, three * 1.0001) for one in (ledger, Ledger("alice", path))
+        BudgetEnforcer(opened, DELTA, three * 1.0001) for opened in (ledger, Ledger("alice", path))
     )
     with pytest.raises(BudgetExceededError):
         guard.check([row(number) for number in range(4)])  # a whole plan
@@ -185,14 +185,14 @@ def test_guard_refuses_before_the_cap(path: Path) -> None:
         guard.charge(row(3))
     with pytest.raises(BudgetExceededError):
         other.charge(row(3))
-    now, after = re.search(r" from (\S+) to (\S+), above", str(caught.value)).groups()
+    spent, required = re.search(r" from (\S+) to (\S+), above", str(caught.value)).groups()
     # rounded up: what is printed is never smaller than what was computed
-    assert three <= float(now) <= three * 1.01
-    assert four <= float(after) <= four * 1.01
-    assert len(ledger.releases) == 3  # the refused release was not charged
+    assert three <= float(spent) <= three * 1.01
+    assert four <= float(required) <= four * 1.01
+    assert len(ledger.releases) == 3  # the rejected release was not charged
 
 
-def test_guard_refuses_what_no_mechanism_protects() -> None:
+def test_guard_rejects_unaccounted_releases() -> None:
     leak = release(unaccounted="batch clipping")
     with pytest.raises(BudgetExceededError, match="to ∞"):
         BudgetEnforcer(Ledger("alice"), DELTA, 100.0).charge(leak)
@@ -204,66 +204,66 @@ def test_guard_refuses_what_no_mechanism_protects() -> None:
         BudgetEnforcer(Ledger("alice"), 1.0, None)
 
 
-def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk takes a part of the line: it must not block the ledger, nor count."""
+def test_partial_writes_are_reverted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial line on a full disk must neither block the ledger nor count."""
     ledger = charged(path, 2)
-    whole = path.read_bytes()
-    real = FileIO.write
+    intact = path.read_bytes()
+    original_write = FileIO.write
 
-    class Full(FileIO):
+    class FullDiskFile(FileIO):
         def write(self, data: bytes) -> int:  # type: ignore[override]
-            return real(self, data[:40])
+            return original_write(self, data[:40])
 
-    def opened(path: Path, **how: object) -> FileIO:
-        return Full(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
+    def opened(path: Path, **options: object) -> FileIO:
+        return FullDiskFile(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
 
     with monkeypatch.context() as patch:
         patch.setattr("fedsynth.privacy.ledger.ledger.open_regular", opened)
         with pytest.raises(LedgerError, match="only a part of the line"):
             ledger.charge(row(2))
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == intact
     ledger.charge(row(2))
     assert read_ledger(path).releases == (row(0), row(1), row(2))
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_torn_line_is_repaired_and_nothing_is_lost(path: Path, counts: bool) -> None:
-    """A line that lacks only its break counts."""
-    held = charged(path, 3)
-    whole = path.read_bytes()
-    last = whole.splitlines()[-1]
-    torn = whole[:-1] if counts else whole + last[:50]
+def test_torn_lines_are_repaired_without_loss(path: Path, counts: bool) -> None:
+    """A line that lacks only its line break counts."""
+    ledger = charged(path, 3)
+    intact = path.read_bytes()
+    last = intact.splitlines()[-1]
+    torn = intact[:-1] if counts else intact + last[:50]
     path.write_bytes(torn)
     with pytest.raises(LedgerError, match=r"torn.*fedsynth privacy repair|are missing"):
-        held.charge(row(3))
+        ledger.charge(row(3))
     repair = repair_ledger(path)
     assert repair is not None
     assert (repair.line, repair.counts) == ((last if counts else last[:50]).decode(), counts)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == intact
     assert repair.copy.read_bytes() == torn
     assert repair.copy.suffix != ".jsonl"  # no ledger of a folder
-    held.charge(row(3))
+    ledger.charge(row(3))
     assert [r.round for r in read_ledger(path).releases] == [0, 1, 2, 3]
-    assert repair_ledger(path) is None  # there is nothing more to do
+    assert repair_ledger(path) is None  # nothing is left to repair
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_only_regular_files_are_ledgers(path: Path, make: Callable[[Path], None]) -> None:
-    """Opening a pipe waits for a writer, without end."""
-    held = charged(path, 1)
+def test_special_files_are_rejected_as_ledgers(path: Path, make: Callable[[Path], None]) -> None:
+    """Opening a pipe would wait for a writer forever."""
+    ledger = charged(path, 1)
     path.unlink()
     make(path)
     with pytest.raises(LedgerError, match=r"regular file|directory"):
-        held.charge(row(1))
+        ledger.charge(row(1))
     with pytest.raises(LedgerError, match=r"regular file|directory"):
-        held.check_writable()
-    for attempt in (read_ledger, repair_ledger):
+        ledger.check_writable()
+    for reader in (read_ledger, repair_ledger):
         with pytest.raises(LedgerError, match=r"regular file|directory"):
-            attempt(path)
+            reader(path)
 
 
 @pytest.mark.parametrize("writing", [True, False])
-def test_a_lock_that_is_never_given_back_ends_in_one_line(
+def test_held_locks_raise_one_line_errors(
     path: Path, writing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = charged(path, 1)

@@ -1,4 +1,4 @@
-"""A kept ledger is charged for its own records, whatever their order, place and name."""
+"""Tests that ledgers of a folder follow their records, independent of order, client and name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ROW = release()
 
 
 def hashes(parts: Sequence[str]) -> Callable[[bytes], list[Digests]]:
-    """Returns clients' records, a letter each, as the folder asks for them."""
+    """Returns the function that hashes the clients' records, a letter each."""
 
     def digest(record: str, key: bytes) -> bytes:
         return hashlib.blake2b(record.encode(), key=key, digest_size=16).digest()
 
-    def under(key: bytes) -> list[Digests]:
+    def client_digests(key: bytes) -> list[Digests]:
         joined = [b"".join(digest(record, key) for record in part) for part in parts]
-        return [np.frombuffer(each, np.uint8).reshape(-1, 16) for each in joined]
+        return [np.frombuffer(digests, np.uint8).reshape(-1, 16) for digests in joined]
 
-    return under
+    return client_digests
 
 
 def opened(
@@ -41,15 +41,15 @@ def opened(
     return LedgerFolder(folder).open(names, hashes(parts), dataset)
 
 
-def refused(text: str, *given: Any, **values: Any) -> None:
-    """`opened` ends in one line with this text."""
+def rejects(text: str, *arguments: Any, **values: Any) -> None:
+    """Checks that `opened` raises a one-line error with this text."""
     with pytest.raises(LedgerError, match=text) as caught:
-        opened(*given, **values)
+        opened(*arguments, **values)
     assert "\n" not in str(caught.value)
 
 
 def charged(folder: Path, *parts: str, names: Sequence[str] | None = None) -> list[str]:
-    """The names of the ledgers that a run on these clients charges."""
+    """Charges the ledgers of these clients and returns their names."""
     ledgers = opened(folder, *parts, names=names)
     for ledger in ledgers:
         ledger.charge(ROW)
@@ -57,7 +57,7 @@ def charged(folder: Path, *parts: str, names: Sequence[str] | None = None) -> li
 
 
 def spent(folder: Path) -> dict[str, int]:
-    return {name: len(each.releases) for name, each in LedgerFolder(folder).ledgers().items()}
+    return {name: len(ledger.releases) for name, ledger in LedgerFolder(folder).ledgers().items()}
 
 
 @pytest.fixture
@@ -65,20 +65,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ledgers"
 
 
-def test_records_keep_their_ledger_in_any_order_but_not_under_another_number(folder: Path) -> None:
-    """Catches: the same records under another number, charged to an empty ledger."""
+def test_records_keep_ledger_in_any_order(folder: Path) -> None:
+    """Regression: the same records client_digests another number were charged to an empty ledger."""
     assert charged(folder, "abc", "de") == ["client-000", "client-001"]
     assert charged(folder, "bca", "ed") == ["client-000", "client-001"]
     for parts in (("ed", "bca"), ("xy", "cab", "de"), ("abcde",), ("ab", "cde"), ("ad", "bce")):
-        refused(r"must stay with the ledger|records of the ledger are missing", folder, *parts)
+        rejects(r"must stay with the ledger|records of the ledger are missing", folder, *parts)
     assert charged(folder, "xy", "cab", names=["client-002", "client-000"])
     assert spent(folder) == {"client-000": 3, "client-001": 2, "client-002": 1}
 
 
-def test_declared_names_must_be_those_of_the_records(folder: Path) -> None:
+def test_declared_names_must_match_records(folder: Path) -> None:
     charged(folder, "abc", "de", names=["north", "south"])
     assert charged(folder, "de", names=["south"]) == ["south"]
-    before = everything(folder)
+    contents = file_contents(folder)
     for parts, names, text in (
         (
             ("de", "abc"),
@@ -89,46 +89,46 @@ def test_declared_names_must_be_those_of_the_records(folder: Path) -> None:
         (("abx",), ["north"], r"1 records that .* 1 records of the ledger .* carry-over .* north$"),
         (("xyz", "de"), ["north", "south"], r"3 records that .* 3 records of the ledger"),
     ):
-        refused(text, folder, *parts, names=names)
-    assert everything(folder) == before  # a refusal leaves nothing behind
+        rejects(text, folder, *parts, names=names)
+    assert file_contents(folder) == contents  # a rejected run changes no file
 
 
-def everything(folder: Path) -> dict[str, bytes]:
+def file_contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
 
 
-def test_a_changed_data_set_continues_its_ledger_after_confirmation(folder: Path) -> None:
-    """What was spent stays spent; who left is remembered; saying so once is not for ever."""
+def test_changed_records_need_confirmation(folder: Path) -> None:
+    """Charges and removed records stay; a confirmation holds once."""
     charged(folder, "abcd", "ef", names=["north", "south"])
-    refused("carry-over", folder, "abcx", names=["north"])
+    rejects("carry-over", folder, "abcx", names=["north"])
     assert LedgerFolder(folder).carry_over("north") == 1
-    # another's records all the same
-    refused(r"1 of the records of ledger .*south", folder, "abce", names=["north"])
+    # records of another client are rejected still
+    rejects(r"1 of the records of ledger .*south", folder, "abce", names=["north"])
     assert charged(folder, "abcx", names=["north"]) == ["north"]
     assert spent(folder)["north"] == 2
     charged(folder, "abcx", names=["north"])
     for part in ("abcd", "abc", "abcxy"):
-        refused("records of the ledger are missing", folder, part, names=["north"])
-    # 'd' left the north, with what was spent
-    refused(r"1 of the records of ledger .*north", folder, "dz", names=["west"])
+        rejects("records of the ledger are missing", folder, part, names=["north"])
+    # 'd' left north, with its charges
+    rejects(r"1 of the records of ledger .*north", folder, "dz", names=["west"])
     with pytest.raises(
         LedgerError, match=r"no ledger of client 'west'. Clients with a ledger: north, south"
     ):
         LedgerFolder(folder).carry_over("west")
-    refused("belongs to data set 'd', .* uses 'e'", folder, "abcx", names=["north"], dataset="e")
+    rejects("belongs to data set 'd', .* uses 'e'", folder, "abcx", names=["north"], dataset="e")
     LedgerFolder(folder).carry_over("north")
     assert opened(folder, "abcx", names=["north"], dataset="e")[0].dataset == "e"
 
 
-def test_a_ledger_without_charges_accepts_other_records(folder: Path) -> None:
-    """A first run that was refused, or with a slip in its parts, must not bind anybody."""
+def test_uncharged_ledgers_accept_other_records(folder: Path) -> None:
+    """A rejected first run, or wrong parts, must not bind the ledgers."""
     opened(folder, "abcd", "efgh")
     assert charged(folder, "abef", "cdgh") == ["client-000", "client-001"]
-    refused("of the records of ledger", folder, "abcd", "efgh")
+    rejects("of the records of ledger", folder, "abcd", "efgh")
 
 
-def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
-    """Catches: both opened their ledgers before either had charged."""
+def test_second_concurrent_run_is_rejected(folder: Path) -> None:
+    """Regression: both runs opened their ledgers before either charged."""
     (north,), (west,) = opened(folder, "abc", names=["north"]), opened(folder, "cd", names=["west"])
     north.charge(ROW)
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
     opened(folder, "xy", names=["south"])[0].charge(ROW)
 
 
-def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -> None:
+def test_ledger_used_by_another_run_is_not_charged(folder: Path) -> None:
     first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
     with pytest.raises(LedgerError, match="another run has opened ledger"):
         first[0].charge(ROW)
@@ -149,30 +149,30 @@ def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -
     assert spent(folder) == {"client-000": 2, "client-001": 2}
 
 
-def test_equal_records_at_two_clients_are_two_examples(folder: Path) -> None:
-    """Blank images, say: they are no record that has moved, as long as both clients are there."""
+def test_equal_records_of_clients_are_separate_examples(folder: Path) -> None:
+    """Equal records, such as blank images, count as unmoved while both clients are present."""
     charged(folder, "abb", "bc")
     charged(folder, "abb", "bc")
     charged(folder, "abb", "bc", "bd")
-    # as often as before, not only as such
-    refused("records of the ledger are missing", folder, "ab", "bc", "bd")
-    refused(
+    # the number of equal records counts too
+    rejects("records of the ledger are missing", folder, "ab", "bc", "bd")
+    rejects(
         r"1 of the records of ledger .*client-000", folder, "bc", "bz", names=["client-001", "new"]
     )
 
 
-def test_a_ledger_without_fingerprint_is_used_only_after_confirmation(folder: Path) -> None:
-    """Of the first version, or copied from a run folder."""
+def test_ledgers_without_fingerprint_need_confirmation(folder: Path) -> None:
+    """Such ledgers are from the first version, or copied from a run folder."""
     for name in ("north", "south"):
         Ledger(name, folder / f"{name}.jsonl", dataset="old").charge(ROW)
     for names in (["north", "south"], ["west"]):
-        refused("does not identify its records", folder, *("abc", "de")[: len(names)], names=names)
+        rejects("does not identify its records", folder, *("abc", "de")[: len(names)], names=names)
     assert not (folder / "private").exists()
     for name in ("north", "south"):
         LedgerFolder(folder).carry_over(name)
     charged(folder, "abc", "de", names=["north", "south"])
     assert spent(folder) == {"north": 2, "south": 2}
-    refused("has 3 of the records", folder, "abc", names=["west"])
+    rejects("has 3 of the records", folder, "abc", names=["west"])
 
 
 def test_private_files_are_readable_only_by_their_owner(folder: Path) -> None:
@@ -189,72 +189,72 @@ def test_private_files_are_readable_only_by_their_owner(folder: Path) -> None:
         assert key.hex() not in ledger.read_text()
 
 
-def test_fingerprints_are_keyed_and_order_free(tmp_path: Path) -> None:
-    """Catches: a plain hash, with which anybody could test a guess of all records; and one that
-    shows who has none."""
+def test_fingerprints_are_keyed_and_independent_of_order(tmp_path: Path) -> None:
+    """A broken version would use a plain hash, which confirms guesses of the records, or reveal
+    clients without records."""
 
-    def stated(where: str, part: str) -> str:
-        ledger, *others = opened(tmp_path / where, part, "", "")
-        assert len({ledger.records[-1], *(one.records[-1] for one in others)}) == 3
+    def fingerprint(name: str, part: str) -> str:
+        ledger, *rest = opened(tmp_path / name, part, "", "")
+        assert len({ledger.records[-1], *(item.records[-1] for item in rest)}) == 3
         return ledger.records[-1]
 
-    assert stated("one", "abca") == stated("one", "caab")
-    assert stated("one", "abca") != stated("one", "abc")  # how often counts
-    assert stated("one", "abc") != stated("two", "abc")
+    assert fingerprint("one", "abca") == fingerprint("one", "caab")
+    assert fingerprint("one", "abca") != fingerprint("one", "abc")  # multiplicity counts
+    assert fingerprint("one", "abc") != fingerprint("two", "abc")
     for _ in range(2):
         charged(tmp_path / "one", "abc", "", "")
 
 
-def test_a_key_or_list_or_ledger_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_missing_keys_and_lists_are_detected(folder: Path, tmp_path: Path) -> None:
     charged(folder, "abc", "de")
-    private, away = folder / "private", tmp_path / "away"
+    private, backup = folder / "private", tmp_path / "away"
     key = private / "records.key"
-    key.rename(away)
-    refused(r"records\.key is missing.* from a backup", folder, "abc", "de")
+    key.rename(backup)
+    rejects(r"records\.key is missing.* from a backup", folder, "abc", "de")
     assert not key.exists()
-    away.rename(key)
+    backup.rename(key)
     first, second = (
         Ledger(f"client-00{k}", folder / f"client-00{k}.jsonl", dataset=None) for k in (0, 1)
     )
-    (private / second.records[0]).rename(away)
-    refused("records of client 'client-001' is missing", folder, "abc", "dex")
+    (private / second.records[0]).rename(backup)
+    rejects("records of client 'client-001' is missing", folder, "abc", "dex")
     for names, parts in ((["west"], ["de"]), (["client-000", "west"], ["abc", "de"])):
-        refused(
+        rejects(
             "records of client 'client-001' is missing", folder, *parts, names=names
-        )  # nobody could tell that these are its records
-    opened(folder, "abc", "de")  # the same records make the same list again
+        )  # the records cannot be compared
+    opened(folder, "abc", "de")  # the same records restore the list
     (private / first.records[0]).write_bytes(b"x" * 48)
-    refused("'client-000' is missing or damaged", folder, "abx", "de")
+    rejects("'client-000' is missing or damaged", folder, "abx", "de")
     key.write_bytes(b"short")
-    refused(r"must have 32 bytes|damaged", folder, "abc", "de")
+    rejects(r"must have 32 bytes|damaged", folder, "abc", "de")
 
 
-def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
-    LedgerFolder(folder).check_whole()  # no folder yet: nothing is gone
+def test_deleted_ledgers_are_detected(folder: Path) -> None:
+    LedgerFolder(folder).check_whole()  # no folder yet: nothing is missing
     charged(folder, "abc", "de")
     LedgerFolder(folder).check_whole()
     (folder / "client-000.jsonl").unlink()
     for names in (None, ["north", "client-001"]):
-        refused(
+        rejects(
             r"is missing in folder .* Restore the ledger from", folder, "abc", "de", names=names
         )
     assert spent(folder) == {"client-001": 1}
     with pytest.raises(LedgerError, match="a ledger is missing in folder"):
-        LedgerFolder(folder).check_whole()  # as a plan asks, which has no records to compare
-    charged(folder, "xyz", "de", names=["north", "client-001"])  # nobody's
+        LedgerFolder(folder).check_whole()  # plans call it, which have no records
+    charged(folder, "xyz", "de", names=["north", "client-001"])  # new records
 
 
-def test_a_lost_key_is_replaced_once_each_client_is_said_to_be_the_same(folder: Path) -> None:
+def test_lost_key_is_replaced_after_all_confirmations(folder: Path) -> None:
     charged(folder, "abc", "de")
     (folder / "private" / "records.key").unlink()
     LedgerFolder(folder).carry_over("client-000")
-    refused("is missing", folder, "abc", "de")
+    rejects("is missing", folder, "abc", "de")
     LedgerFolder(folder).carry_over("client-001")
     assert charged(folder, "abc", "de") == ["client-000", "client-001"]
 
 
-def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
-    """It is published: `--dp-ledger runs/NAME/ledger` must not put a key there."""
+def test_run_folders_receive_no_key(tmp_path: Path) -> None:
+    """Run folders are published, so `--dp-ledger runs/NAME/ledger` must not write a key there."""
     (tmp_path / "ledger").mkdir()
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(LedgerError, match="part of a run folder"):
@@ -264,19 +264,19 @@ def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
 
 @given(st.lists(st.text("abcd", max_size=6), min_size=1, max_size=4), st.data())
 @settings(max_examples=8, deadline=None)
-def test_no_record_is_ever_charged_in_two_ledgers(
+def test_records_are_charged_in_single_ledger(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], data: st.DataObject
 ) -> None:
-    """A run has each record at most once here, so that every exposure can be followed."""
+    """A run has each record at most once here, so that every exposure is traceable."""
     folder = tmp_path_factory.mktemp("ledgers")
     exposed: dict[str, Counter[str]] = {}
-    more = st.lists(st.text("abcd", max_size=6), max_size=4)
-    for run in (parts, *(data.draw(more) for _ in range(3))):
-        taken: set[str] = set()
+    other_runs = st.lists(st.text("abcd", max_size=6), max_size=4)
+    for run in (parts, *(data.draw(other_runs) for _ in range(3))):
+        assigned: set[str] = set()
         distinct = []
         for part in run:  # each letter at one client only
-            distinct.append("".join(sorted(set(part) - taken)))
-            taken |= set(part)
+            distinct.append("".join(sorted(set(part) - assigned)))
+            assigned |= set(part)
         try:
             names = charged(folder, *distinct)
         except LedgerError:
@@ -284,9 +284,9 @@ def test_no_record_is_ever_charged_in_two_ledgers(
         for name, part in zip(names, distinct, strict=True):
             for record in part:
                 exposed.setdefault(record, Counter())[name] += 1
-    for record, where in exposed.items():
-        assert len(where) == 1, (record, where)
-        ((name, times),) = where.items()
+    for record, charges in exposed.items():
+        assert len(charges) == 1, (record, charges)
+        ((name, times),) = charges.items()
         assert spent(folder)[name] >= times
 
 
@@ -295,7 +295,7 @@ def _open_and_charge(folder: Path, start: multiprocessing.synchronize.Barrier) -
     charged(folder, "abc", "de")
 
 
-def test_two_processes_open_one_new_folder(folder: Path) -> None:
+def test_concurrent_processes_share_new_folder(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
     workers = [context.Process(target=_open_and_charge, args=(folder, start)) for _ in range(4)]
@@ -310,7 +310,7 @@ def test_two_processes_open_one_new_folder(folder: Path) -> None:
     "names",
     ["ab", ["Clinic", "clinic"], *(["a", wrong] for wrong in ("../b", ".b", "x" * 65, "b\n", 3))],
 )
-def test_names_that_cannot_be_files(names: Any) -> None:
+def test_invalid_client_names_are_rejected(names: Any) -> None:
     with pytest.raises(PrivacySettingError):
         check_names(names, 2)
     assert check_names(["St.Mary_s-2", "0"], 2) == ("St.Mary_s-2", "0")

@@ -1,5 +1,4 @@
-"""The Gaussian mechanism: sensitivity, noise, bookkeeping and secrecy. Each broken twin named in a
-test would fail it."""
+"""Tests of the Gaussian mechanism: sensitivity, noise, accounting and secrecy."""
 
 from __future__ import annotations
 
@@ -40,25 +39,25 @@ rows = st.lists(NUMBERS, min_size=4, max_size=4)
     clip=st.sampled_from([0.1, 1.0, 50.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
+def test_sensitivity_of_sums_is_at_most_clip(
     data: list[tuple[list[float], int]], extra: list[float], group: int, clip: float
 ) -> None:
-    """Sensitivity on D and D ± x, also for huge, NaN and infinite x."""
+    """Compares D and D ± x, also for huge, NaN and infinite x."""
     x = torch.tensor([r for r, _ in data], dtype=torch.float32).reshape(-1, 4)
     g = torch.tensor([c for _, c in data], dtype=torch.int64)
     without = clipped_sums(x, g, 3, clip)
-    one = torch.tensor([extra], dtype=torch.float32)
-    with_it = clipped_sums(torch.cat([x, one]), torch.cat([g, torch.tensor([group])]), 3, clip)
-    assert torch.isfinite(with_it).all()
-    moved = with_it - without
-    assert moved.norm() <= clip * (1 + 1e-9)
-    others = [c for c in range(3) if c != group]
-    assert torch.equal(moved[others], torch.zeros(2, 4, dtype=torch.float64))
+    row = torch.tensor([extra], dtype=torch.float32)
+    joined = clipped_sums(torch.cat([x, row]), torch.cat([g, torch.tensor([group])]), 3, clip)
+    assert torch.isfinite(joined).all()
+    difference = joined - without
+    assert difference.norm() <= clip * (1 + 1e-9)
+    other_groups = [c for c in range(3) if c != group]
+    assert torch.equal(difference[other_groups], torch.zeros(2, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("sigma", "clip"), [(3.0, 0.5), (0.7, 10.0)])
-def test_noise_has_standard_deviation_sigma_times_clip(sigma: float, clip: float) -> None:
-    """Within 5 % (catches: noise at a quarter, noise divided by the batch)."""
+def test_noise_deviation_is_sigma_times_clip(sigma: float, clip: float) -> None:
+    """Broken versions would scale the noise by a quarter or divide it by the batch size."""
     width = 4000
     s = series(3, noise_multiplier=sigma, sensitivity=clip, dimension=3 * width)
     s.sample(0)
@@ -68,10 +67,10 @@ def test_noise_has_standard_deviation_sigma_times_clip(sigma: float, clip: float
         assert row.std() == pytest.approx(sigma * clip, rel=0.05)
         assert abs(row.mean()) < 5 * sigma * clip / math.sqrt(width)
     correlations = torch.corrcoef(noise)[~torch.eye(3, dtype=torch.bool)]
-    assert correlations.abs().max() < 0.1  # catches: noise reused across classes
+    assert correlations.abs().max() < 0.1  # fails for noise reused across classes
 
 
-def test_every_release_draws_fresh_noise() -> None:
+def test_releases_have_independent_noise() -> None:
     s = series(3, steps=3, dimension=1500)
     draws = []
     for _ in range(3):
@@ -81,10 +80,10 @@ def test_every_release_draws_fresh_noise() -> None:
     assert torch.corrcoef(torch.stack(draws))[0, 1:].abs().max() < 0.15
 
 
-def test_a_series_gives_exactly_the_charged_number_of_releases() -> None:
+def test_series_is_limited_to_charged_releases() -> None:
     ledger = Ledger("c")
     s = GaussianSumMechanism(release(steps=2), 3, guard(ledger), SecretGenerator())
-    assert [row.steps for row in ledger.releases] == [2]  # charged before anything was drawn
+    assert [row.steps for row in ledger.releases] == [2]  # charged before any draw
     for _ in range(2):
         with pytest.raises(PrivacyError, match="no step is open"):
             s.add(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
@@ -98,7 +97,7 @@ def test_a_series_gives_exactly_the_charged_number_of_releases() -> None:
         s.sample(5)
 
 
-def test_a_cap_refuses_before_charging_and_drawing() -> None:
+def test_cap_rejects_before_charge_and_draw() -> None:
     ledger = Ledger("c")
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     state = np.random.default_rng(0).random()
@@ -114,13 +113,13 @@ def test_poisson_sampling_includes_each_record_independently() -> None:
     secret = SecretGenerator()
     sizes = np.array([len(secret.poisson_sample(400, 0.3)) for _ in range(2000)])
     assert sizes.mean() == pytest.approx(120, abs=5 * math.sqrt(400 * 0.3 * 0.7 / 2000))
-    # catches: fixed-size batches
+    # fails for fixed-size batches
     assert sizes.std() == pytest.approx(math.sqrt(400 * 0.3 * 0.7), rel=0.1)
     assert torch.equal(secret.poisson_sample(7, 1.0), torch.arange(7))
 
 
-def test_reseeding_everything_does_not_repeat_noise_or_masks() -> None:
-    """Catches: noise or masks from the run's seed or from the global generators."""
+def test_reseeding_does_not_repeat_noise_or_masks() -> None:
+    """Broken versions would use the run's seed or the global generators."""
     draws = []
     for _ in range(2):
         random.seed(0)
@@ -132,18 +131,18 @@ def test_reseeding_everything_does_not_repeat_noise_or_masks() -> None:
     assert not torch.equal(draws[0][1], draws[1][1])
 
 
-def test_a_secret_cannot_be_copied_or_saved_and_tests_are_marked() -> None:
+def test_secret_generators_cannot_be_copied_or_pickled() -> None:
     secret = SecretGenerator()
-    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
-            attempt(secret)
+            copier(secret)
     assert secret.is_secret
     assert not SecretGenerator(test_only=np.random.default_rng(0)).is_secret
     assert "key" not in repr(secret)
 
 
-def test_clients_in_one_group_have_their_own_noise() -> None:
-    """All classes of all clients are emitted, also of an empty client."""
+def test_clients_of_group_have_independent_noise() -> None:
+    """Empty clients return all classes too."""
     group = PrivateClientView(range(2), digits(range(10)), [torch.arange(0)] * 2, [])
     charged = [series(10, dimension=3000) for _ in range(2)]
     out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
@@ -152,7 +151,7 @@ def test_clients_in_one_group_have_their_own_noise() -> None:
     assert out.std() == pytest.approx(2.0, rel=0.05)
 
 
-def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
+def test_class_sums_equal_loop_over_clients_and_classes() -> None:
     data = digits(np.arange(40) % 10)
     parts = [torch.arange(25), torch.arange(25, 40)]
     group = PrivateClientView(range(2), data, parts, [])
@@ -162,13 +161,13 @@ def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
     )
     for client, part in enumerate(parts):
         for label in range(10):
-            mine = part[data.labels[part] == label]
-            rows = normalise(data.images[mine], data.spec).flatten(1) + 10 * client + label
+            indices = part[data.labels[part] == label]
+            rows = normalise(data.images[indices], data.spec).flatten(1) + 10 * client + label
             torch.testing.assert_close(out[10 * client + label], rows.sum(0), atol=1e-3, rtol=1e-4)
 
 
-def test_widths_must_be_those_that_were_charged() -> None:
-    """A narrower noise would be broadcast: one draw shared by all coordinates."""
+def test_widths_must_match_charged_dimension() -> None:
+    """Narrower noise would be broadcast, so that coordinates share a draw."""
     s = series(3, dimension=3)
     s.sample(2)
     with pytest.raises(PrivacyError, match="rows_ND must have shape"):
@@ -179,8 +178,8 @@ def test_widths_must_be_those_that_were_charged() -> None:
     assert ledger.releases == ()
 
 
-def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More records are sampled than a chunk holds."""
+def test_batches_are_uncapped_secret_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample has more records than a chunk."""
     records = 1300
     data = digits(np.random.default_rng(0).integers(0, 10, records))
     masks: list[tuple[int, float, Tensor]] = []
@@ -204,21 +203,21 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
     assert not torch.equal(masks[0][2], masks[1][2])
 
 
-def test_four_gaussians_halved_are_one_of_the_same_deviation() -> None:
-    """Against the same stream added up by hand; and the deviation is σ, not 2σ."""
-    one, by_hand = np.random.default_rng(5), np.random.default_rng(5)
-    noise = SecretGenerator(four_sums=True, test_only=one).normal((50, 400), 3.0)
-    expected = 3.0 * sum(by_hand.standard_normal((50, 400)) for _ in range(4)) / 2
+def test_halved_sum_of_four_gaussians_keeps_deviation() -> None:
+    """Compares with the sum of the same random stream; the deviation is σ, not 2σ."""
+    generator, reference_generator = np.random.default_rng(5), np.random.default_rng(5)
+    noise = SecretGenerator(four_sums=True, test_only=generator).normal((50, 400), 3.0)
+    expected = 3.0 * sum(reference_generator.standard_normal((50, 400)) for _ in range(4)) / 2
     np.testing.assert_allclose(noise.numpy(), expected)
     assert float(noise.std()) == pytest.approx(3.0, rel=0.02)
 
 
-# After a fork two processes hold one client's secret and its charged series: neither may be used
+# After a fork two processes hold a client's secret and its charged series, which must not be used
 # twice.
 
 
-def in_a_fork(work: Callable[[], bytes]) -> bytes:
-    """What `work` gives in a forked process."""
+def in_fork(work: Callable[[], bytes]) -> bytes:
+    """Returns the result of `work` in a forked process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -230,7 +229,7 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes:
         return file.read()
 
 
-def test_parents_children_and_grandchildren_draw_other_noise_and_masks() -> None:
+def test_forked_processes_draw_different_noise_and_masks() -> None:
     secret = SecretGenerator()
 
     def draw() -> bytes:
@@ -240,46 +239,46 @@ def test_parents_children_and_grandchildren_draw_other_noise_and_masks() -> None
             + np.packbits(np.isin(np.arange(64), masks)).tobytes()
         )
 
-    drawn = [in_a_fork(draw), in_a_fork(lambda: in_a_fork(draw)), in_a_fork(draw), draw(), draw()]
-    assert len({one[:32] for one in drawn}) == len({one[32:] for one in drawn}) == 5
+    drawn = [in_fork(draw), in_fork(lambda: in_fork(draw)), in_fork(draw), draw(), draw()]
+    assert len({data[:32] for data in drawn}) == len({data[32:] for data in drawn}) == 5
 
 
-def test_a_process_number_that_comes_back_is_another_process(
+def test_reused_process_number_draws_different_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A grandchild may get its grandfather's number; the numbers are made equal here."""
+    """A grandchild may reuse the number of its grandparent; here all numbers are equal."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     secret = SecretGenerator()
-    theirs = in_a_fork(lambda: secret.normal((4,), 1.0).numpy().tobytes())
-    assert theirs != secret.normal((4,), 1.0).numpy().tobytes()
+    child_noise = in_fork(lambda: secret.normal((4,), 1.0).numpy().tobytes())
+    assert child_noise != secret.normal((4,), 1.0).numpy().tobytes()
 
 
-def test_a_forked_series_is_refused() -> None:
-    """It was charged once, and parent and child would both release it."""
-    one = series(3, steps=2)
-    one.sample(0)
+def test_forked_series_are_rejected() -> None:
+    """Parent and child would both release a series that was charged once."""
+    forked = series(3, steps=2)
+    forked.sample(0)
 
-    def refused() -> bytes:
+    def check_rejected() -> bytes:
         with pytest.raises(PrivacyError, match="another process"):
-            one.release()
+            forked.release()
         with pytest.raises(PrivacyError, match="another process"):
-            one.sample(0)
+            forked.sample(0)
         return b"refused"
 
-    assert in_a_fork(refused) == b"refused"
-    one.release()
+    assert in_fork(check_rejected) == b"refused"
+    forked.release()
 
 
-def test_a_ledger_in_memory_is_not_charged_by_a_fork() -> None:
-    """Its parent would not see the charge, and state an ε without it."""
+def test_forked_memory_ledgers_are_not_charged() -> None:
+    """The parent would report an ε without the child's charge."""
     row = release()
     charged = guard()
 
-    def refused() -> bytes:
+    def check_rejected() -> bytes:
         with pytest.raises(LedgerError, match="memory of another process"):
             GaussianSumMechanism(row, 3, charged, SecretGenerator())
         return b"refused"
 
-    assert in_a_fork(refused) == b"refused"
+    assert in_fork(check_rejected) == b"refused"
     charged.charge(row)
     assert charged.ledger.releases == (row,)

@@ -1,5 +1,4 @@
-"""Vectors given by factors: what one example may move, that sums are those of the vectors written
-out, and twins that are broken on purpose."""
+"""Tests of factored vectors: their sensitivity, their sums, and deliberately broken variants."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ def targets(labels: Tensor) -> Tensor:
     return F.one_hot(labels, CLASSES).float() - 1 / CLASSES
 
 
-def products(kind: str, z: Tensor, labels: Tensor, left: Tensor | None = None) -> Products:
+def products(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None) -> Products:
     if kind == "rows":
         return Rows(z, CLIP)
     if kind == "outer":
-        return Outer(targets(labels) if left is None else left, z, CLIP)
+        return Outer(targets(labels) if factors is None else factors, z, CLIP)
     if kind == "grams":
         return Grams(z, ((D, 1),), 0.3)
     return Moments(z, targets(labels), B)
@@ -44,36 +43,36 @@ def products(kind: str, z: Tensor, labels: Tensor, left: Tensor | None = None) -
 @given(
     data=st.lists(vectors, max_size=4),
     extra=vectors,
-    left=st.lists(NUMBERS, min_size=CLASSES, max_size=CLASSES),
+    factor=st.lists(NUMBERS, min_size=CLASSES, max_size=CLASSES),
     label=st.integers(0, CLASSES - 1),
 )
 @settings(max_examples=40, deadline=None)
-def test_one_example_moves_the_sums_by_at_most_the_bound(
-    kind: str, data: list[list[float]], extra: list[float], left: list[float], label: int
+def test_sensitivity_of_sums_is_at_most_bound(
+    kind: str, data: list[list[float]], extra: list[float], factor: list[float], label: int
 ) -> None:
-    """On D and D + x, for huge, constant, NaN and infinite x and factors, and for an empty D."""
+    """Compares D and D + x, for huge, constant, NaN and infinite x and factors, and an empty D."""
     z = torch.tensor([*data, extra], dtype=torch.float32)
     labels = torch.tensor([0] * len(data) + [label])
-    whole = products(kind, z, labels, torch.tensor([left] * len(z)))
-    moved = whole.sums() - whole.part(slice(len(data))).sums()
-    assert float(moved.norm()) <= whole.bound * (1 + 1e-9) + 1e-9 * len(data)
-    assert bool(torch.isfinite(moved).all())
+    vectors_sum = products(kind, z, labels, torch.tensor([factor] * len(z)))
+    difference = vectors_sum.sums() - vectors_sum.part(slice(len(data))).sums()
+    assert float(difference.norm()) <= vectors_sum.bound * (1 + 1e-9) + 1e-9 * len(data)
+    assert bool(torch.isfinite(difference).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_is_reached(kind: str) -> None:
-    """By an example in the worst direction: a smaller sensitivity would be wrong."""
+def test_sensitivity_bound_is_reached(kind: str) -> None:
+    """An example in the worst direction shows that a smaller sensitivity would be wrong."""
     z = 5 * F.normalize(torch.tensor([[1.0, -2.0, 0.5]]))
-    left = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
-    whole = products(kind, z, torch.tensor([2]), left)
-    assert float(whole.sums().norm()) == pytest.approx(whole.bound, rel=1e-6)
+    factors = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
+    extreme = products(kind, z, torch.tensor([2]), factors)
+    assert float(extreme.sums().norm()) == pytest.approx(extreme.bound, rel=1e-6)
 
 
 BLOCKS = ((3, 2), (1, 4))
 
 
-def grams_by_numpy(z: np.ndarray, cells_part: float) -> np.ndarray:
-    """[√(1 − part)·svec(Z Zᵀ); √part·svec(Zᵀ Z)] of one example's matrices."""
+def numpy_grams(z: np.ndarray, cells_part: float) -> np.ndarray:
+    """Returns [√(1 − part)·svec(Z Zᵀ); √part·svec(Zᵀ Z)] of an example's matrices."""
     pieces = []
     for Z in (z[:6].reshape(3, 2), z[6:].reshape(1, 4)):
         for square, part in ((Z @ Z.T, 1 - cells_part), (Z.T @ Z, cells_part)):
@@ -82,107 +81,107 @@ def grams_by_numpy(z: np.ndarray, cells_part: float) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def test_grams_are_numpy_s_and_shares_weigh_examples() -> None:
-    """Catches: channels and cells exchanged, a weight that counts twice, a block left out."""
+def test_grams_equal_numpy_with_shares_as_weights() -> None:
+    """Broken versions would swap channels and cells, apply a weight twice or omit a block."""
     z = np.random.default_rng(0).normal(size=(5, 10))
     z /= 1.5 * np.linalg.norm(z, axis=1, keepdims=True)
-    expected = np.stack([grams_by_numpy(one, 0.3) for one in z])
-    made = Grams(torch.from_numpy(z), BLOCKS, 0.3)
-    assert made.width == grams_width(BLOCKS) == expected.shape[1]
-    np.testing.assert_allclose(made.rows(), expected, atol=1e-12)
+    expected = np.stack([numpy_grams(vector, 0.3) for vector in z])
+    grams = Grams(torch.from_numpy(z), BLOCKS, 0.3)
+    assert grams.width == grams_width(BLOCKS) == expected.shape[1]
+    np.testing.assert_allclose(grams.rows(), expected, atol=1e-12)
     shares = np.array([1.0, 0.5, 0.0, 0.25, 1.0])
-    found = made.sums(torch.from_numpy(shares))
-    np.testing.assert_allclose(found, shares @ expected, atol=1e-12)
+    weighted = grams.sums(torch.from_numpy(shares))
+    np.testing.assert_allclose(weighted, shares @ expected, atol=1e-12)
 
 
-def test_the_broken_twin_of_grams_moves_by_more() -> None:
-    """Channels and cells with weight 1 each, where squares of weights must add up to 1."""
+def test_unweighted_grams_exceed_bound() -> None:
+    """Channels and cells have weight 1 each, but the squared weights must sum to 1."""
     z = np.zeros(10)
     z[0] = 1.0
-    twin = np.concatenate([grams_by_numpy(z, 0.0), grams_by_numpy(z, 1.0)])
-    assert np.linalg.norm(twin) == pytest.approx(2**0.5)
+    unweighted = np.concatenate([numpy_grams(z, 0.0), numpy_grams(z, 1.0)])
+    assert np.linalg.norm(unweighted) == pytest.approx(2**0.5)
     assert float(Grams(torch.from_numpy(z)[None], BLOCKS, 0.3).sums().norm()) == pytest.approx(1.0)
 
 
 def moments(z: Tensor, e: Tensor) -> Tensor:
-    """√½·[svec(z zᵀ); e/b ⊗ z], neither clipped nor centred."""
+    """Returns √½·[svec(z zᵀ); e/b ⊗ z], neither clipped nor centred."""
     z = z.double()
     squares = svec(torch.einsum("nd,ne->nde", z, z))
     return math.sqrt(0.5) * torch.cat([squares, torch.einsum("nc,nd->ncd", e / B, z).flatten(1)], 1)
 
 
-def test_broken_twins_break_the_bound_or_the_matrix() -> None:
-    """No clip; labels about zero and not their mean; svec without √2."""
+def test_broken_moments_violate_bound_or_matrix() -> None:
+    """The variants omit the clip, the centring of labels, or the factor √2 of svec."""
     z, labels = torch.tensor([[3.0, 0.0, 4.0]]), torch.tensor([1])
     assert float(moments(z, targets(labels).double()).norm()) > 5
     unit = F.normalize(z)
     assert float(moments(unit, F.one_hot(labels, CLASSES).double()).norm()) > 1.05
-    whole = torch.outer(unit[0], unit[0]).double()
-    honest = svec(whole)
-    torch.testing.assert_close(smat(honest, D), whole)
-    assert float(honest.norm()) == pytest.approx(1.0, abs=1e-6)
-    twin = whole[tuple(torch.triu_indices(D, D))]
-    assert float((smat(twin, D) - whole).abs().max()) > 0.1
-    assert float(twin.norm()) < 0.9  # its noise, of the same size, would be too large off diagonal
+    matrix = torch.outer(unit[0], unit[0]).double()
+    correct = svec(matrix)
+    torch.testing.assert_close(smat(correct, D), matrix)
+    assert float(correct.norm()) == pytest.approx(1.0, abs=1e-6)
+    broken = matrix[tuple(torch.triu_indices(D, D))]
+    assert float((smat(broken, D) - matrix).abs().max()) > 0.1
+    assert float(broken.norm()) < 0.9  # noise of the same size would be too large
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_those_of_the_vectors_written_out(kind: str) -> None:
+def test_factored_sums_equal_explicit_sums(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, D, generator=generator)
-    made = products(kind, z, torch.arange(50) % CLASSES)
-    rows = made.rows()
-    assert rows.shape == (50, made.width)
-    torch.testing.assert_close(made.sums(), rows.sum(0))
+    factored = products(kind, z, torch.arange(50) % CLASSES)
+    rows = factored.rows()
+    assert rows.shape == (50, factored.width)
+    torch.testing.assert_close(factored.sums(), rows.sum(0))
     shares = torch.rand(50, generator=generator)
-    torch.testing.assert_close(made.sums(shares), (rows * shares[:, None]).sum(0))
+    torch.testing.assert_close(factored.sums(shares), (rows * shares[:, None]).sum(0))
 
 
-def test_moments_by_numpy() -> None:
-    """Σ z zᵀ and Σ z ⊗ e come back from the released vector."""
+def test_moments_equal_numpy() -> None:
+    """Σ z zᵀ and Σ z ⊗ e are recovered from the released vector."""
     z = np.random.default_rng(0).normal(size=(20, D)).astype(np.float32)
     labels = np.arange(20) % CLASSES
-    made = Moments(torch.from_numpy(z), targets(torch.from_numpy(labels)), B).sums()
+    sums = Moments(torch.from_numpy(z), targets(torch.from_numpy(labels)), B).sums()
     clipped = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
     packed = D * (D + 1) // 2
-    second = smat(made[:packed] * math.sqrt(2), D)
-    crossed = made[packed:].view(CLASSES, D) * math.sqrt(2) * B
+    second = smat(sums[:packed] * math.sqrt(2), D)
+    crossed = sums[packed:].view(CLASSES, D) * math.sqrt(2) * B
     e = np.eye(CLASSES)[labels] - 1 / CLASSES
     np.testing.assert_allclose(second, clipped.T @ clipped, atol=1e-5)
     np.testing.assert_allclose(crossed, e.T @ clipped, atol=1e-5)
 
 
 def charged(width: int, clip: float = 1.0, groups: int = 1, **unit: str) -> GaussianSumMechanism:
-    """Returns a series with next to no noise."""
+    """Returns a series with negligible noise."""
     values = {"noise_multiplier": 1e-9, "sensitivity": clip, "dimension": groups * width}
     return series(groups, **unit, **values)
 
 
-def test_a_series_refuses_more_than_was_charged() -> None:
-    made = Moments(torch.ones(2, D), targets(torch.tensor([0, 1])), B)
+def test_uncharged_products_are_rejected() -> None:
+    data = Moments(torch.ones(2, D), targets(torch.tensor([0, 1])), B)
     with pytest.raises(PrivacyError, match="no step is open"):
-        charged(made.width).add_products(made)
-    for one in (charged(made.width, 0.9), charged(made.width + 1), charged(made.width, groups=2)):
-        one.sample(2)
+        charged(data.width).add_products(data)
+    for s in (charged(data.width, 0.9), charged(data.width + 1), charged(data.width, groups=2)):
+        s.sample(2)
         with pytest.raises(PrivacyError, match="the mechanism"):
-            one.add_products(made)
+            s.add_products(data)
 
 
-def test_a_user_counts_as_one_however_many_records() -> None:
-    """The mean of a user's vectors is no longer than the bound; without whose they are, refused."""
-    made = Moments(100 * torch.ones(6, D), targets(torch.zeros(6, dtype=torch.int64)), B)
-    one = charged(made.width, unit=USER)
-    one.sample(1)
+def test_user_influence_is_at_most_bound() -> None:
+    """The mean of a user's vectors is within the bound; rows without users are rejected."""
+    moments = Moments(100 * torch.ones(6, D), targets(torch.zeros(6, dtype=torch.int64)), B)
+    mechanism = charged(moments.width, unit=USER)
+    mechanism.sample(1)
     with pytest.raises(PrivacyError, match="protects users"):
-        one.add_products(made)
-    whose = Sample(torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.full((6,), 1 / 6))
-    one.add_products(made, whose)
-    assert float(one.release().norm()) <= 1 + 1e-6
+        mechanism.add_products(moments)
+    sample = Sample(torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.full((6,), 1 / 6))
+    mechanism.add_products(moments, sample)
+    assert float(mechanism.release().norm()) <= 1 + 1e-6
     with pytest.raises(PrivacyError, match=r"\[0, 1\]"):
         Rows(torch.ones(1, D), 1.0).sums(torch.tensor([2.0]))
 
 
-def test_shares_divide_the_noise_of_a_client_and_not_what_is_charged() -> None:
-    one = series()
-    one.shares = 9
-    assert one.noise_std == pytest.approx(2 / 3)
+def test_shares_divide_client_noise() -> None:
+    mechanism = series()
+    mechanism.shares = 9
+    assert mechanism.noise_std == pytest.approx(2 / 3)

@@ -1,5 +1,5 @@
-"""The report: every figure follows from the ledgers, without a guarantee there is no ε, and on its
-pages whatever a report's texts are, they stay texts."""
+"""Tests of the report: its figures follow from the ledgers, it states no ε without a guarantee, and
+its pages escape all texts."""
 
 from __future__ import annotations
 
@@ -59,43 +59,43 @@ def row(number: int = 0, sigma: float = 5.0, q: float = 1.0, **values: Any) -> R
     return release(round=number, noise_multiplier=sigma, sample_rate=q, **fields)
 
 
-def about(**values: Any) -> ReportFacts:
+def facts_with(**values: Any) -> ReportFacts:
     return FACTS.model_copy(update=values)
 
 
 ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for n in range(4)]}
 
 
-def build(stated: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
-    histories = [History(name, tuple(each)) for name, each in rows.items()]
-    report = build_report(stated, histories, {"b": LedgerStart(rows=1, chain=None)})
+def build(report_facts: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
+    histories = [History(name, tuple(releases)) for name, releases in rows.items()]
+    report = build_report(report_facts, histories, {"b": LedgerStart(rows=1, chain=None)})
     assert schema_problems(json.loads(json.dumps(report))) == []
     return report
 
 
-def test_the_guarantee_follows_from_the_ledgers() -> None:
+def test_guarantee_matches_ledgers() -> None:
     report = build()
     promise = report["guarantee"]
-    spent, less = epsilon(ROWS["a"], DELTA), epsilon(ROWS["b"], DELTA)
+    spent, smaller = epsilon(ROWS["a"], DELTA), epsilon(ROWS["b"], DELTA)
     assert f"ε = {format_epsilon(spent)} " in render_markdown(report)
     assert (promise["epsilon"], promise["delta"], promise["worst_client"]) == (spent, DELTA, "a")
-    assert promise["epsilon_by_client"] == {"a": spent, "b": less, "c": spent}
+    assert promise["epsilon_by_client"] == {"a": spent, "b": smaller, "c": spent}
     first, *_, last = promise["epsilon_by_round"]
     assert first["worst"] == epsilon([row(0)], DELTA)
     assert last == {"round": 3, "worst": spent}
-    assert [one["epsilon"] for one in promise["epsilon_of_each_release_alone"]] == [spent]
-    attacks = [tuple(one.values()) for one in promise["attack_success"]]
+    assert [entry["epsilon"] for entry in promise["epsilon_of_each_release_alone"]] == [spent]
+    attacks = [tuple(entry.values()) for entry in promise["attack_success"]]
     assert attacks == list(attack_success(ROWS["a"]).items())
     assert promise["best_guess_at_most"] == best_guess(ROWS["a"])
     assert report["accountant"]["rdp_epsilon"] >= spent
     heads = report["ledger_heads"]
-    assert [(one["rows"], one["rows_before"]) for one in heads.values()] == [(4, 0), (2, 1), (4, 0)]
+    assert [(h["rows"], h["rows_before"]) for h in heads.values()] == [(4, 0), (2, 1), (4, 0)]
 
 
-def test_the_ledger_is_folded_and_complete() -> None:
+def test_reported_ledger_is_folded_and_complete() -> None:
     entries = build()["ledger"]
-    found = [(one["clients"], one["rounds"]) for one in entries]
-    assert found == [(["a", "c"], [0, 1, 2, 3]), (["b"], [0, 1])]
+    folded = [(entry["clients"], entry["rounds"]) for entry in entries]
+    assert folded == [(["a", "c"], [0, 1, 2, 3]), (["b"], [0, 1])]
     fields = {k: v for k, v in entries[0].items() if k not in ("clients", "rounds")}
     assert [Release.from_json({**fields, "round": n}) for n in range(4)] == ROWS["a"]
     repeated = build(rows={"a": [row(0), row(1), row(1)]})
@@ -103,15 +103,15 @@ def test_the_ledger_is_folded_and_complete() -> None:
     assert "charged more than once: 1" in render_markdown(repeated)
 
 
-def no_epsilon(report: Report) -> None:
-    """No ε anywhere: not in the JSON's values, the Markdown or the terminal's table."""
+def check_no_epsilon(report: Report) -> None:
+    """Checks that the JSON values, the Markdown and the terminal table contain no ε."""
     assert report["guarantee"] is None
     assert report["published"] == []
     texts = (json.dumps(report, ensure_ascii=False), render_markdown(report))
     for text in (*texts, repr(summary_rows(report))):
-        shown = text.replace("No ε is stated", "").replace('"epsilon_cap"', "")
-        shown = shown.replace('"rdp_epsilon": null', "")
-        assert not re.search(r"ε|\bepsilon", shown)
+        remaining = text.replace("No ε is stated", "").replace('"epsilon_cap"', "")
+        remaining = remaining.replace('"rdp_epsilon": null', "")
+        assert not re.search(r"ε|\bepsilon", remaining)
 
 
 @pytest.mark.parametrize(
@@ -124,32 +124,32 @@ def no_epsilon(report: Report) -> None:
         ({"test_only_randomness": True}, [row()], "A test supplied the noise"),
     ],
 )
-def test_without_a_guarantee_no_epsilon_is_stated(
+def test_no_epsilon_is_reported_without_guarantee(
     values: dict[str, Any], rows: list[Release], reason: str
 ) -> None:
-    report = build(about(**values, epsilon_cap=None), {"a": rows})
+    report = build(facts_with(**values, epsilon_cap=None), {"a": rows})
     assert not report["verdict"]["formal"]
     text = render_markdown(report)
     assert reason in text
     assert "guarantees no protection to anyone" in text
     assert "This report protects no file" in text
     assert summary_rows(report)[0][0] == "verdict"
-    no_epsilon(report)
+    check_no_epsilon(report)
 
 
-def test_a_guarantee_needs_a_ledger_and_a_delta_in_range() -> None:
-    no_epsilon(build(about(verdict=Verdict(reasons=["a reason"]), epsilon_cap=None), {}))
-    for values, rows, words in (
+def test_guarantee_requires_ledger_and_valid_settings() -> None:
+    check_no_epsilon(build(facts_with(verdict=Verdict(reasons=["a reason"]), epsilon_cap=None), {}))
+    for values, rows, message in (
         ({}, {}, "ledger"),
         ({"max_records": 10**7}, ROWS, "max_records"),
         ({"adjacency": "neighbours"}, ROWS, "adjacency"),
     ):
-        with pytest.raises(PrivacySettingError, match=words):
-            build(about(**values), rows)
+        with pytest.raises(PrivacySettingError, match=message):
+            build(facts_with(**values), rows)
 
 
 @pytest.mark.parametrize(
-    ("values", "sigma", "words"),
+    ("values", "sigma", "message"),
     [
         ({}, 0.4, "This ε is above 10"),
         ({"max_records": None}, 5.0, "δ was not checked"),
@@ -157,53 +157,51 @@ def test_a_guarantee_needs_a_ledger_and_a_delta_in_range() -> None:
         ({"verdict": Verdict(reasons=["a reason"], warnings=["a doubt"])}, 5.0, "a doubt"),
     ],
 )
-def test_warnings_of_the_run_and_of_the_figures(
-    values: dict[str, Any], sigma: float, words: str
-) -> None:
-    report = build(about(**values), {"a": [row(n, sigma) for n in range(4)]})
-    assert words in render_markdown(report)
-    assert any(words in text for name, text in summary_rows(report) if name == "warning")
-    assert words not in render_markdown(build())
+def test_report_contains_warnings(values: dict[str, Any], sigma: float, message: str) -> None:
+    report = build(facts_with(**values), {"a": [row(n, sigma) for n in range(4)]})
+    assert message in render_markdown(report)
+    assert any(message in text for name, text in summary_rows(report) if name == "warning")
+    assert message not in render_markdown(build())
 
 
-def test_groups_are_exact_without_sampling_and_honest_with() -> None:
+def test_group_epsilon_is_exact_without_sampling() -> None:
     bound, exact = group_epsilon([row(0, 5.0)], DELTA, 2, "add-remove")
     assert exact
     assert bound == pytest.approx(epsilon([row(0, 2.5)], DELTA))
-    few = [row(0, 6.0, 0.05)]
-    chained, _ = group_epsilon(few, DELTA, 2, "add-remove")
-    assert 2 * epsilon(few, DELTA) <= chained
+    sampled = [row(0, 6.0, 0.05)]
+    chained, _ = group_epsilon(sampled, DELTA, 2, "add-remove")
+    assert 2 * epsilon(sampled, DELTA) <= chained
     assert chained <= group_epsilon([row(0, 6.0)], DELTA, 2, "add-remove")[0]
-    far = [row(n, 1.0, 0.4) for n in range(40)]
-    assert group_epsilon(far, DELTA, 5, "add-remove") == (math.inf, False)
+    unbounded = [row(n, 1.0, 0.4) for n in range(40)]
+    assert group_epsilon(unbounded, DELTA, 5, "add-remove") == (math.inf, False)
 
 
-def test_every_figure_is_that_of_the_client_that_is_worst_there() -> None:
-    """Two clients whose order depends on δ."""
+def test_figures_are_those_of_worst_client() -> None:
+    """The order of the two clients depends on δ."""
     rows = {"a": [row(0, 0.9, 0.01, steps=600)], "b": [row(0, 2.2, steps=1)]}
     promise = build(rows=rows)["guarantee"]
-    leaders = set()
+    worst_clients = set()
     for point in promise["epsilon_of_delta"]:
-        spent = {name: epsilon(some, point["delta"]) for name, some in rows.items()}
+        spent = {name: epsilon(log, point["delta"]) for name, log in rows.items()}
         assert point["epsilon"] == max(spent.values())
-        leaders.add(max(spent, key=lambda name: spent[name]))
-    assert leaders == {"a", "b"}
+        worst_clients.add(max(spent, key=lambda name: spent[name]))
+    assert worst_clients == {"a", "b"}
     for attack in promise["attack_success"]:
         rate = attack["false_positive_rate"]
-        highest = max(attack_success(some)[rate] for some in rows.values())
+        highest = max(attack_success(log)[rate] for log in rows.values())
         assert attack["true_positive_rate_at_most"] == highest
-    for one in promise["groups"]:
-        each = [group_epsilon(some, DELTA, one["units"], "add-remove") for some in rows.values()]
-        assert (one["epsilon"] or math.inf, one["exact"]) == max(each)
+    for group in promise["groups"]:
+        bounds = [group_epsilon(log, DELTA, group["units"], "add-remove") for log in rows.values()]
+        assert (group["epsilon"] or math.inf, group["exact"]) == max(bounds)
 
 
-def test_written_files(tmp_path: Path) -> None:
-    kept = Ledger("a", tmp_path / "a.jsonl")
-    kept.charge(row(0))
-    report = build_report(FACTS, [kept.history()])
+def test_write_report_replaces_files(tmp_path: Path) -> None:
+    ledger = Ledger("a", tmp_path / "a.jsonl")
+    ledger.charge(row(0))
+    report = build_report(FACTS, [ledger.history()])
     line = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[-1])
     assert report["ledger_heads"]["a"]["chain"] == line["chain"]
-    for _ in range(2):  # again: replaced, and no temporary file is left
+    for _ in range(2):  # the second write replaces all and leaves no temporary file
         write_report(report, tmp_path / "run")
         _, data, text = sorted((tmp_path / "run").iterdir())
     assert json.loads(data.read_text()) == report
@@ -229,16 +227,16 @@ PAGE_FACTS = facts(
 )
 
 
-def made(*rows: Release, clients: int = 2, **values: Any) -> dict[str, Any]:
-    about = PAGE_FACTS.model_copy(update=values)
+def page_report(*rows: Release, clients: int = 2, **values: Any) -> dict[str, Any]:
+    facts_with = PAGE_FACTS.model_copy(update=values)
     histories = [History(f"client-{k:03d}", rows or (ROW,)) for k in range(clients)]
-    return build_report(about, histories)
+    return build_report(facts_with, histories)
 
 
-def test_the_first_page_states_run_date_purpose_and_data() -> None:
-    text, _, datasheet = render_markdown(made()).partition("# Datasheet")
+def test_first_page_describes_run() -> None:
+    text, _, datasheet = render_markdown(page_report()).partition("# Datasheet")
     assert datasheet
-    for words in (
+    for expected in (
         "| run | 20260102-030405-feddm-scans |",
         "| responsible | Klinikum Mitte |",
         "scans: the operator's own",
@@ -246,87 +244,89 @@ def test_the_first_page_states_run_date_purpose_and_data() -> None:
         "a federation with method feddm",
         f"| model.safetensors | the trained model | `{'ab' * 32}` |",
     ):
-        assert words in text, words
-    assert "| responsible | not stated |" in render_markdown(made(run=RunFacts(), files={}))
-    one = render_markdown(made(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"})))
-    assert "a computation of one data owner with method feddm" in one
-    assert "a federation" not in one
+        assert expected in text, expected
+    assert "| responsible | not stated |" in render_markdown(page_report(run=RunFacts(), files={}))
+    solo = render_markdown(
+        page_report(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"}))
+    )
+    assert "a computation of one data owner with method feddm" in solo
+    assert "a federation" not in solo
 
 
-def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_persons() -> None:
+def test_user_level_reports_name_persons() -> None:
     person = Unit(kind=USER, person="patient", user_records=4)
     by_person = replace(ROW, unit=USER, clipped="residual of each example")
-    report = made(by_person, unit=person)
+    report = page_report(by_person, unit=person)
     text = render_markdown(report)
-    for words in (
+    for expected in (
         "for one patient of one client",
         "averaged over each patient's examples",
         "- examples of a patient: at most 4, by a public choice",
     ):
-        assert words in text, words
+        assert expected in text, expected
     assert not re.search(r"\buser", text.replace("privacy.unit=user", ""))
     assert "one example" not in text
     assert "ONE PATIENT OF ONE CLIENT" in dict(summary_rows(report))["protects"]
 
 
 @given(st.floats(1e-6, 13))
-def test_no_printed_figure_is_below_what_was_computed(epsilon: float) -> None:
+def test_printed_figures_are_rounded_up(epsilon: float) -> None:
     assert float(format_odds(epsilon).replace(",", "")) >= math.exp(epsilon) * (1 - 1e-9)
     assert float(format_epsilon(epsilon)) >= epsilon * (1 - 1e-9)
     assert float(format_percent(epsilon / 13).strip("…")) >= min(100 * epsilon / 13, 99.99) - 1e-9
     assert [format_epsilon(value) for value in (8.941, 8.0, 10602.16)] == ["8.95", "8", "10,700"]
 
 
-def test_events_and_the_audit_are_reported() -> None:
+def test_events_and_audit_are_reported() -> None:
     events = [
         Event(kind="absent", client="2", why="it is ill"),
         Event(kind="resumed", rounds_done=1),
         Event.ended(1, ("client-000", 3.0511, 4.6), "in words"),
         Event.ended(1, None, "its owner's cap"),
     ]
-    text = render_markdown(made(events=events, epsilon_cap=4.0, abandoned=True))
-    for words in (
+    text = render_markdown(page_report(events=events, epsilon_cap=4.0, abandoned=True))
+    for expected in (
         "client 2 did not take part: it is ill",
         "client client-000: ε is 3.06 now and would be 4.6 with the next round, above the cap 4",
         "ended after 1 of 2 rounds: its owner's cap",
         "abandoned after 2 of 2 rounds",
     ):
-        assert words in text, words
-    text = render_markdown({**made(), "audit": audit(epsilon_lower_bound=1.2399)})
+        assert expected in text, expected
+    text = render_markdown({**page_report(), "audit": audit(epsilon_lower_bound=1.2399)})
     assert "shows ε ≥ 1.23 at δ = 1e-05 with 99.9 % confidence: 260 of 400 guesses" in text
     assert "**The audit refutes this report's ε.**" in text
 
 
-def test_shared_noise_is_stated_with_every_guarantee() -> None:
-    """ε of shared noise holds against those who see only sums: also where this run's clients add
-    all of their own noise, and those of an earlier run on the same ledger did not."""
-    own = replace(ROW, round=2)
+def test_shared_noise_is_reported() -> None:
+    """The ε of shared noise holds against observers of sums only, also if clients shared their
+    noise only in an earlier run on the same ledger."""
+    full = replace(ROW, round=2)
     secure = replace(ROW, shares=4)
-    for shares, rows in itertools.product((1, 4), ((secure,), (secure, own), (own, secure))):
-        text = render_markdown(made(*rows, shares=shares))
+    for shares, rows in itertools.product((1, 4), ((secure,), (secure, full), (full, secure))):
+        text = render_markdown(page_report(*rows, shares=shares))
         assert "has as little as 1/√4 of the noise that is charged" in text
         assert "A secure aggregation reveals" in text
-        sees = "see the sum over all clients of every round, but no client's own upload"
-        assert (sees in text) == (shares == 4)
+        sums_only = "see the sum over all clients of every round, but no client's own upload"
+        assert (sums_only in text) == (shares == 4)
         assert ("see every upload of every round" in text) == (shares == 1)
         assert ("of earlier runs only what their reports allow" in text) == (shares == 1)
-    masked = render_markdown(made(secure, shares=4, min_clients=6))
+    masked = render_markdown(page_report(secure, shares=4, min_clients=6))
     assert "at most 2 clients of a sum collude with the server" in masked
     assert "computed sums of at least 6 clients" in masked
-    alone = render_markdown(made(own))
-    assert "secure aggregation: none\n" in alone
-    assert "The attacker sees everything that was released" in alone
-    assert "1/√" not in alone
+    unmasked = render_markdown(page_report(full))
+    assert "secure aggregation: none\n" in unmasked
+    assert "The attacker sees everything that was released" in unmasked
+    assert "1/√" not in unmasked
 
 
-def test_the_page_is_whole_and_loads_nothing() -> None:
-    text = render_html(made())
+def test_html_page_is_self_contained() -> None:
+    text = render_html(page_report())
     page = Page(text)
     loaded = r"<script|https?://(?!www\.w3\.org/2000/svg)|<link|<img|@import|url\("
     assert not re.search(loaded, text)
     assert text.count("<svg") == 2
     assert "Trust model" in page.text
-    assert "<svg" not in render_html(made(verdict=Verdict(reasons=["no noise"])))
+    assert "<svg" not in render_html(page_report(verdict=Verdict(reasons=["no noise"])))
 
 
 HOSTILE = (
@@ -338,8 +338,8 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def with_text(text: str) -> dict[str, Any]:
-    """A report with a text in every place for one."""
+def text_report(text: str) -> dict[str, Any]:
+    """Returns a report with this text in every text field."""
     row = replace(ROW, quantity=text, mechanism=text, clipped=text)
     unaccounted = replace(row, unaccounted=text)
     run = dict.fromkeys(("id", "date", "responsible", "purpose"), text)
@@ -356,31 +356,31 @@ def with_text(text: str) -> dict[str, Any]:
         "run": RunFacts(**run, sites={"client-000": text}),
         "files": {text: "ab" * 32},
     }
-    about = PAGE_FACTS.model_copy(update=places)
+    facts_with = PAGE_FACTS.model_copy(update=places)
     rows = (unaccounted,) if len(text) % 2 else (row,)
-    return build_report(about, [History("client-000", rows), History(text, rows)])
+    return build_report(facts_with, [History("client-000", rows), History(text, rows)])
 
 
-def stays_text(text: str) -> None:
-    report, harmless = with_text(text), with_text("plain" if len(text) % 2 else "even")
+def check_text_is_escaped(text: str) -> None:
+    report, harmless = (text_report(text), text_report("plain" if len(text) % 2 else "even"))
     markdown, html = render_markdown(report), render_html(report)
     assert markdown.replace("\n", "").isprintable()
     assert html.replace("\n", "").isprintable()
     assert markdown.count("\n") == render_markdown(harmless).count("\n")
     page = Page(html)
-    assert page.tags == Page(render_html(harmless)).tags  # nothing became a tag, a list, a link
-    shown = " ".join(printable(text).split())
-    assert not shown or " ".join(page.text.split()).count(shown) >= 20
+    assert page.tags == Page(render_html(harmless)).tags  # no text became a tag, a list or a link
+    printed = " ".join(printable(text).split())
+    assert not printed or " ".join(page.text.split()).count(printed) >= 20
     assert dict(summary_rows(report))["mechanism"] == text
 
 
-def test_hostile_texts_stay_texts() -> None:
-    """Texts make no line, no Markdown and no HTML of their own, and steer no terminal."""
+def test_hostile_texts_are_escaped() -> None:
+    """Texts add no lines, Markdown, HTML or terminal sequences."""
     for text in HOSTILE:
-        stays_text(text)
+        check_text_is_escaped(text)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.text("ab1 .-+=#*_`[]()<>|\\&~!:/\n", min_size=1, max_size=12).filter(str.strip))
-def test_random_texts_stay_texts(text: str) -> None:
-    stays_text(text)
+def test_random_texts_are_escaped(text: str) -> None:
+    check_text_is_escaped(text)

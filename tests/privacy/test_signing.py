@@ -1,4 +1,4 @@
-"""Signatures of run folders, with Ed25519 keys in PEM: every change of a file is named."""
+"""Tests of signatures of run folders with Ed25519 keys in PEM."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
-    """A signed folder."""
+    """Returns a signed folder."""
     folder = tmp_path / "run"
     for name in ("ledger/client-000.jsonl", "model.safetensors", "simulation_only/partition.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,30 +69,30 @@ def problems(run: Path, keys: tuple[Path, Path]) -> list[str]:
     return signature_problems(run, read_public_key(keys[1]))
 
 
-def test_a_signed_folder_holds(run: Path, keys: tuple[Path, Path]) -> None:
+def test_signed_folders_have_no_problems(run: Path, keys: tuple[Path, Path]) -> None:
     assert problems(run, keys) == []
     signed = json.loads((run / "signature.json").read_text())["files"]
     assert list(signed) == ["ledger/client-000.jsonl", "model.safetensors", "privacy_report.json"]
     (run / "simulation_only" / "partition.txt").write_text("is not covered")
     shutil.copytree(run, run.with_name("copy"))
     assert problems(run.with_name("copy"), keys) == []
-    sign_run(run, read_private_key(keys[0]))  # again: the signature itself is not signed
+    sign_run(run, read_private_key(keys[0]))  # the signature itself is not signed
     assert problems(run, keys) == []
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-def test_keys_come_from_openssl_as_the_docs_say(run: Path, tmp_path: Path) -> None:
+def test_documented_openssl_keys_are_accepted(run: Path, tmp_path: Path) -> None:
     private, public = str(tmp_path / "own.pem"), str(tmp_path / "own.pub")
-    for words in (
+    for arguments in (
         ["genpkey", "-algorithm", "ed25519", "-out", private],
         ["pkey", "-in", private, "-pubout", "-out", public],
     ):
-        subprocess.run(["openssl", *words], check=True, capture_output=True)
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
     sign_run(run, read_private_key(Path(private)))
     assert signature_problems(run, read_public_key(Path(public))) == []
 
 
-def rewritten(run: Path, **values: object) -> None:
+def rewrite_signature(run: Path, **values: object) -> None:
     content = json.loads((run / "signature.json").read_text())
     (run / "signature.json").write_text(json.dumps({**content, **values}))
 
@@ -117,30 +117,30 @@ FORGED = "is not a signature of these files with this key"
         ({"files": []}, "files is wrong"),
     ],
 )
-def test_every_change_is_named(
+def test_changes_are_detected(
     run: Path, keys: tuple[Path, Path], change: Any, expected: str
 ) -> None:
     if isinstance(change, dict):
-        rewritten(run, **change)
+        rewrite_signature(run, **change)
     elif change[1] is None:
         (run / change[0]).unlink()
     else:
         (run / change[0]).write_text(change[1])
-    (found,) = problems(run, keys)
-    assert expected in found
+    (problem,) = problems(run, keys)
+    assert expected in problem
 
 
-def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_links_cannot_be_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("can change")
     (run / "link").symlink_to(tmp_path / "outside")
-    for act in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
+    for action in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
         with pytest.raises(SigningError, match="neither a plain file nor a folder"):
-            act()
+            action()
     with pytest.raises(PrivacyError, match="cannot read the privacy report"):
         sign_run(tmp_path, read_private_key(keys[0]))
 
 
-def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     curve = ec.generate_private_key(ec.SECP256R1())
     encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
     file = tmp_path / "file"
@@ -157,7 +157,7 @@ def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> 
             read(tmp_path / "nowhere")
 
 
-def test_a_missing_package_is_said(
+def test_missing_package_is_reported(
     keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:

@@ -1,5 +1,5 @@
-"""The wiring: what FedDM and FedAvg release, end to end, is the theorem's statistic at the public
-scale and nothing else; and what a client refuses of a server, and settings of an owner."""
+"""Tests of private methods from end to end: released statistics have the public scale, and clients
+reject invalid requests and settings."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fedsynth.simulation.simulate import simulate
 from tests.digits import digits, private_clients, round_context
 
 
-def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any) -> list[Tensor]:
-    """Returns how far a client moves from `start`, openly and privately at 4 times its size."""
+def updates(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any) -> list[Tensor]:
+    """Returns a client's updates of `start`: exact, and private at 4 times its size."""
     data = digits(np.arange(60) % 10)
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
-    found = []
+    results = []
     for ctx in (round_context(None, nominal=240.0), round_context(settings, nominal=240.0)):
         clients: ClientGroup = ExactClientView([0], data, [torch.arange(60)])
         if ctx.privacy is not None:
@@ -44,40 +44,40 @@ def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any)
         ((upload, _),) = method.client_step(message, clients, [memory], ctx)
         arrays = dict(upload.arrays())
         first = start or {f"parameters.{k}": v for k, v in ctx.architecture.state_dict().items()}
-        found.append(torch.cat([(arrays[name] - first[name]).flatten() for name in first]))
-    return found
+        results.append(torch.cat([(arrays[name] - first[name]).flatten() for name in first]))
+    return results
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
-def test_feddm_divides_by_the_nominal_size_and_not_by_the_true_one(mechanism: str) -> None:
+def test_feddm_divides_by_nominal_size(mechanism: str) -> None:
     start = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     method = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
-    exact, private = moves(method, {"images": start}, {"images": start}, mechanism=mechanism)
+    exact, private = updates(method, {"images": start}, {"images": start}, mechanism=mechanism)
     torch.testing.assert_close(private, exact * 60 / 240, atol=1e-5, rtol=1e-3)
 
 
-def test_fedavg_divides_by_the_nominal_size() -> None:
+def test_fedavg_divides_by_nominal_size() -> None:
     method = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
-    exact, private = moves(method, {}, None)
+    exact, private = updates(method, {}, None)
     torch.testing.assert_close(private, exact * 60 / 240, atol=1e-6, rtol=1e-3)
 
 
 def private_run(method: str = "feddm", **privacy: Any) -> Any:
-    """Returns settings of a run whose clients are partly empty, and 200 records."""
-    trains = {"local_epochs": 1, "batch": 100}
-    fast = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}}
+    """Returns the settings of a run with empty clients, and 200 records."""
+    training = {"local_epochs": 1, "batch": 100}
+    method_settings = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}}
     sections = {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.01, "seed": 9},
         "model": {"width": 4},
-        "method": fast.get(method, trains),
+        "method": method_settings.get(method, training),
         "privacy": {"noise_multiplier": 3.0, **privacy},
     }
     return resolve(sections), digits(np.arange(200) % 10)
 
 
-def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an empty client skipped, a step more or less than accounted, q from len(train)."""
+def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken versions would skip empty clients, miscount steps or derive q from len(train)."""
     released: list[float] = []
     original = GaussianSumMechanism.release
 
@@ -100,8 +100,8 @@ def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.Monke
         assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
 
 
-def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: one key for all clients of a run."""
+def test_clients_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken version would use one key for all clients of a run."""
     draws: list[tuple[int, Tensor]] = []
     original = SecretGenerator.normal
 
@@ -119,8 +119,8 @@ def test_clients_of_a_run_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -
     assert correlations.abs().max() < 0.4  # independent draws of 260 numbers: 5 deviations are 0.31
 
 
-def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
-    """Catches: clean losses, counts or timings in logs."""
+def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
+    """A broken version would log clean losses, counts or timings."""
     settings_, data = private_run()
     result = simulate(settings_, data=(data, data), output=tmp_path)
     assert result.folder is not None
@@ -142,14 +142,14 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     start = json.loads((result.folder / "privacy_start.json").read_text())
     assert set(start) == {
         *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
-        *("simulated", "warnings", "run"),  # known before any data are read
+        *("simulated", "warnings", "run"),  # known before the data are read
     }
     # the true number of records, as a number and not inside a hash or a fraction
     count = re.compile(r"(?<![\w.])200(?![\w.])")
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
-def test_the_norm_is_of_all_tensors_together() -> None:
+def test_request_norm_covers_all_tensors() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
     check_numbers(arrays, 10.0)  # sqrt(36 + 64)
     with pytest.raises(RequestRefusedError, match="got 10"):
@@ -166,21 +166,21 @@ class Proximal(Message):
     mu: float
 
 
-def test_a_plain_number_of_a_message_is_checked() -> None:
+def test_scalars_of_messages_are_checked() -> None:
     with pytest.raises(RequestRefusedError, match=r"mu .*not finite"):
         check_numbers(Proximal(mu=float("nan")).numbers(), None)
 
 
-def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_phase_requests_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     first_request = FedAF.first_request
 
     def hostile(self: FedAF, state: Any, context: Any) -> Any:
-        asked: Any = first_request(self, state, context)
-        next(tensor for _, tensor in asked.arrays()).fill_(float("inf"))
-        return asked
+        request: Any = first_request(self, state, context)
+        next(tensor for _, tensor in request.arrays()).fill_(float("inf"))
+        return request
 
     monkeypatch.setattr(FedAF, "first_request", hostile)
-    monkeypatch.setattr(FedAF, "first_step", None)  # nobody answers
+    monkeypatch.setattr(FedAF, "first_step", None)  # no client answers
     method = {"knowledge_from": "first-phase"}
     sections = {"run": {"method": "fedaf", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
     with pytest.raises(RequestRefusedError, match="not finite"):
@@ -196,7 +196,7 @@ def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPa
         ("clip", {"epsilon": 1.0, "clip": float("inf")}),
         ("sample_rate", {"epsilon": 1.0, "sample_rate": 0.0}),
         ("unit", {"epsilon": 1.0, "unit": "household"}),
-        ("unit", {"epsilon": 1.0, "unit": "user"}),  # its users' number is not said
+        ("unit", {"epsilon": 1.0, "unit": "user"}),  # the number of users is missing
         ("mechanism", {"epsilon": 1.0, "mechanism": "paper"}),  # no guarantee, so no ε
         ("ledger", {"epsilon": 1.0, "ledger": "a\0b"}),
         ("ledger", {"epsilon": 1.0, "ledger": "\ud800"}),
@@ -205,16 +205,14 @@ def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPa
         ("noise_multiplier", {}),  # or a budget
     ],
 )
-def test_it_is_named(key: str, values: dict[str, Any]) -> None:
+def test_invalid_privacy_settings_are_named(key: str, values: dict[str, Any]) -> None:
     with pytest.raises(PrivacySettingError) as caught:
         PrivacySettings(**values)
     assert (caught.value.section, caught.value.key) == ("privacy", key)
     assert "\n" not in str(caught.value)
 
 
-def test_a_ledgers_folder_is_the_same_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert PrivacySettings(epsilon=1.0, ledger="kept").ledger_folder == tmp_path / "kept"
     assert PrivacySettings(epsilon=1.0, ledger=NO_LEDGER).ledger_folder is None

@@ -1,5 +1,4 @@
-"""Users as the protected unit: a user's records together move the sums by at most the clip, in
-every method and however they come."""
+"""Tests of users as the protected unit: the records of a user change the sums by at most the clip."""
 
 from __future__ import annotations
 
@@ -32,37 +31,37 @@ def users_series(rate: float = 1.0) -> GaussianSumMechanism:
     return series(GROUPS, unit=USER, sample_rate=rate)
 
 
-def summed(
+def user_sums(
     rows: Tensor, groups: Tensor, users: Tensor, piece: int = 1000, device: str = "cpu"
 ) -> Tensor:
-    """Returns the un-noised sums [GROUPS, WIDTH] over all users, in pieces."""
-    one = users_series()
-    for part in Units(len(rows), users).sample(one).split(piece):
-        one.add(rows[part.records].to(device), groups[part.records].to(device), part)
-    assert one._sums is not None
-    one._users.close(one._sums)
-    return one._sums.cpu()
+    """Returns the sums without noise [GROUPS, WIDTH] over all users, computed in pieces."""
+    mechanism = users_series()
+    for part in Units(len(rows), users).sample(mechanism).split(piece):
+        mechanism.add(rows[part.records].to(device), groups[part.records].to(device), part)
+    assert mechanism._sums is not None
+    mechanism._users.close(mechanism._sums)
+    return mechanism._sums.cpu()
 
 
 def oracle(rows: np.ndarray, groups: np.ndarray, users: np.ndarray) -> np.ndarray:
     total = np.zeros((GROUPS, WIDTH))
     for user in np.unique(users):
-        mine = np.flatnonzero(users == user)
-        own = np.zeros((GROUPS, WIDTH))
-        for i in mine:
+        indices = np.flatnonzero(users == user)
+        user_sum = np.zeros((GROUPS, WIDTH))
+        for i in indices:
             if np.isfinite(rows[i]).all():
                 u = rows[i].astype(np.float64)
                 u *= min(1.0, 2.0**16 * CLIP / max(np.sqrt((u**2).sum()), 1e-300))
-                own[groups[i]] += u / len(mine)
-        norm = np.sqrt((own**2).sum())
-        total += own * min(1.0, CLIP / norm) if norm > 0 else 0.0
+                user_sum[groups[i]] += u / len(indices)
+        norm = np.sqrt((user_sum**2).sum())
+        total += user_sum * min(1.0, CLIP / norm) if norm > 0 else 0.0
     return total
 
 
 VALUES = st.one_of(
     st.floats(-3, 3, width=32), st.sampled_from([0.0, 1e20, -3e38, np.nan, np.inf, -np.inf])
 )
-PEOPLE = st.integers(1, 25).flatmap(
+USER_RECORDS = st.integers(1, 25).flatmap(
     lambda n: st.tuples(
         arrays(np.float32, (n, WIDTH), elements=VALUES),
         arrays(np.int64, n, elements=st.integers(0, GROUPS - 1)),
@@ -72,32 +71,32 @@ PEOPLE = st.integers(1, 25).flatmap(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])])
-@given(PEOPLE, st.integers(1, 30))
+@given(USER_RECORDS, st.integers(1, 30))
 @settings(max_examples=40, deadline=None)
-def test_sums_are_of_users_means_clipped_over_all_groups(
+def test_sums_equal_clipped_user_means(
     device: str, people: tuple[np.ndarray, np.ndarray, np.ndarray], piece: int
 ) -> None:
     rows, groups, users = people
-    got = summed(*map(torch.from_numpy, people), piece, device)
-    np.testing.assert_allclose(got.numpy(), oracle(rows, groups, users), rtol=1e-9, atol=1e-9)
+    computed = user_sums(*map(torch.from_numpy, people), piece, device)
+    np.testing.assert_allclose(computed.numpy(), oracle(rows, groups, users), rtol=1e-9, atol=1e-9)
 
 
-@given(PEOPLE, st.integers(0, 5), st.integers(1, 30))
+@given(USER_RECORDS, st.integers(0, 5), st.integers(1, 30))
 @settings(max_examples=40, deadline=None)
-def test_one_user_moves_the_unnoised_sums_by_at_most_the_clip(
-    people: tuple[np.ndarray, np.ndarray, np.ndarray], gone: int, piece: int
+def test_user_sensitivity_of_sums_is_at_most_clip(
+    people: tuple[np.ndarray, np.ndarray, np.ndarray], removed: int, piece: int
 ) -> None:
-    """Whatever they hold: many records, of all classes, huge, not finite."""
+    """Covers users with many records, of all classes, and huge or non-finite values."""
     rows, groups, users = map(torch.from_numpy, people)
-    kept = users != gone
-    moved = summed(rows, groups, users, piece) - summed(
-        rows[kept], groups[kept], users[kept], piece
+    remaining = users != removed
+    difference = user_sums(rows, groups, users, piece) - user_sums(
+        rows[remaining], groups[remaining], users[remaining], piece
     )
-    assert float(moved.norm()) <= CLIP * (1 + 1e-9)
+    assert float(difference.norm()) <= CLIP * (1 + 1e-9)
 
 
-def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
-    """A server's weights may make rows of 1e30 cancel within a user."""
+def test_cancelling_rows_leave_no_residue() -> None:
+    """A server's weights may cause rows of 1e30 that cancel within a user."""
     a, b, c = 2.1327155287829078e29, 4.589931303856093e29, -6.722646832639001e29
     third = 1 / 3
     assert (a * third + b * third) + c * third == 0
@@ -106,39 +105,39 @@ def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
     rows = torch.zeros(80, WIDTH)
     rows[:, 0] = torch.tensor([a, b, c, 0.0] * 20)
     groups = torch.zeros(81, dtype=torch.int64)
-    without = summed(rows, groups[:80], users, 2)
-    more = torch.cat([torch.zeros(1, dtype=torch.int64), users])
-    moved = summed(torch.cat([torch.zeros(1, WIDTH), rows]), groups, more, 2) - without
-    assert float(moved.norm()) < 1e-6 * CLIP
+    without = user_sums(rows, groups[:80], users, 2)
+    joined = torch.cat([torch.zeros(1, dtype=torch.int64), users])
+    shift = user_sums(torch.cat([torch.zeros(1, WIDTH), rows]), groups, joined, 2) - without
+    assert float(shift.norm()) < 1e-6 * CLIP
 
 
-def test_a_users_records_are_sampled_together_and_users_independently() -> None:
+def test_users_are_sampled_independently_as_a_whole() -> None:
     users = torch.tensor([4, 9, 4, 4, 1, 9])
     together = np.zeros((3, 3))
     for _ in range(400):
         sample = Units(6, users).sample(users_series(0.5))
-        seen = [int((users[sample.records] == user).sum()) for user in (1, 4, 9)]
-        assert all(n in (0, size) for n, size in zip(seen, (1, 3, 2), strict=True))
-        there = np.array(seen) > 0
-        together += np.outer(there, there)
+        counts = [int((users[sample.records] == user).sum()) for user in (1, 4, 9)]
+        assert all(n in (0, size) for n, size in zip(counts, (1, 3, 2), strict=True))
+        sampled = np.array(counts) > 0
+        together += np.outer(sampled, sampled)
     frequency = np.diag(together) / 400
     assert (np.abs(frequency - 0.5) < 0.125).all()  # five deviations
-    off = together[np.triu_indices(3, 1)] / 400
-    assert (np.abs(off - 0.25) < 0.11).all()
+    pairs = together[np.triu_indices(3, 1)] / 400
+    assert (np.abs(pairs - 0.25) < 0.11).all()
 
 
-def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
-    one = users_series()
+def test_shares_of_user_sum_to_one() -> None:
+    mechanism = users_series()
     with pytest.raises(PrivacyError, match="no step is open"):
-        one.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64))
-    sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(one)
+        mechanism.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64))
+    sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(mechanism)
     assert sample.records.tolist() == [1, 4, 0, 2, 3]
     assert sample.users is not None
     assert sample.users.tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
-    for somebodys in (None, replace(sample, users=None), replace(sample, shares=None)):
+    for invalid_sample in (None, replace(sample, users=None), replace(sample, shares=None)):
         with pytest.raises(PrivacyError, match="protects users"):
-            one.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), somebodys)
+            mechanism.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), invalid_sample)
 
 
 STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -152,34 +151,34 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "values", "privacy"), STEPS, ids=str)
-def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
+def test_user_influence_on_methods_is_at_most_clip(
     name: str, values: dict[str, Any], privacy: dict[str, Any], unnoised: list[tuple[Tensor, float]]
 ) -> None:
-    """A user with 50 of 90 records, of all classes."""
+    """One user has 50 of 90 records, of all classes."""
     method = method_class(name).from_mapping(values)
-    given_ = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    ctx = round_context(given_, nominal=1.0)
+    privacy_settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
+    ctx = round_context(privacy_settings, nominal=1.0)
     message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
     users = torch.arange(90).clamp(max=40)
     data = digits(np.random.default_rng(1).integers(0, 10, 90))
-    everyone = torch.arange(90)
+    indices = torch.arange(90)
     sums = []
-    for part in (everyone, everyone[:40], everyone[1:]):  # without the large user; a small one
+    for part in (indices, indices[:40], indices[1:]):  # without the large user, or a small one
         unnoised.clear()
         private_step(method, message, ctx, data, part, users)
         sums.append(list(unnoised))
-    for other in sums[1:]:
-        for (a, clip), (b, _) in zip(sums[0], other, strict=True):
+    for reduced in sums[1:]:
+        for (a, clip), (b, _) in zip(sums[0], reduced, strict=True):
             assert float((a - b).norm()) <= clip * (1 + 1e-6)
 
 
-def test_a_ledger_holds_one_unit() -> None:
+def test_ledger_has_single_unit() -> None:
     ledger = Ledger("c")
     BudgetEnforcer(ledger, 1e-5, None, unit=USER).charge(release())
     assert ledger.releases[0].unit == USER
     with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
         BudgetEnforcer(ledger, 1e-5, None)
-    later = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
-    later.ledger.charge(replace(release(), unit=USER))  # by another process
+    record_enforcer = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
+    record_enforcer.ledger.charge(replace(release(), unit=USER))  # by another process
     with pytest.raises(LedgerError, match="protect a user"):
-        later.charge(release())
+        record_enforcer.charge(release())

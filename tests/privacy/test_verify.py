@@ -1,5 +1,5 @@
-"""What verification stands on: reading a report that may come from anybody, comparing it with ledger
-files, an audit's bound, and comparing values. Tampering with whole runs is in
+"""Tests of the parts of verification: reading untrusted reports, comparing them with ledger files,
+an audit's bound, and comparing values. Tests of tampered runs are in
 `tests/results/test_tampering.py`."""
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def row(number: int, sigma: float = 9.0, quantity: str = "images") -> Release:
 ROWS = {"one": (row(1), row(2), row(2)), "two": (row(1),)}  # a round charged twice
 
 
-def built(rows: dict[str, tuple[Release, ...]] = ROWS) -> Any:
-    report = build_report(FACTS, [History(name, some) for name, some in rows.items()])
+def json_report(rows: dict[str, tuple[Release, ...]] = ROWS) -> Any:
+    report = build_report(FACTS, [History(name, releases) for name, releases in rows.items()])
     return json.loads(json.dumps(report))
 
 
 def problems(report: Any) -> list[str]:
     if shape := schema_problems(report):
         return shape
-    held = read_ledger_rows(report, None, exact=False)
-    return held.problems + report_problems(report, FACTS, held, {})
+    ledger_rows = read_ledger_rows(report, None, exact=False)
+    return ledger_rows.problems + report_problems(report, FACTS, ledger_rows, {})
 
 
 @pytest.mark.parametrize(
@@ -60,20 +60,20 @@ def problems(report: Any) -> list[str]:
         ({"seal": "x"}, "audit.seal is an unknown key"),
     ],
 )
-def test_an_audits_bound_follows_from_its_counts(values: dict[str, Any], text: str) -> None:
-    report = built()
+def test_audit_bound_matches_counts(values: dict[str, Any], text: str) -> None:
+    report = json_report()
     assert problems({**report, "audit": audit()}) == []
-    found = problems({**report, "audit": audit(**values)})
-    assert any(text in problem for problem in found), found
+    reported = problems({**report, "audit": audit(**values)})
+    assert any(text in problem for problem in reported), reported
 
 
-def test_rows_out_of_the_rounds_order_fold_to_the_same_report() -> None:
-    """A kept ledger holds several runs: round 3 of one before round 1 of the next."""
+def test_unordered_rounds_fold_to_same_report() -> None:
+    """A ledger of several runs has round 3 of a run before round 1 of the next."""
     rows = {
         "a": (row(3), row(1, 7.0), row(1, 7.0, "counts"), row(2, 7.0)),
         "b": (row(1, 7.0, "counts"), row(3)),
     }
-    assert problems(built(rows)) == []
+    assert problems(json_report(rows)) == []
 
 
 DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
@@ -91,7 +91,7 @@ DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
         ('{"schema_version": 4, "x": "\\ud800"}', "not a valid privacy report"),
     ],
 )
-def test_an_invalid_report_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_reports_raise_short_errors(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "privacy_report.json").write_text(text)
     with pytest.raises(PrivacyError, match=message) as error:
         read_report(tmp_path)
@@ -118,17 +118,15 @@ def test_an_invalid_report_is_one_line(tmp_path: Path, text: str, message: str) 
         ("unit", {"x" * 100_000: "<script>"}),
     ],
 )
-def test_hostile_reports_are_a_mismatch_or_an_error_and_no_traceback(
-    path: str, value: Any, tmp_path: Path
-) -> None:
-    report = built()
+def test_hostile_reports_are_reported_as_problems(path: str, value: Any, tmp_path: Path) -> None:
+    report = json_report()
     set_at(report, path, value)
     try:
-        found = problems(report)
+        reported = problems(report)
     except PrivacyError as error:
-        found = [str(error)]
-    assert found
-    assert all(len(problem) < 2000 for problem in found)
+        reported = [str(error)]
+    assert reported
+    assert all(len(problem) < 2000 for problem in reported)
     if not schema_problems(report):
         page_problems(report, tmp_path)
 
@@ -145,5 +143,5 @@ def test_hostile_reports_are_a_mismatch_or_an_error_and_no_traceback(
         ({}, {"a": 1}, False),
     ],
 )
-def test_differences(expected: Any, stated: Any, same: bool) -> None:
+def test_differences_tolerate_rounding(expected: Any, stated: Any, same: bool) -> None:
     assert (differences("x", expected, stated) == []) == same
