@@ -1,4 +1,4 @@
-"""One thread for each test: sums over several threads are rounded differently."""
+"""Fixtures that run tests on a single thread, since sums over threads are rounded differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Folders of tiny private runs, and what verification finds in them."""
+"""Folders of tiny private runs, and the problems that verification finds in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FAST = {"local_epochs": 1, "batch": 128}
 
 def settings(method: str = "feddm", clients: int = 3, **privacy: Any) -> dict[str, Any]:
     """Returns the sections of a run of two rounds."""
-    own = {"iterations": 3, "ipc": 1, "server_epochs": 1} if method == "feddm" else dict(FAST)
+    options = {"iterations": 3, "ipc": 1, "server_epochs": 1} if method == "feddm" else dict(FAST)
     return {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"clients": clients},
         "model": {"width": 4, "depth": 2},
-        "method": own,
+        "method": options,
         "privacy": {"noise_multiplier": 1.0, **privacy},
     }
 
@@ -30,5 +30,5 @@ def run(output: Path, sections: dict[str, Any], **values: Any) -> Path:
     return folder
 
 
-def found(folder: Path, **values: Any) -> list[str]:
+def verify(folder: Path, **values: Any) -> list[str]:
     return verify_run(folder, **values).problems

@@ -1,5 +1,5 @@
-"""Observers hear a run from its start to its end, and loggers write it down: each into the real
-library, without a network, and skipped where that is not installed."""
+"""Tests of observers and loggers: loggers write with the real libraries, without a network, and are
+skipped if a library is not installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY: dict[str, dict[str, Any]] = {
 PRIVATE = {**TINY, "partition": {"kind": "iid", "clients": 2}, "privacy": {"noise_multiplier": 2.0}}
 
 
-class Heard(Observer):
+class EventRecorder(Observer):
     """Lists events; the end of a round may raise an error."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -55,23 +55,23 @@ class Heard(Observer):
         self.events.append(("ended", summary))
 
 
-def test_a_run_is_heard_from_its_start_to_its_end(tmp_path: Path) -> None:
-    one, other = Heard(), Heard()
-    result = simulate(resolve(TINY), output=tmp_path, observer=Several([one, other]))
-    assert one.events == other.events
-    assert one.events[0] == ("started", (2, result.folder))
-    assert "step" in dict(one.events)
-    assert [what for kind, what in one.events if kind == "round"] == [1, 2]
-    assert one.events[-1] == ("ended", result.summary)
+def test_observers_receive_all_events(tmp_path: Path) -> None:
+    first, second = EventRecorder(), EventRecorder()
+    result = simulate(resolve(TINY), output=tmp_path, observer=Several([first, second]))
+    assert first.events == second.events
+    assert first.events[0] == ("started", (2, result.folder))
+    assert "step" in dict(first.events)
+    assert [value for kind, value in first.events if kind == "round"] == [1, 2]
+    assert first.events[-1] == ("ended", result.summary)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine")])
-def test_an_observer_that_fails_ends_the_run_and_hears_its_end(error: BaseException) -> None:
-    """It is no logger: its error is the caller's."""
-    heard = Heard(error)
+def test_observer_errors_end_run(error: BaseException) -> None:
+    """An observer is no logger, so its error is raised."""
+    recorder = EventRecorder(error)
     with pytest.raises(type(error)):
-        simulate(resolve(TINY), observer=Several([heard]))
-    assert heard.events[-1] == ("ended", None)
+        simulate(resolve(TINY), observer=Several([recorder]))
+    assert recorder.events[-1] == ("ended", None)
 
 
 def logged(name: str, base: Path, sections: dict[str, Any] = TINY) -> Path:
@@ -105,7 +105,7 @@ def test_private_runs_log_only_published_metrics(tmp_path: Path) -> None:
     assert "seconds" not in logger._log[0]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_logs_metrics_and_settings(tmp_path: Path) -> None:
     pytest.importorskip(
         "tensorboard", reason="tensorboard is not installed (fedsynth[tensorboard])"
     )
@@ -114,73 +114,73 @@ def test_tensorboard(tmp_path: Path) -> None:
     folder = logged("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard" / folder.name))
     events.Reload()
-    found = [(one.step, one.value) for one in events.Scalars("test_accuracy")]
-    assert found == [(row["round"], pytest.approx(row["test_accuracy"])) for row in rows_of(folder)]
+    pairs = [(event.step, event.value) for event in events.Scalars("test_accuracy")]
+    assert pairs == [(row["round"], pytest.approx(row["test_accuracy"])) for row in rows_of(folder)]
     assert "local/amp" in events.Tags()["scalars"]
     (text,) = events.Tensors("settings/text_summary")
     assert b'run.method = "fedavg"' in text.tensor_proto.string_val[0]
 
 
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_logs_metrics_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed (fedsynth[wandb])")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    real = wandb.init
-    made: list[Any] = []
+    original_init = wandb.init
+    created: list[Any] = []
 
     def init(**values: Any) -> Any:
-        made.append(real(**values))
-        return made[-1]
+        created.append(original_init(**values))
+        return created[-1]
 
     monkeypatch.setattr(wandb, "init", init)
     logged("wandb", tmp_path)
-    (run,) = made
+    (run,) = created
     assert run.config["run.method"] == "fedavg"
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    (log,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     keys = [b"local/amp", b"final/test_accuracy"]
-    until = time.monotonic() + 30  # wandb's own process writes the file
-    while not all(key in kept.read_bytes() for key in keys):
-        assert time.monotonic() < until
+    deadline = time.monotonic() + 30  # wandb's own process writes the file
+    while not all(key in log.read_bytes() for key in keys):
+        assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
-def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
+def test_unknown_loggers_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="'excel'"):
         make_loggers(["excel"], tmp_path, private=False, note=print)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_logger_that_cannot_begin_is_one_error_of_ours(
+def test_failed_logger_start_raises_output_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: tracebacks of a library that is missing, or without a key, rights or a server."""
+    """Regression: a missing library, key, right or server caused a traceback."""
     refuse = Mock(side_effect=RuntimeError("no API key\nconfigured"))
     fake = SimpleNamespace(init=refuse, SummaryWriter=refuse)
     monkeypatch.setattr(loggers, "import_module", lambda module: fake)
-    heard = Heard()
+    recorder = EventRecorder()
     with pytest.raises(OutputError) as caught:
-        simulate(resolve(TINY), observer=Several([heard, LOGGERS[name](tmp_path)]))
+        simulate(resolve(TINY), observer=Several([recorder, LOGGERS[name](tmp_path)]))
     assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
-    assert "round" not in dict(heard.events)
+    assert "round" not in dict(recorder.events)
 
-    for error, words in (
+    for error, message in (
         (ImportError("none"), rf"pip install 'fedsynth\[{name}\]'"),
         (AttributeError("partially"), f"cannot log to {name}: AttributeError: partially"),
     ):
         monkeypatch.setattr(loggers, "import_module", Mock(side_effect=error))
-        with pytest.raises(OutputError, match=words):
+        with pytest.raises(OutputError, match=message):
             LOGGERS[name](tmp_path)
 
 
-def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
-    class Full(ListLogger):
+def test_failing_logger_does_not_stop_run(tmp_path: Path) -> None:
+    class FailingLogger(ListLogger):
         def _write(self, values: Mapping[str, float], round: int) -> None:
             raise OutputError("no place")
 
-    heard = Heard()
-    simulate(resolve(TINY), observer=Several([heard, Full(tmp_path)]))
-    assert ("note", "warning: Full has stopped logging: no place") in heard.events
-    assert heard.events[-1][0] == "ended"
+    recorder = EventRecorder()
+    simulate(resolve(TINY), observer=Several([recorder, FailingLogger(tmp_path)]))
+    assert ("note", "warning: FailingLogger has stopped logging: no place") in recorder.events
+    assert recorder.events[-1][0] == "ended"
 
 
 def test_private_runs_warn_about_time_stamps(

@@ -1,4 +1,4 @@
-"""What is kept of a round's long loops, when, and what other runs may take of it."""
+"""Tests of checkpoints of long loops within a round, and of their use by other runs."""
 
 from __future__ import annotations
 
@@ -23,108 +23,108 @@ from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.simulation.test_resume import assert_same, run, sections
 
-ONE = {"w": torch.ones(3)}
+WEIGHTS = {"w": torch.ones(3)}
 
 
-def keeper(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
+def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
     return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds, shared)
 
 
 class Clock:
-    """A clock that stands still."""
+    """A manual clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(run_checkpoints.time, "monotonic", lambda: self.now)
+        self.seconds = 0.0
+        monkeypatch.setattr(run_checkpoints.time, "monotonic", lambda: self.seconds)
 
 
-# -------------------------------------------------------------------------------------------- when
+# -------------------------------------------------------------------------------------------- times
 
 
-def test_every_minute_all_that_has_ended_by_then_is_written(
+def test_finished_loops_are_written_every_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: of a hundred clients of half a minute each, every second one trained again."""
+    """Regression: of a hundred clients of half a minute each, every second one was trained again."""
     clock = Clock(monkeypatch)
-    kept = keeper(tmp_path)
+    writer = checkpoints(tmp_path)
     for client in range(4):
-        assert kept.load(f"train-{client}") is None
-        clock.now += 19.0
-        kept.offer(f"train-{client}", 1, lambda: ONE)
-        kept.finish(f"train-{client}", 2, lambda: ONE)
-    again = keeper(tmp_path)
-    found = [again.load(f"train-{client}") for client in range(4)]
-    assert [one and one[0] for one in found] == [2, 2, 2, 1]  # at 76 seconds, by the fourth's offer
-    assert again.resumed_seconds == 4 * 19.0
+        assert writer.load(f"train-{client}") is None
+        clock.seconds += 19.0
+        writer.offer(f"train-{client}", 1, lambda: WEIGHTS)
+        writer.finish(f"train-{client}", 2, lambda: WEIGHTS)
+    reader = checkpoints(tmp_path)
+    loaded = [reader.load(f"train-{client}") for client in range(4)]
+    assert [state and state[0] for state in loaded] == [2, 2, 2, 1]  # written at 76 seconds
+    assert reader.resumed_seconds == 4 * 19.0
 
 
-def test_a_second_loop_of_a_name_is_another(tmp_path: Path) -> None:
-    """Catches: a method that trains a client twice in a round, whose second training is skipped."""
-    kept = keeper(tmp_path, 0.0)
+def test_loops_of_equal_name_are_separate(tmp_path: Path) -> None:
+    """Regression: if a method trained a client twice in a round, the second training was skipped."""
+    writer = checkpoints(tmp_path, 0.0)
     for weights in (1.0, 2.0):
-        assert kept.load("train-0") is None
-        kept.finish("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
-    again = keeper(tmp_path, 0.0)
+        assert writer.load("train-0") is None
+        writer.finish("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
+    reader = checkpoints(tmp_path, 0.0)
     for weights in (1.0, 2.0):
-        found = again.load("train-0")
-        assert found is not None
-        assert found[1]["w"].item() == weights
+        loaded = reader.load("train-0")
+        assert loaded is not None
+        assert loaded[1]["w"].item() == weights
 
 
-def test_what_is_damaged_or_another_runs_is_not_gone_on_with(
+def test_damaged_or_foreign_checkpoints_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = keeper(tmp_path, 0.0)
-    kept.load("train-0")
-    kept.offer("train-0", 1, lambda: ONE)
+    writer = checkpoints(tmp_path, 0.0)
+    writer.load("train-0")
+    writer.offer("train-0", 1, lambda: WEIGHTS)
     path = tmp_path / "steps-1-train-0"
-    whole = path.read_bytes()
-    assert keeper(tmp_path).load("train-0") is not None
-    that_run = LoopCheckpoints(CheckpointFolder(tmp_path, "that run"), 1, 0.0)
-    assert that_run.load("train-0") is None
-    for content in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-5], b""):
+    intact = path.read_bytes()
+    assert checkpoints(tmp_path).load("train-0") is not None
+    other_run = LoopCheckpoints(CheckpointFolder(tmp_path, "that run"), 1, 0.0)
+    assert other_run.load("train-0") is None
+    for content in (intact[:-1] + bytes([intact[-1] ^ 1]), intact[:-5], b""):
         path.write_bytes(content)
-        assert keeper(tmp_path).load("train-0") is None
-    path.write_bytes(whole)
+        assert checkpoints(tmp_path).load("train-0") is None
+    path.write_bytes(intact)
     monkeypatch.setattr(run_checkpoints, "FORMAT", 0)
-    assert keeper(tmp_path).load("train-0") is None
+    assert checkpoints(tmp_path).load("train-0") is None
 
 
 # ------------------------------------------------------------------------------------------ shared
 
 
-def test_a_shared_file_that_is_damaged_is_replaced(tmp_path: Path) -> None:
+def test_damaged_shared_files_are_replaced(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "train-x").write_bytes(b"damaged")
-    kept = keeper(tmp_path / "run", 0.0, shared)
-    assert kept.shared is not None
-    assert kept.shared.load("train-x") is None
-    kept.shared.finish("train-x", 3, lambda: ONE)
-    found = read_loop_state(shared / "train-x", "")
-    assert found is not None
-    assert found.step == 3
+    writer = checkpoints(tmp_path / "run", 0.0, shared)
+    assert writer.shared is not None
+    assert writer.shared.load("train-x") is None
+    writer.shared.finish("train-x", 3, lambda: WEIGHTS)
+    state = read_loop_state(shared / "train-x", "")
+    assert state is not None
+    assert state.step == 3
 
 
-def test_a_shared_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_unwritable_shared_folder_is_tolerated(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.write_text("a file")
-    kept = keeper(tmp_path / "run", 0.0, shared)
-    assert kept.shared is not None
-    kept.shared.load("train-x")
-    kept.shared.finish("train-x", 3, lambda: ONE)  # beside the checkpoint, then
-    assert keeper(tmp_path / "run").load("train-x") is not None
+    writer = checkpoints(tmp_path / "run", 0.0, shared)
+    assert writer.shared is not None
+    writer.shared.load("train-x")
+    writer.shared.finish("train-x", 3, lambda: WEIGHTS)  # falls back to the run folder
+    assert checkpoints(tmp_path / "run").load("train-x") is not None
 
 
 def finish_many(folder: Path, shared: Path) -> None:
-    kept = keeper(folder, 0.0, shared)
-    assert kept.shared is not None
+    writer = checkpoints(folder, 0.0, shared)
+    assert writer.shared is not None
     for number in range(20):
-        kept.shared.load(f"train-{number}")
-        kept.shared.finish(f"train-{number}", 1, lambda: {"w": torch.ones(2000)})
+        writer.shared.load(f"train-{number}")
+        writer.shared.finish(f"train-{number}", 1, lambda: {"w": torch.ones(2000)})
 
 
-def test_two_processes_may_finish_the_same_training_at_once(tmp_path: Path) -> None:
+def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
@@ -132,54 +132,54 @@ def test_two_processes_may_finish_the_same_training_at_once(tmp_path: Path) -> N
     assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The loops that make a step, by name."""
+def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of the loops that make a step."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     names: list[str] = []
     offer = LoopCheckpoints.offer
 
-    def noting(self: LoopCheckpoints, name: str, *rest: Any) -> None:
+    def recorded_offer(self: LoopCheckpoints, name: str, *rest: Any) -> None:
         names.append(name.split("-")[0])
         offer(self, name, *rest)
 
-    monkeypatch.setattr(LoopCheckpoints, "offer", noting)
+    monkeypatch.setattr(LoopCheckpoints, "offer", recorded_offer)
     return names
 
 
-def alike(method: str) -> dict[str, dict[str, Any]]:
-    given = sections(
+def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
+    settings = sections(
         method,
         run={"rounds": 1, "participation": 1.0},
         method={"local_epochs": 2, "batch": 16, "momentum": 0.5},
     )
-    given["model"] = {"width": 4, "depth": 2, "norm": "batch"}
-    return given
+    settings["model"] = {"width": 4, "depth": 2, "norm": "batch"}
+    return settings
 
 
-def test_methods_that_train_alike_share_their_clients_models(
+def test_methods_with_equal_training_share_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And have the numbers that they have alone; a round's seconds count what it has not done."""
-    alone = run(alike("dense"), tmp_path / "alone")
-    trained = noted(monkeypatch)
+    """Results equal those without sharing; a round's seconds include shared training."""
+    expected = run(batch_norm_sections("dense"), tmp_path / "alone")
+    trained = record_steps(monkeypatch)
     shared = tmp_path / "shared"
-    run(alike("fedavg"), tmp_path / "first", trained=shared)
+    run(batch_norm_sections("fedavg"), tmp_path / "first", trained=shared)
     assert trained == ["train"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
-        done = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
-        path.write_bytes(run_checkpoints._with_hash(replace(done, seconds=1000.0), ""))
+        state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
+        path.write_bytes(run_checkpoints._with_hash(replace(state, seconds=1000.0), ""))
     trained.clear()
-    taken = run(alike("dense"), tmp_path / "second", trained=shared)
+    actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
     assert set(trained) == {"distillation"}
     assert {path.name.split("-")[0] for path in shared.iterdir()} == {"train"}
-    assert_same(alone, taken)
-    assert 4000.0 < taken.metrics[0]["seconds"] < 4100.0
+    assert_same(expected, actual)
+    assert 4000.0 < actual.metrics[0]["seconds"] < 4100.0
 
 
-def test_rounds_after_rounds_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their models would fill a disk."""
-    noted(monkeypatch)
+def test_multi_round_runs_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of all rounds would fill a disk."""
+    record_steps(monkeypatch)
     run(sections("fedavg"), tmp_path / "runs", trained=tmp_path / "shared")
     assert not (tmp_path / "shared").exists()
 
@@ -187,13 +187,13 @@ def test_rounds_after_rounds_share_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_custom_or_private_clients_are_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows what a network of somebody else's depends on."""
-    noted(monkeypatch)
-    monkeypatch.setattr(client_training, "training_digest", None)  # and so is not asked for
-    own = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    settings = replace(resolve(alike("fedavg")), model=own)
+    """The dependencies of a custom network are unknown."""
+    record_steps(monkeypatch)
+    monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
+    model = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
     simulate(settings, output=tmp_path / "own", trained=tmp_path / "shared", quiet=True)
-    private = alike("fedavg")
+    private = batch_norm_sections("fedavg")
     private["model"]["norm"] = "instance"
     private["privacy"] = {"noise_multiplier": 1.0}
     run(private, tmp_path / "private", trained=tmp_path / "shared")
@@ -204,34 +204,34 @@ def test_custom_or_private_clients_are_not_shared(
 
 
 class Images(NamedTuple):
-    """The part of clients that a digest reads."""
+    """The data of clients that a digest reads."""
 
     x: Tensor
     y: Tensor
 
-    def images(self, where: Tensor) -> Tensor:
-        return self.x[where]
+    def images(self, indices: Tensor) -> Tensor:
+        return self.x[indices]
 
-    def labels(self, where: Tensor) -> Tensor:
-        return self.y[where]
+    def labels(self, indices: Tensor) -> Tensor:
+        return self.y[indices]
 
 
-def small_network(moved: str = "", *more: nn.Module) -> nn.Module:
-    """The same weights and buffers in every call, but for the one that is moved."""
+def small_network(changed: str = "", *extra: nn.Module) -> nn.Module:
+    """Returns a network with fixed weights and buffers, except for the changed one."""
     with forked_rng(0, "a network"):
-        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10), *more)
-    if moved:
-        network.state_dict()[moved].add_(1)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10), *extra)
+    if changed:
+        network.state_dict()[changed].add_(1)
     return network
 
 
-def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thing is changed at a time; each digest is another."""
+def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each single change yields a different digest."""
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6)
     sgd = SgdSettings(2, 3, MomentumSgd(0.1, 0.9))
     pull = Pull(0.5, torch.zeros(20), torch.ones(20))
-    usual: dict[str, Any] = {
+    base: dict[str, Any] = {
         "network": small_network(),
         "where": torch.arange(5),
         "settings": sgd,
@@ -242,14 +242,14 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
     }
 
     def digest(**changed: Any) -> str:
-        given = {**usual, **changed}
-        *learner, seed, penalty, data, precision = given.values()
+        inputs = {**base, **changed}
+        *arguments, seed, penalty, data, precision = inputs.values()
         generator = torch.Generator().manual_seed(seed)
-        one = Learner(*learner, generator, penalty)
-        return training_digest(one, data, torch.device("cpu"), precision)
+        learner = Learner(*arguments, generator, penalty)
+        return training_digest(learner, data, torch.device("cpu"), precision)
 
-    same = digest()
-    assert digest() == same
+    base_digest = digest()
+    assert digest() == base_digest
     pixel, label = x.clone(), y.clone()
     pixel[4, 0, 7, 7] += 1
     label[4] = 0
@@ -270,7 +270,7 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
         "data": [Images(pixel, y), Images(x, label)],
         "precision": [torch.bfloat16],
     }
-    found = [digest(**{name: value}) for name, values in changes.items() for value in values]
+    digests = [digest(**{name: value}) for name, values in changes.items() for value in values]
     monkeypatch.setattr(client_training, "__version__", "another")
-    found.append(digest())
-    assert len({same, *found}) == 1 + len(found)
+    digests.append(digest())
+    assert len({base_digest, *digests}) == 1 + len(digests)

@@ -1,5 +1,4 @@
-"""Curves and the page of several runs: what they hold, of whom, and that nothing private is shown
-unasked."""
+"""Tests of curves and of the page of several runs."""
 
 from __future__ import annotations
 
@@ -41,29 +40,29 @@ PRIVATE = {**IMAGES, "privacy": {"noise_multiplier": 3.0}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
-    """FedAvg with seeds 0 and 1, FedDM, and FedDM with privacy."""
-    before = torch.get_num_threads()
+    """Yields runs of FedAvg with seeds 0 and 1, of FedDM, and of FedDM with privacy."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     base = tmp_path_factory.mktemp("runs")
     other = {**LOCAL, "run": {**LOCAL["run"], "seed": 1}}
-    found = []
+    loaded = []
     for sections in (LOCAL, other, IMAGES, PRIVATE):
         folder = simulate(resolve(sections), output=base).folder
         assert folder is not None
-        found.append(Run.read(folder))
-    yield found
-    torch.set_num_threads(before)
+        loaded.append(Run.read(folder))
+    yield loaded
+    torch.set_num_threads(threads)
 
 
-def test_a_curve_is_of_the_rows(runs: list[Run]) -> None:
+def test_curve_points_match_rows(runs: list[Run]) -> None:
     rows = runs[0].rows
     accuracies = [row["test_accuracy"] for row in rows]
     assert curve(runs[0], "test_accuracy", "rounds") == list(zip([1, 2], accuracies, strict=True))
-    sent = [row["upload_bytes"] / 1e6 for row in rows]
-    total = [sent[0], sent[0] + sent[1]]
+    megabytes = [row["upload_bytes"] / 1e6 for row in rows]
+    total = [megabytes[0], megabytes[0] + megabytes[1]]
     assert [a for a, _ in curve(runs[0], "test_accuracy", "bytes")] == pytest.approx(total)
-    took = [row["seconds"] for row in rows]
-    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(took))
+    seconds = [row["seconds"] for row in rows]
+    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(seconds))
     spent = [row["epsilon"] for row in runs[3].rows]
     assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
     for run, metric, by in (
@@ -86,7 +85,7 @@ def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
     assert high - low == pytest.approx(2 * abs(a - b) / 2**0.5)
 
 
-def test_runs_without_the_points_are_left_out_with_a_note(runs: list[Run]) -> None:
+def test_runs_without_metric_are_omitted_with_note(runs: list[Run]) -> None:
     notes: list[str] = []
     assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
     assert [note.split(" has no ")[0] for note in notes] == [
@@ -96,8 +95,8 @@ def test_runs_without_the_points_are_left_out_with_a_note(runs: list[Run]) -> No
         curves(runs[2:], "local.amp", "rounds")
 
 
-def test_what_only_one_of_two_private_runs_names_is_a_difference(runs: list[Run]) -> None:
-    """Catches: a run with ε and one with σ that are called the same."""
+def test_settings_of_single_run_are_differences(runs: list[Run]) -> None:
+    """Regression: runs with ε and with σ had the same label."""
     private = runs[3]
     settings = {k: v for k, v in private.settings.items() if k != "privacy.noise_multiplier"}
     by_epsilon = replace(private, settings={**settings, "privacy.epsilon": 8.0})
@@ -105,7 +104,7 @@ def test_what_only_one_of_two_private_runs_names_is_a_difference(runs: list[Run]
     assert not any(key.startswith("privacy.") for key in differing(runs)[3])
 
 
-def test_runs_are_called_by_what_differs(runs: list[Run]) -> None:
+def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
     starts = ("fedavg seed=0", "fedavg seed=1", "feddm", "feddm private")
     assert all(map(str.startswith, labels(runs), starts))
     assert labels([runs[0], runs[0]]) == ["fedavg #1", "fedavg #2"]
@@ -119,13 +118,13 @@ def test_runs_are_called_by_what_differs(runs: list[Run]) -> None:
     assert max(map(len, names)) <= 40
 
 
-def test_pictures_of_curves(runs: list[Run], tmp_path: Path, monkeypatch: Any) -> None:
+def test_curves_are_drawn_as_svg_and_png(runs: list[Run], tmp_path: Path, monkeypatch: Any) -> None:
     lines = curves(runs, "test_accuracy", "rounds")
     svg = ElementTree.fromstring(curves_svg(lines, "test_accuracy", "rounds"))
-    assert len([one for one in svg.iter() if one.tag.endswith("polyline")]) == 4
-    legend = [one for one in svg if one.tag.endswith("}text")]
+    assert len([element for element in svg.iter() if element.tag.endswith("polyline")]) == 4
+    legend = [element for element in svg if element.tag.endswith("}text")]
     assert len(legend) == 4
-    assert min(float(one.get("y", 0)) for one in legend) >= 14  # not cut off at the upper edge
+    assert min(float(element.get("y", 0)) for element in legend) >= 14  # not cut off at the top
     write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.size[0] > 800
@@ -134,7 +133,7 @@ def test_pictures_of_curves(runs: list[Run], tmp_path: Path, monkeypatch: Any) -
         write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
 
 
-def test_the_page_has_all_of_it_in_itself(runs: list[Run]) -> None:
+def test_page_is_self_contained(runs: list[Run]) -> None:
     text = runs_page(runs)
     page = Page(text)
     assert not re.search(r"<script|https?://(?!www\.w3\.org/2000/svg)|<link|@import|url\(", text)
@@ -150,28 +149,28 @@ def test_the_page_has_all_of_it_in_itself(runs: list[Run]) -> None:
     assert all("col" in heads and "row" in heads for heads in page.tables)
 
 
-def test_a_private_runs_partition_is_shown_only_on_request(runs: list[Run]) -> None:
+def test_private_partition_is_hidden_by_default(runs: list[Run]) -> None:
     private = runs[3]
-    for asked in (False, True):
-        page = runs_page([private], simulation_only=asked)
-        assert ("examples of each class" in page) == asked
-        assert ("Do not share this page" in page) == asked
+    for shown_all in (False, True):
+        page = runs_page([private], simulation_only=shown_all)
+        assert ("examples of each class" in page) == shown_all
+        assert ("Do not share this page" in page) == shown_all
 
 
-def test_what_a_stranger_wrote_stays_text(runs: list[Run], tmp_path: Path) -> None:
-    bad = "<script>alert(1)</script>\u202e"
+def test_texts_of_runs_are_escaped(runs: list[Run], tmp_path: Path) -> None:
+    markup = "<script>alert(1)</script>\u202e"
     run = runs[0]
-    strange = replace(
+    hostile = replace(
         run,
         folder=tmp_path / "<b>x",
-        summary={**run.summary, "method": bad, "dataset": bad},
-        settings={**run.settings, bad: bad},
+        summary={**run.summary, "method": markup, "dataset": markup},
+        settings={**run.settings, markup: markup},
     )
-    text = runs_page([strange])
-    assert not any(one in text for one in ("<script", "<b>", "\u202e"))
+    text = runs_page([hostile])
+    assert not any(part in text for part in ("<script", "<b>", "\u202e"))
 
 
-def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
+def test_commands_write_pages_and_plots(runs: list[Run], tmp_path: Path) -> None:
     folders = [str(run.folder) for run in runs[:2]]
     for command, name in (
         ("report", "r.html"),
@@ -182,13 +181,13 @@ def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
         out = CliRunner().invoke(app, [command, *folders, "--output", str(tmp_path / name)])
         assert out.exit_code == 0, out.stderr
         assert (tmp_path / name).stat().st_size > 1000
-    for wrong in (["--output", "c.pdf"], ["--by", "hours"], ["--metric", "speed"]):
-        out = CliRunner().invoke(app, ["plot", *folders, *wrong])
+    for options in (["--output", "c.pdf"], ["--by", "hours"], ["--metric", "speed"]):
+        out = CliRunner().invoke(app, ["plot", *folders, *options])
         assert out.exit_code == 2
         assert "fedsynth: error: " in out.stderr
 
 
-def test_finished_runs_are_found_in_folders_and_links(runs: list[Run], tmp_path: Path) -> None:
+def test_finished_runs_are_found_through_links(runs: list[Run], tmp_path: Path) -> None:
     assert len(finished_runs([runs[0].folder.parent])) == 4
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "cell").symlink_to(runs[0].folder.parent)

@@ -1,5 +1,5 @@
-"""The run folder: finished runs and half-written ones can be told apart, bad input leaves neither,
-and what is written is what the run had."""
+"""Tests of run folders: incomplete runs are recognised, invalid input leaves no folder, and the files
+match the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
+def test_folder_is_incomplete_until_finished(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "feddm-digits")
     assert folder.path.name.endswith("-feddm-digits.incomplete")
     finished = folder.finish(Disclosed({"rounds": 1}))
@@ -66,8 +66,8 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
     ("name", "kind"),
     [("resumed.json", "pipe"), ("metrics.jsonl", "link"), ("checkpoint/state-1", "device")],
 )
-def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, kind: str) -> None:
-    """A pipe was waited for; a link let a stranger's folder have another file written."""
+def test_folders_with_special_files_are_not_resumed(tmp_path: Path, name: str, kind: str) -> None:
+    """Regression: a pipe blocked, and a link allowed writes to other files."""
     folder = RunFolder(tmp_path, "a")
     folder.write_config("")
     folder.release()
@@ -84,7 +84,7 @@ def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, k
             resumed_rounds(folder.path)
 
 
-def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_runs_of_same_second_have_separate_folders(tmp_path: Path) -> None:
     folders = [RunFolder(tmp_path, "a") for _ in range(3)]
     first = folders[0].finish(Disclosed({}))
     folders += [RunFolder(tmp_path, "a") for _ in range(2)]
@@ -101,14 +101,14 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
         ("feddm-synthetic(1,0.5)", "feddm-synthetic(1,0.5)"),
     ],
 )
-def test_a_data_set_with_any_name_has_a_folder(tmp_path: Path, name: str, ending: str) -> None:
-    """Catches: a slash that is taken for a folder, and a name that no file can have."""
+def test_folder_names_are_valid_for_any_data_set(tmp_path: Path, name: str, ending: str) -> None:
+    """Regression: slashes created folders, and some names were invalid for files."""
     finished = RunFolder(tmp_path, name).finish(Disclosed({}))
     assert (finished.parent, finished.name[16:]) == (tmp_path, ending)
     assert names(tmp_path) == {finished.name}
 
 
-def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
+def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     shutil.rmtree(folder.path)
     writes = (
@@ -125,49 +125,49 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path) -> None:
+def test_exceeded_cap_leaves_no_folder(tmp_path: Path) -> None:
     capped = {**TINY, "privacy": {"noise_multiplier": 1, "epsilon": 1e-3}}
     with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
         simulate(resolve(capped), output=tmp_path / "out")
     assert names(tmp_path) == set()
 
 
-def test_the_report_names_the_run_and_its_files(run: RunResult) -> None:
+def test_report_describes_run_and_files(run: RunResult) -> None:
     folder = run.folder
     assert folder is not None
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report == json.loads(json.dumps(run.privacy))
-    about = report["run"]
-    assert (about["id"], about["responsible"]) == (folder.name, "Klinikum Mitte")
-    assert about["date"].replace("-", "") == folder.name[:8]
-    assert about["sites"] == {"client-000": "Mitte", "client-001": "Nord"}
+    description = report["run"]
+    assert (description["id"], description["responsible"]) == (folder.name, "Klinikum Mitte")
+    assert description["date"].replace("-", "") == folder.name[:8]
+    assert description["sites"] == {"client-000": "Mitte", "client-001": "Nord"}
     files = ("model.safetensors", "synthetic.safetensors", "metrics.jsonl", "config.toml")
     assert report["files"] == {name: file_hash(folder / name) for name in files}
-    found = verify_run(folder)
-    assert found.problems == []
-    assert "cannot be verified" in found.notes[-1]
+    verification = verify_run(folder)
+    assert verification.problems == []
+    assert "cannot be verified" in verification.notes[-1]
 
 
-def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
+def test_invalid_report_settings_are_rejected() -> None:
     with pytest.raises(SettingError, match=r"report\.sites must .* 3 clients"):
         simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
-    for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
-        with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):
-            ReportSettings(**wrong)
+    for invalid in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
+        with pytest.raises(SettingError, match=f"report.{next(iter(invalid))} must"):
+            ReportSettings(**invalid)
 
 
-def test_a_finished_runs_model_is_loaded_from_its_folder(run: RunResult) -> None:
+def test_model_is_loaded_from_run_folder(run: RunResult) -> None:
     assert run.folder is not None
     test = load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
-    found = load_model(str(run.folder))
-    assert not found.training
+    loaded = load_model(str(run.folder))
+    assert not loaded.training
     with torch.no_grad():
-        torch.testing.assert_close(found(images), run.model.eval()(images))
+        torch.testing.assert_close(loaded(images), run.model.eval()(images))
 
 
-def test_a_model_of_own_images_needs_their_form(tmp_path: Path) -> None:
-    """And a folder without a model, or with a damaged one, is refused."""
+def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
+    """Folders with a missing or damaged model are rejected."""
     with pytest.raises(OutputError, match="must be a model file"):
         load_model(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
@@ -181,7 +181,7 @@ def test_a_model_of_own_images_needs_their_form(tmp_path: Path) -> None:
         load_model(run.folder, spec=SPEC)
 
 
-def test_the_report_is_there_when_the_model_cannot_be_written(
+def test_report_is_written_despite_failed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_place(*_: Any) -> None:
@@ -195,32 +195,30 @@ def test_the_report_is_there_when_the_model_cannot_be_written(
     assert (folder / "privacy_report.json").exists()
 
 
-def test_everything_is_on_the_disk_before_the_folder_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which files and folders were synced, by their number, when the folder is renamed."""
+def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records the synced inodes when the folder is renamed."""
     synced: set[tuple[int, int]] = set()
     at_rename: list[set[tuple[int, int]]] = []
-    real_sync = os.fsync
-    real_rename = Path.rename
+    original_sync = os.fsync
+    original_rename = Path.rename
 
     def sync(descriptor: int) -> None:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         is_file = os.path.isfile(f"/proc/self/fd/{descriptor}")
-        synced.add((found.st_ino, found.st_size if is_file else 0))
-        real_sync(descriptor)
+        synced.add((status.st_ino, status.st_size if is_file else 0))
+        original_sync(descriptor)
 
     def rename(path: Path, target: Path) -> Path:
         if path.suffix == ".incomplete":
             at_rename.append(set(synced))
-        return real_rename(path, target)
+        return original_rename(path, target)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Path, "rename", rename)
     result = simulate(resolve(TINY), output=tmp_path)
     assert result.folder is not None
-    (before,) = at_rename
+    (synced_before,) = at_rename
     for path in (result.folder, *result.folder.rglob("*")):
-        found = path.stat()
-        assert (found.st_ino, found.st_size if path.is_file() else 0) in before, path
-    assert (tmp_path.stat().st_ino, 0) in synced - before
+        status = path.stat()
+        assert (status.st_ino, status.st_size if path.is_file() else 0) in synced_before, path
+    assert (tmp_path.stat().st_ino, 0) in synced - synced_before

@@ -1,5 +1,4 @@
-"""Sweeps: which runs a file asks for, that they go on where they were stopped, how many go at once,
-and what their table says."""
+"""Tests of sweeps: the runs of a grid, resumption, concurrency and tables."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ mu = [0.01, 0.1]
 [methods.fedavg]
 lr = 0.5
 """
-# In place of `fedsynth train`: leaves what a run leaves, notes when it went, and takes a while.
+# Replaces `fedsynth train`: writes the files of a run and its times, and takes some time.
 FAKE = """
 import json, pathlib, sys, time, tomllib
 args = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -60,12 +59,12 @@ summary = {"method": run["run"]["method"], "test_accuracy": accuracy, "upload_by
 """
 SEED = '[grid]\nmethod = ["fedavg"]\nseed = [0]\n'
 SEEDS = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
-Made = Callable[..., Sweep]
+SweepFactory = Callable[..., Sweep]
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """`made(text, seconds=…, fails=…)`: a sweep whose runs are quick imitations."""
+def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFactory:
+    """Returns a factory of sweeps whose runs are imitations: `make_sweep(text, seconds, fails)`."""
 
     def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
         script = tmp_path / "fake.py"
@@ -80,12 +79,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def times(sweep: Sweep) -> list[list[float]]:
-    found = [finished(sweep, cell) for cell in sweep.cells]
-    return [json.loads((folder / "times.json").read_text()) for folder in found if folder]
+    folders = [finished(sweep, cell) for cell in sweep.cells]
+    return [json.loads((folder / "times.json").read_text()) for folder in folders if folder]
 
 
-def test_the_grid_is_every_combination(made: Made) -> None:
-    sweep = made(GRID)
+def test_grid_has_all_combinations(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(GRID)
     assert len(sweep.cells) == 2 * 3 + 2 * 3 * 2
     assert sweep.axes == ("method", "alpha", "mu")
     assert len({cell.key for cell in sweep.cells}) == len(sweep.cells)
@@ -99,21 +98,21 @@ def test_the_grid_is_every_combination(made: Made) -> None:
             assert settings.method.lr == 0.5
         else:
             assert settings.method.mu == cell.values["mu"]
-    assert made("[run]\nrounds = 1\n").cells[0].values == {}  # no grid: one run
+    assert make_sweep("[run]\nrounds = 1\n").cells[0].values == {}  # no grid: one run
 
 
-def test_another_setting_is_another_run_and_another_device_is_not(made: Made) -> None:
+def test_run_keys_depend_on_settings_but_not_device(make_sweep: SweepFactory) -> None:
     def key(text: str) -> str:
-        return made(text).cells[0].key
+        return make_sweep(text).cells[0].key
 
-    one = key(SEED)
-    assert one != key(f"[run]\nrounds = 4\n{SEED}")
-    assert one == key(f'[run]\ndevice = "cpu"\n{SEED}')
-    assert one == key('[grid]\n"run.method" = ["fedavg"]\n"run.seed" = [0]\n')
+    base_key = key(SEED)
+    assert base_key != key(f"[run]\nrounds = 4\n{SEED}")
+    assert base_key == key(f'[run]\ndevice = "cpu"\n{SEED}')
+    assert base_key == key('[grid]\n"run.method" = ["fedavg"]\n"run.seed" = [0]\n')
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("[grid]\nalpha = 0.1\n", "alpha must be a list of numbers"),
         ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
@@ -128,21 +127,21 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
         ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
     ],
 )
-def test_an_invalid_sweep_is_one_error_before_any_run(made: Made, text: str, words: str) -> None:
-    with pytest.raises(FedsynthError, match=words):
-        made(text)
+def test_invalid_sweeps_are_rejected(make_sweep: SweepFactory, text: str, message: str) -> None:
+    with pytest.raises(FedsynthError, match=message):
+        make_sweep(text)
 
 
-def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -> None:
+def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> None:
     text = '[grid]\nmethod = ["fedavg"]\nalpha = [0.1, 1.0]\nseed = [0, 1, 2]\n'
-    sweep = made(text)
+    sweep = make_sweep(text)
     assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
     ended = run_sweep(sweep, train_command, print)
     assert (len(ended.completed), ended.failed) == (6, [])
-    before = times(sweep)
-    again = run_sweep(made(text), train_command, print)
-    assert (len(again.existing), again.completed) == (6, [])
-    assert times(sweep) == before
+    first_times = times(sweep)
+    repeated = run_sweep(make_sweep(text), train_command, print)
+    assert (len(repeated.existing), repeated.completed) == (6, [])
+    assert times(sweep) == first_times
     lines = sweep_rows(sweep)
     for line, alpha in zip(lines, (0.1, 1.0), strict=True):
         expected = [0.5 + 0.1 * seed + 0.01 * alpha for seed in range(3)]
@@ -158,78 +157,78 @@ def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -
     assert rows[0]["epsilon_mean"] == ""
 
 
-def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
-    sweep = made(SEED)
-    place = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
-    place.mkdir(parents=True)
-    (place / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
+def test_stopped_runs_are_resumed(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(SEED)
+    folder = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
     run_sweep(sweep, train_command, lambda text: None)
     assert times(sweep)[0][2] is True
 
 
-def test_a_failing_run_is_reported_and_the_others_continue(made: Made) -> None:
-    sweep = made(SEEDS, fails=1)
-    told: list[str] = []
-    ended = run_sweep(sweep, train_command, told.append)
+def test_failed_runs_are_reported_and_others_continue(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(SEEDS, fails=1)
+    messages: list[str] = []
+    ended = run_sweep(sweep, train_command, messages.append)
     assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
-    assert any("failed (exit code 1)" in one and "no place" in one for one in told)
+    assert any("failed (exit code 1)" in message and "no place" in message for message in messages)
     (line,) = sweep_rows(sweep)
     assert (line.finished, line.planned) == (1, 2)
     assert "1/2" in render(sweep, [line], "table")
 
 
-def most_at_once(sweep: Sweep) -> int:
+def max_concurrent(sweep: Sweep) -> int:
     spans = times(sweep)
     return max(sum(a <= begun < b for a, b, _ in spans) for begun, _, _ in spans)
 
 
-def test_jobs_limits_the_number_of_active_runs(made: Made) -> None:
-    sweep = made("[sweep]\njobs = 3\n[grid]\nseed = [0, 1, 2, 3]\n", seconds=0.3)
+def test_jobs_limits_the_number_of_active_runs(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep("[sweep]\njobs = 3\n[grid]\nseed = [0, 1, 2, 3]\n", seconds=0.3)
     run_sweep(sweep, train_command, lambda text: None)
-    assert most_at_once(sweep) == 3
+    assert max_concurrent(sweep) == 3
 
 
-def test_runs_on_the_same_ledgers_are_sequential(made: Made, tmp_path: Path) -> None:
+def test_runs_on_same_ledgers_are_sequential(make_sweep: SweepFactory, tmp_path: Path) -> None:
     ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
-    sweep = made(f"[sweep]\njobs = 2\n{ledger}{SEEDS}", seconds=0.3)
+    sweep = make_sweep(f"[sweep]\njobs = 2\n{ledger}{SEEDS}", seconds=0.3)
     run_sweep(sweep, train_command, lambda text: None)
-    assert most_at_once(sweep) == 1
+    assert max_concurrent(sweep) == 1
 
 
-def test_a_sweep_that_is_interrupted_stops_its_runs(made: Made) -> None:
-    sweep = made(f"[sweep]\njobs = 2\n{SEEDS}", seconds=60)
+def test_interrupted_sweeps_stop_runs(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(f"[sweep]\njobs = 2\n{SEEDS}", seconds=60)
 
-    def tell(text: str) -> None:
+    def interrupt(text: str) -> None:
         if "seed=1" in text:
             raise KeyboardInterrupt
 
-    before = threading.active_count()
-    began = time.monotonic()
+    threads = threading.active_count()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, train_command, tell)
-    assert time.monotonic() - began < 30
-    assert threading.active_count() == before
+        run_sweep(sweep, train_command, interrupt)
+    assert time.monotonic() - start < 30
+    assert threading.active_count() == threads
     assert times(sweep) == []
 
 
-def test_the_command(made: Made, tmp_path: Path) -> None:
-    made(SEEDS, fails=1)
+def test_command_runs_and_tabulates_sweep(make_sweep: SweepFactory, tmp_path: Path) -> None:
+    make_sweep(SEEDS, fails=1)
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]
     listed = CliRunner().invoke(app, [*common, "--dry-run"])
     assert listed.stdout.count("to do") == 2
     table = ["--table", str(tmp_path / "t.md"), "--format", "markdown"]
-    ran = CliRunner().invoke(app, [*common, *table])
-    assert ran.exit_code == 1  # one of them failed
+    result = CliRunner().invoke(app, [*common, *table])
+    assert result.exit_code == 1  # one run failed
     assert (tmp_path / "t.md").read_text().startswith("| method | runs | test accuracy (%)")
-    shown = CliRunner().invoke(app, [*common, "--only-table"])
-    assert shown.exit_code == 0
-    assert "1/2" in shown.stdout
-    wrong = CliRunner().invoke(app, [*common, "--format", "excel"])
-    assert wrong.exit_code == 2
-    assert "--format must be one of" in wrong.stderr
+    printed = CliRunner().invoke(app, [*common, "--only-table"])
+    assert printed.exit_code == 0
+    assert "1/2" in printed.stdout
+    invalid = CliRunner().invoke(app, [*common, "--format", "excel"])
+    assert invalid.exit_code == 2
+    assert "--format must be one of" in invalid.stderr
 
 
-def test_a_real_run(tmp_path: Path) -> None:
+def test_sweep_trains_real_run(tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     file.write_text(
         '[run]\nmethod = "fedavg"\nrounds = 1\ndevice = "cpu"\n[partition]\nclients = 2\n'

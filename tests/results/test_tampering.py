@@ -1,7 +1,7 @@
-"""Every tampering with a run folder is noticed, also where the rest of the report is made to fit.
+"""Tests that tampering with a run folder is detected, also if the rest of the report is consistent.
 
-What is out of reach is in docs/verification.md: a folder of which *all* files were made again, which
-only a signature shows.
+docs/verification.md states the limit: if *all* files of a folder are rewritten, only a signature
+reveals it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import to_toml
-from tests.results.private_runs import found, run, settings
+from tests.results.private_runs import run, settings, verify
 
 NAME, START = "privacy_report.json", "privacy_start.json"
 LEDGER = "ledger/client-000.jsonl"
@@ -46,7 +46,7 @@ Tamper = Callable[[Path], Any]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ε above 10, so that there is a warning, and a cap that is not reached."""
+    """Returns a run with ε above 10, which causes a warning, and an unreached cap."""
     return run(tmp_path_factory.mktemp("runs"), settings(epsilon=50.0, sample_rate=1.0))
 
 
@@ -63,21 +63,21 @@ def write(name: str, content: str) -> Tamper:
     return tamper
 
 
-def both(*tampers: Tamper) -> Tamper:
+def all_of(*tampers: Tamper) -> Tamper:
     def tamper(folder: Path) -> None:
-        for one in tampers:
-            one(folder)
+        for part in tampers:
+            part(folder)
 
     return tamper
 
 
 def report_of(folder: Path) -> Report:
-    found: Report = json.loads((folder / NAME).read_text())
-    return found
+    report: Report = json.loads((folder / NAME).read_text())
+    return report
 
 
 def pages(folder: Path, report: Report) -> None:
-    """Writes the report, and pages that say what it says, where it has the shape of one."""
+    """Writes the report, and matching pages if its schema is valid."""
     (folder / NAME).write_text(json.dumps(report, ensure_ascii=False) + "\n")
     if not schema_problems(report):
         (folder / "privacy_report.md").write_text(render_markdown(report))
@@ -85,7 +85,7 @@ def pages(folder: Path, report: Report) -> None:
 
 
 def fit_figures(folder: Path) -> None:
-    """Makes all figures fit the report's own rows, δ and adjacency, and the pages the report."""
+    """Recomputes all figures from the report's rows, δ and adjacency, and rewrites the pages."""
     report = report_of(folder)
     promise, adjacency = report["guarantee"], report["adjacency"]
     if promise is not None and adjacency in ADJACENCIES:
@@ -97,12 +97,12 @@ def fit_figures(folder: Path) -> None:
 
 
 def fit_hashes(folder: Path) -> None:
-    """The report has the hashes of the files that are there."""
+    """Updates the hashes in the report."""
     pages(folder, {**report_of(folder), "files": exported_files(folder)})
 
 
-def in_json(name: str, change: Callable[[Any], Any]) -> Tamper:
-    """A change of a JSON file, and nothing else."""
+def edit_json(name: str, change: Callable[[Any], Any]) -> Tamper:
+    """Changes a JSON file only."""
 
     def tamper(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
@@ -112,8 +112,8 @@ def in_json(name: str, change: Callable[[Any], Any]) -> Tamper:
     return tamper
 
 
-def at(content: Any, path: str) -> tuple[Any, Any]:
-    """What holds the last key of a path such as `scope/0/status`, and that key."""
+def parent_and_key(content: Any, path: str) -> tuple[Any, Any]:
+    """Returns the parent and the last key of a path such as `scope/0/status`."""
     *first, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in first:
         content = content[key]
@@ -121,35 +121,35 @@ def at(content: Any, path: str) -> tuple[Any, Any]:
 
 
 def set_at(content: Any, path: str, value: Any) -> None:
-    where, key = at(content, path)
-    where[key] = value
+    parent, key = parent_and_key(content, path)
+    parent[key] = value
 
 
 def changed(name: str, path: str, value: Any) -> Tamper:
-    """One value of a JSON file, and nothing else."""
-    return in_json(name, lambda content: set_at(content, path, value))
+    """Changes a single value of a JSON file."""
+    return edit_json(name, lambda content: set_at(content, path, value))
 
 
 def edit(change: Callable[[Report], Any]) -> Tamper:
-    """A change of the report, with figures and pages that fit."""
-    return both(in_json(NAME, change), fit_figures)
+    """Changes the report, with matching figures and pages."""
+    return all_of(edit_json(NAME, change), fit_figures)
 
 
 def put(path: str, value: Any) -> Tamper:
-    """One value of the report, with figures and pages that fit."""
-    return both(changed(NAME, path, value), fit_figures)
+    """Changes a value of the report, with matching figures and pages."""
+    return all_of(changed(NAME, path, value), fit_figures)
 
 
 def config(section: str, **values: Any) -> Tamper:
-    """A change of config.toml, with the report's hash of it made to fit."""
+    """Changes config.toml, with a matching hash in the report."""
 
     def tamper(folder: Path) -> None:
-        read = tomllib.loads((folder / "config.toml").read_text())
-        some = {**read.get(section, {}), **values}
-        read[section] = {key: value for key, value in some.items() if value is not None}
-        (folder / "config.toml").write_text(to_toml(read))
+        content = tomllib.loads((folder / "config.toml").read_text())
+        table = {**content.get(section, {}), **values}
+        content[section] = {key: value for key, value in table.items() if value is not None}
+        (folder / "config.toml").write_text(to_toml(content))
         report = report_of(folder)
-        report["provenance"]["config"] = provenance(resolve(read))["config"]
+        report["provenance"]["config"] = provenance(resolve(content))["config"]
         pages(folder, report)
 
     return tamper
@@ -176,7 +176,7 @@ def delete(name: str) -> Tamper:
 
 
 def first_lines(name: str, number: int) -> Tamper:
-    """Only these lines of a file are left, or no file."""
+    """Keeps the first lines of a file, or deletes it."""
 
     def tamper(folder: Path) -> None:
         lines = (folder / name).read_text().splitlines(keepends=True)[:number]
@@ -196,33 +196,33 @@ def fifo(name: str) -> Tamper:
 
 
 def row(number: int, path: str, value: Any) -> Tamper:
-    """One value of a round's row of metrics."""
+    """Changes a value of a round's row of metrics."""
 
     def tamper(folder: Path) -> None:
         file = folder / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         set_at(rows[number - 1], path, value)
-        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
 
-    return both(tamper, fit_hashes)
+    return all_of(tamper, fit_hashes)
 
 
 def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamper:
-    """A change of a file's tensors."""
+    """Changes the tensors of a file."""
 
     def tamper(folder: Path) -> None:
         with safe_open(folder / name, framework="pt") as file:
             facts = file.metadata()
-        held = load_file(folder / name)
-        change(held)
-        save_file(held, folder / name, metadata=facts)
+        loaded = load_file(folder / name)
+        change(loaded)
+        save_file(loaded, folder / name, metadata=facts)
 
-    return both(tamper, fit_hashes)
+    return all_of(tamper, fit_hashes)
 
 
 def ended_after(rounds: int) -> Tamper:
-    """The run as if it had ended earlier, in all files but the ledgers."""
-    return both(
+    """Shortens the run in all files except the ledgers."""
+    return all_of(
         first_lines("metrics.jsonl", rounds),
         changed("summary.json", "rounds", rounds),
         put("rounds_done", rounds),
@@ -231,35 +231,34 @@ def ended_after(rounds: int) -> Tamper:
 
 def hide_last_rows(report: Report) -> None:
     report["ledger_kept"] = True
-    rows = {client: some[:1] for client, some in stated_rows(report).items()}
+    rows = {client: releases[:1] for client, releases in stated_rows(report).items()}
     report["ledger"] = [entry.to_json() for entry in sections.folded_ledger(rows)]
 
 
-def without_client(report: Report) -> None:
+def remove_client(report: Report) -> None:
     for entry in report["ledger"]:
         entry["clients"].remove("client-002")
     del report["ledger_heads"]["client-002"]
 
 
-def rewritten_ledger(folder: Path) -> None:
-    """Fewer steps at every client, with sound chains, heads and figures: but config.toml plans
-    other ones."""
+def rewrite_ledger(folder: Path) -> None:
+    """Reduces the steps of all clients consistently, unlike those of config.toml."""
     report = report_of(folder)
     for path in sorted((folder / "ledger").iterdir()):
         old = read_ledger(path)
         rows = old.releases
         path.unlink()
-        made = Ledger(old.client, path, dataset=old.dataset)
-        for one in rows:
-            made.charge(replace(one, steps=1))
-        report["ledger_heads"][old.client]["chain"] = made.history().chain
+        ledger = Ledger(old.client, path, dataset=old.dataset)
+        for release in rows:
+            ledger.charge(replace(release, steps=1))
+        report["ledger_heads"][old.client]["chain"] = ledger.history().chain
     for entry in report["ledger"]:
         entry["steps"] = 1
     pages(folder, report)
     fit_figures(folder)
 
 
-# values that are changed together, each of which must be named
+# values that are changed together and must all be named
 REPORT_VALUES: dict[str, Any] = {
     "guarantee/worst_client": "client-001", "epsilon_cap": 15.0, "planned_rounds": 9,
     "rounds_done": 1, "verdict/formal": False, "verdict/reasons": ["a count was logged"],
@@ -290,33 +289,33 @@ SUMMARY_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "values"),
+    ("name", "prefix", "values"),
     [(NAME, "", REPORT_VALUES), ("summary.json", "summary.json.", SUMMARY_VALUES)],
 )
-def test_every_value_is_compared(
-    name: str, where: str, values: dict[str, Any], folder: Path
+def test_changed_values_are_detected(
+    name: str, prefix: str, values: dict[str, Any], folder: Path
 ) -> None:
     for path, value in values.items():
         changed(name, path, value)(folder)
-    problems = found(folder)
+    problems = verify(folder)
     for path in values:
-        words = where + re.sub(r"/(\d+)(?=/)", r"[\1]", path).replace("/", ".") + " "
-        assert any(one.startswith(words) for one in problems), (words, problems)
+        expected = prefix + re.sub(r"/(\d+)(?=/)", r"[\1]", path).replace("/", ".") + " "
+        assert any(problem.startswith(expected) for problem in problems), (expected, problems)
 
 
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
-    (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
-    (edit(without_client), "has a ledger of client client-002"),
+    (all_of(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
+    (edit(remove_client), "has a ledger of client client-002"),
     (
-        both(edit(without_client), delete("ledger/client-002.jsonl")),
+        all_of(edit(remove_client), delete("ledger/client-002.jsonl")),
         "clients in the report differ from the clients in privacy_start.json",
     ),
     (delete("ledger/client-002.jsonl"), "has no ledger of client client-002"),
     (put("test_only_randomness", True), "verdict.formal is True"),
     (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),
     (put("ledger/0/noise_multiplier", 10.0), "ledger[0].noise_multiplier is 10"),
-    (both(put("mechanism", "gradient"), put("ledger/0/mechanism", "gradient")), "is 'gradient'"),
+    (all_of(put("mechanism", "gradient"), put("ledger/0/mechanism", "gradient")), "is 'gradient'"),
     (edit(lambda report: report["scope"].pop(0)), "scope has"),
     (put("provenance/seal", "1.0"), "provenance.seal is '1.0'"),
     (put("provenance/torch", "audited by X"), "provenance.torch is wrong"),
@@ -332,10 +331,10 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (first_lines(LEDGER, 2), "the ledger file has 1 rows, but the report states 2"),
     (write(LEDGER, "[" * 100_000), "client-000.jsonl"),
     (text(LEDGER, '"steps": 3', '"steps": 1'), "was edited"),
-    (rewritten_ledger, CHARGES),
+    (rewrite_ledger, CHARGES),
     (delete("ledger"), "the ledger folder"),
     (
-        both(config("privacy", noise_multiplier=10.0), changed(START, "noise_multiplier", 10.0)),
+        all_of(config("privacy", noise_multiplier=10.0), changed(START, "noise_multiplier", 10.0)),
         CHARGES,
     ),
     (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
@@ -368,14 +367,14 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (row(1, "domain_accuracy", {"n_k=312": 0.5}), "for a domain that the"),
     (row(2, "lost", {"1": "n_k=312"}), "lost is"),
     (
-        both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
+        all_of(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
         "upload sizes that contradict each other",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
     (ended_after(0), ENDED_EARLY),
     (ended_after(1), ENDED_EARLY),
     (
-        both(write("resumed.json", '{"after_rounds": [1]}'), put("events", [RESUMED.to_json()])),
+        all_of(write("resumed.json", '{"after_rounds": [1]}'), put("events", [RESUMED.to_json()])),
         "lacks a resumption that resumed.json states",
     ),
     (write("resumed.json", '{"after_rounds": [2]}'), "names round 2"),
@@ -383,7 +382,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "run's summary"),
     (
-        both(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
+        all_of(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
         "artefacts.json exists, but this run does not write such a file",
     ),
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
@@ -391,7 +390,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
         "model.safetensors.",
     ),
-    (both(write("model.safetensors", "x"), fit_hashes), "model.safetensors cannot be read"),
+    (all_of(write("model.safetensors", "x"), fit_hashes), "model.safetensors cannot be read"),
     (
         tensors("synthetic.safetensors", lambda t: t.update(n_k=torch.tensor([312]))),
         "synthetic.safetensors.n_k is",
@@ -404,32 +403,32 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tamper", "words"), TAMPERINGS, ids=[words for _, words in TAMPERINGS])
-def test_tampering_is_noticed(tamper: Tamper, words: str, folder: Path) -> None:
+@pytest.mark.parametrize(("tamper", "text"), TAMPERINGS, ids=[text for _, text in TAMPERINGS])
+def test_tampering_is_detected(tamper: Tamper, text: str, folder: Path) -> None:
     tamper(folder)
-    problems = found(folder)
-    assert any(words in problem for problem in problems), problems
+    problems = verify(folder)
+    assert any(text in problem for problem in problems), problems
     assert all(len(problem) < 2000 for problem in problems)
 
 
-def test_files_that_are_gone_are_named(folder: Path) -> None:
+def test_missing_files_are_named(folder: Path) -> None:
     names = ["synthetic.safetensors", "metrics.jsonl", "summary.json", "model.safetensors"]
     for name in (*names, "privacy_report.md", "privacy_report.html"):
         (folder / name).unlink()
-        assert f"{name} is missing" in found(folder)
+        assert f"{name} is missing" in verify(folder)
     for name in ("privacy_start.json", "config.toml"):
         (folder / name).unlink()
-        assert f"{name} is missing" in found(folder)
+        assert f"{name} is missing" in verify(folder)
 
 
-def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path) -> None:
-    """The report vouched for them: `files` had their hash."""
+def test_unexpected_images_are_detected(folder: Path, tmp_path: Path) -> None:
+    """Regression: `files` of the report listed their hash."""
     averaged = run(tmp_path / "averaged", {**settings("fedavg"), "method": {"local_steps": 1}})
-    assert found(averaged) == []
+    assert verify(averaged) == []
     name = "synthetic.safetensors"
     shutil.copy(folder / name, averaged / name)
     fit_hashes(averaged)
-    assert found(averaged) == [f"{name} exists, but this run does not write such a file"]
+    assert verify(averaged) == [f"{name} exists, but this run does not write such a file"]
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -438,52 +437,50 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("summary.json", one) for one in ("[]", "\ud800", '{"a": 1, "a": 2}')),
-        *(("metrics.jsonl", one) for one in ("{}\n", f'{{"round": {DEEP}}}\n')),
+        *(("summary.json", text) for text in ("[]", "\ud800", '{"a": 1, "a": 2}')),
+        *(("metrics.jsonl", text) for text in ("{}\n", f'{{"round": {DEEP}}}\n')),
         ("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'),
-        *(("privacy_start.json", one) for one in ("\0", f'{{"ledgers": {DEEP}}}')),
+        *(("privacy_start.json", text) for text in ("\0", f'{{"ledgers": {DEEP}}}')),
         ("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'),
         ("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"),
         ("resumed.json", '{"after_rounds": [1, 0]}'),
         ("synthetic.safetensors", "\0" * 100),
     ],
 )
-def test_damaged_files_are_a_mismatch_or_an_error_and_no_traceback(
-    name: str, content: str, folder: Path
-) -> None:
+def test_damaged_files_are_reported_as_problems(name: str, content: str, folder: Path) -> None:
     (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
     try:
-        problems = found(folder)
+        problems = verify(folder)
     except PrivacyError as error:
         problems = [str(error)]
     assert problems
     assert all(len(problem) < 2000 for problem in problems)
 
 
-def test_a_folder_that_may_only_be_read_is_verified(
+def test_verification_opens_files_for_reading_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening for writing would fail for an auditor; root may write, so flags are watched."""
+    """Auditors cannot open files for writing; root can, so the flags are checked."""
     opened: list[int] = []
     original = os.open
 
-    def watched(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+    def recorded_open(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         opened.append(flags)
         return original(path, flags, *rest, **named)
 
-    monkeypatch.setattr(os, "open", watched)
-    assert found(folder) == []
+    monkeypatch.setattr(os, "open", recorded_open)
+    assert verify(folder) == []
     assert not any(flags & (os.O_RDWR | os.O_WRONLY) for flags in opened)
 
 
-def test_a_report_of_another_version_is_said_to_be_one(folder: Path) -> None:
+def test_other_versions_are_named(folder: Path) -> None:
     put("provenance/fedsynth", "0.0.9")(folder)
-    assert found(folder) == []
+    assert verify(folder) == []
     put("randomness", "as it was in 0.0.9")(folder)
-    assert "the run used fedsynth 0.0.9" in found(folder)[-1]
+    assert "the run used fedsynth 0.0.9" in verify(folder)[-1]
 
 
-def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path) -> None:
+def test_pages_of_other_renderers_are_not_compared(folder: Path) -> None:
     put("provenance/jinja2", "2.0")(folder)
     text("privacy_report.md", "ε = ", "ε is ")(folder)
     result = verify_run(folder)
@@ -491,59 +488,57 @@ def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path
     assert "were not compared: jinja2 2.0 rendered" in " ".join(result.notes)
 
 
-def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
-    folder: Path, tmp_path: Path
-) -> None:
-    """The verdict, and also everything else, of the formal report of the same settings."""
+def test_forged_guarantees_are_detected(folder: Path, tmp_path: Path) -> None:
+    """Copies the verdict, and then all of the formal report of the same settings."""
     paper = run(tmp_path, settings(mechanism="paper"))
     report = report_of(paper)
-    honest = report_of(folder)
-    pages(paper, {**report, "verdict": honest["verdict"]})
-    assert any("verdict.formal is True" in problem for problem in found(paper))
-    pages(paper, honest)
-    assert any("guarantee is {" in problem for problem in found(paper))
+    formal = report_of(folder)
+    pages(paper, {**report, "verdict": formal["verdict"]})
+    assert any("verdict.formal is True" in problem for problem in verify(paper))
+    pages(paper, formal)
+    assert any("guarantee is {" in problem for problem in verify(paper))
 
 
-def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
+def test_inaccessible_ledgers_are_reported(tmp_path: Path) -> None:
     folder = run(tmp_path, settings(ledger=str(tmp_path / "kept")))
     (tmp_path / "kept").rename(tmp_path / "moved")
     result = verify_run(folder)
     assert result.problems == []
     assert "no ledger was compared" in result.notes[0]
     assert "moved" in verify_run(folder, ledger=tmp_path / "moved").notes[0]
-    assert found(folder, ledger=tmp_path / "nowhere") == [
+    assert verify(folder, ledger=tmp_path / "nowhere") == [
         f"the ledger folder {tmp_path / 'nowhere'} does not exist"
     ]
     edit(hide_last_rows)(folder)
-    assert "has 1 rows, but ledger_heads states 2" in " ".join(found(folder))
+    assert "has 1 rows, but ledger_heads states 2" in " ".join(verify(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
-    assert CHARGES in " ".join(found(folder))
-    assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
+    assert CHARGES in " ".join(verify(folder))
+    assert any("chain hash" in p for p in verify(folder, ledger=tmp_path / "moved"))
 
 
-def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> None:
+def test_early_end_requires_reached_cap(tmp_path: Path) -> None:
     folder = run(tmp_path, settings(noise_multiplier=3.0, epsilon=3.0))
-    assert found(folder) == []
+    assert verify(folder) == []
     assert "ended after 1 of 2 rounds" in (folder / "privacy_report.md").read_text()
     report = report_of(folder)
-    (stated,) = report["events"]
-    assert (stated["kind"], stated["rounds_done"], stated["client"]) == ("ended", 1, "client-000")
+    (event,) = report["events"]
+    assert (event["kind"], event["rounds_done"], event["client"]) == ("ended", 1, "client-000")
     for key, value in (
         *(("rounds_done", 0), ("client", "client-002"), ("epsilon", 1.2), ("epsilon_next", 3.1)),
         *(("why", "the clients had enough"), ("kind", "absent"), ("epsilon", None)),
     ):
-        pages(folder, {**report, "events": [{**stated, key: value}]})
-        assert [p.split()[0] for p in found(folder)] == [f"events[0].{key}"], key
+        pages(folder, {**report, "events": [{**event, key: value}]})
+        assert [p.split()[0] for p in verify(folder)] == [f"events[0].{key}"], key
     pages(folder, {**report, "events": []})
-    assert found(folder) == ["events has 0 entries, but should have 1"]
+    assert verify(folder) == ["events has 0 entries, but should have 1"]
 
 
-def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
-    """Clients that do not finish, and their passes, are drawn publicly."""
-    late = {"local_epochs": 4, "batch": 128, "stragglers": 0.7}
-    folder = run(tmp_path, {**settings("fedprox", noise_multiplier=3.0), "method": late})
-    assert found(folder) == []
+def test_reduced_straggler_steps_are_detected(tmp_path: Path) -> None:
+    """Stragglers and their passes are drawn publicly."""
+    method = {"local_epochs": 4, "batch": 128, "stragglers": 0.7}
+    folder = run(tmp_path, {**settings("fedprox", noise_multiplier=3.0), "method": method})
+    assert verify(folder) == []
     row(1, "stragglers", {"0": 1, "1": 312})(folder)
-    assert any("round 1 stragglers" in problem for problem in found(folder))
-    rewritten_ledger(folder)
-    assert sum("which config.toml requires" in text for text in found(folder)) == 6
+    assert any("round 1 stragglers" in problem for problem in verify(folder))
+    rewrite_ledger(folder)
+    assert sum("which config.toml requires" in text for text in verify(folder)) == 6
