@@ -71,30 +71,14 @@ def check_fields(settings: Any) -> None:
         for name, declaration in getattr(cls, "__dataclass_fields__", {}).items():
             if declaration.metadata:
                 declared[name] = declaration.metadata
-    for name, metadata in declared.items():
-        if "range" in metadata:
-            check_ranges(settings, **{name: metadata["range"]})
-        if "choices" in metadata:
-            check_choices(settings, **{name: metadata["choices"]})
-
-
-def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
-    """Checks that each of the given settings is a number within its range. The limits are allowed
-    values.
-
-    Fields of type int must be whole numbers.
-
-    Args:
-        settings: a dataclass.
-        ranges: the smallest and the largest allowed value of each setting, by the setting's name.
-
-    Raises:
-        SettingError: a value is not valid. The message names the setting and its range.
-    """
     integers = {f.name for f in fields(settings) if f.type in (int, "int")}
-    for name, (low, high) in ranges.items():
+    section = section_of(settings)
+    for name, metadata in declared.items():
         value = getattr(settings, name)
-        check_number(section_of(settings), name, value, low, high, integer=name in integers)
+        if "range" in metadata:
+            check_number(section, name, value, *metadata["range"], integer=name in integers)
+        if "choices" in metadata:
+            check_choice(section, name, value, metadata["choices"])
 
 
 def check_number(
@@ -128,20 +112,6 @@ def check_number(
     elif high >= MAX_PRINTED_BOUND:
         allowed = f"at most {high:g}"
     raise SettingError(section, key, f"must be {allowed}, got {short_repr(value)}")
-
-
-def check_choices(settings: Any, **choices: Sequence[str]) -> None:
-    """Checks that each of the given settings has one of its allowed values.
-
-    Args:
-        settings: a dataclass.
-        choices: the allowed values of each setting, by the setting's name.
-
-    Raises:
-        UnknownNameError: the value is not allowed. The message suggests similar values.
-    """
-    for name, allowed in choices.items():
-        check_choice(section_of(settings), name, getattr(settings, name), allowed)
 
 
 def check_choice(section: str | None, key: str, value: str, allowed: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.aggregation import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
-from fedsynth.validation import check_fields, check_ranges, field_types, in_range, one_of
+from fedsynth.validation import check_fields, check_number, field_types, in_range, one_of
 
 MAX_LENGTH = 300  # the maximum number of characters in a text
 MAX_PERSON_LENGTH = 40  # the maximum number of characters in the name for one person
@@ -227,7 +227,7 @@ class RunSettings:
                 )
         check_fields(self)
         if self.threads is not None:
-            check_ranges(self, threads=(1, MAX_THREADS))
+            check_number("run", "threads", self.threads, 1, MAX_THREADS, integer=True)
         for section, key, reason in self._conflicts():
             raise SettingError(section, key, reason)
 

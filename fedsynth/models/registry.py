@@ -26,7 +26,7 @@ from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
 from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng
-from fedsynth.validation import check_ranges
+from fedsynth.validation import check_fields, in_range
 
 Shape = tuple[int, int, int]
 MAX_WIDTH = 2**16
@@ -131,11 +131,11 @@ class ModelSettings:
     section: ClassVar[str] = "model"  # section of a config file
 
     name: str = ""
-    width: int = 128
-    depth: int = 3
+    width: int = in_range(128, 1, MAX_WIDTH)
+    depth: int = in_range(3, 1, MAX_WIDTH)
     norm: str = ""
     clients: str = ""
-    projection: int = 0
+    projection: int = in_range(0, 0, MAX_WIDTH)
     features: str = ""
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class ModelSettings:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
             raise unknown_value("model", "norm", self.norm, norms, f" for {self.name}")
-        check_ranges(self, width=(1, MAX_WIDTH), depth=(1, MAX_WIDTH), projection=(0, MAX_WIDTH))
+        check_fields(self)
         for name in self.client_names:
             if name not in _MODELS:
                 raise unknown_name("client model", name, _MODELS, "model", "clients")
