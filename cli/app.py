@@ -48,7 +48,7 @@ app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
-    """Runs the `fedsynth` command."""
+    """Starts the program `fedsynth`, which executes the command in the program's arguments."""
     for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

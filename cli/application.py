@@ -1,4 +1,7 @@
-"""Commands with help in plain text, errors in one line, and clean exits on signals."""
+"""The classes of commands: they print help as plain text and errors in one line.
+
+This module also ends a program cleanly on signals.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows the whole first paragraph about each command."""
+    """A group of commands. Its help lists the commands, each with the first paragraph of the
+    command's help.
+    """
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -50,7 +55,7 @@ class Group(TyperGroup):
 
 
 class Application(typer.Typer):
-    """A Typer application that uses `Command` and `Group`."""
+    """A Typer application whose commands and groups are of the classes `Command` and `Group`."""
 
     def __init__(self, *, cls: type[TyperGroup] = Group, **options: Any) -> None:
         settings = {"max_content_width": WIDTH}
@@ -108,9 +113,9 @@ class OptionError(FedsynthError):
 
 
 class OneLineGroup(Group):
-    """The root command, which runs the other commands.
+    """The command `fedsynth`, which contains all other commands.
 
-    It reports an error by a message of one line and an exit code.
+    If one of these commands fails, a message of one line and an exit code report the error.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -144,14 +149,16 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line on stderr that begins with "note:"."""
+    """Prints a line with a message for the user on stderr. The line begins with "note:"."""
     say(f"note: {text}")
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with a one-line message if the user, the file system or a signal caused an
-    error.
+    """Prints errors within the block as one line, and ends the program with an exit code.
+
+    This applies to errors that the user, the file system or a signal caused. Other errors are bugs
+    and keep their traceback.
     """
     try:
         yield
@@ -193,8 +200,9 @@ def _flush() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects a broken stream to /dev/null. Otherwise, Python would fail again when it shuts
-    down.
+    """Redirects an output stream that cannot be written to /dev/null.
+
+    Otherwise, Python would report the error a second time when the program ends.
     """
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
@@ -213,7 +221,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_large_allocations() -> bool:
-    """Keeps up to 2 GiB of freed memory in the process. Returns True if the C library allows it.
+    """Makes the C library keep up to 2 GiB of freed memory in the process, which makes training
+    faster.
+
+    Returns True if the C library supports this.
 
     By default, glibc requests every allocation over 32 MB from the operating system, and returns it
     when it is freed. Each training step on a CPU then causes page faults for all its activations.
@@ -229,7 +240,8 @@ def keep_large_allocations() -> bool:
 
 
 def wait_passively() -> None:
-    """Lets waiting threads sleep, unless the user has configured this.
+    """Lets OpenMP threads sleep while they wait for work, unless the user has configured their
+    behaviour.
 
     OpenMP reads the environment variable when torch is imported.
     """

@@ -184,7 +184,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: given.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run that the options, --set and --config describe."""
+    """Returns the run over a network that the options, --set and --config describe."""
     from fedsynth.deployment.proposal import new_proposal
 
     return new_proposal(given.merged(given.read_config(config), chosen), spec)

@@ -33,7 +33,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 def set_options(texts: list[str]) -> Sections:
-    """Returns the settings that --set gives, by section.
+    """Parses the values of the option --set. Returns the settings by section.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
     """
@@ -53,10 +53,10 @@ def set_options(texts: list[str]) -> Sections:
 
 
 def with_set_options(sections: Sections, texts: list[str]) -> Sections:
-    """Returns the settings of the other options, by section, together with those of --set.
+    """Returns the settings that the user gave by --set and by all other options, by section.
 
     Raises:
-        OptionError: a setting is given by an option and by --set.
+        OptionError: a setting is given both by --set and by its own option.
     """
     merged = copy.deepcopy(sections)
     for section, values in set_options(texts).items():
@@ -72,8 +72,7 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
 def read_config(path: Path | None) -> Sections:
     """Reads the sections of a TOML file, or of the config.toml in a run folder.
 
-    Returns an empty dictionary for None.
-    """
+    Returns an empty dictionary if the path is None."""
     if path is None:
         return {}
     from fedsynth.validation import read_sections
@@ -84,9 +83,11 @@ def read_config(path: Path | None) -> Sections:
 def merged(
     config: Sections, chosen: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:
-    """Returns the settings of a config file, overridden by options.
+    """Combines the settings of a config file with the settings of the options, which override the
+    file.
 
-    If the options change the method, the old method's settings are dropped with a note.
+    If the options select another method than the file, the method's settings in the file are
+    dropped, and `note` receives a message about this.
     """
     from fedsynth.methods import DEFAULT_METHOD
 
@@ -129,7 +130,9 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
 def from_table(
     name: str, config: Path | None, chosen: Sections, note: Callable[[str], None]
 ) -> Sections:
-    """Returns the settings for a cell of a published table, overridden by options.
+    """Returns the settings of the run that reproduces one number of a published table.
+
+    Settings of the options override those of the table.
 
     Args:
         name: the name of the table's preset.
@@ -154,7 +157,10 @@ def from_table(
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line with the settings that a data set's preset determines, or an empty string."""
+    """Returns a line of text that lists the settings with a special default value for the data set.
+
+    Returns an empty string if there are no such settings.
+    """
     from fedsynth.config.resolve import preset_of
     from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.methods import DEFAULT_METHOD, method_class
@@ -180,14 +186,14 @@ BESIDE_RESUME = "resume device memory_gb compile data_root download as_json sign
 
 
 def with_own_code(chosen: Sections) -> Sections:
-    """Loads and registers the files with user code (FILE.py:NAME) that the options name.
+    """Loads and registers the user's own code, which options name as FILE.py:NAME.
 
-    Returns the settings with the names under which the code is registered. Only options may name
-    such files: a file that is named in a config file is never executed.
+    In the returned settings, the name under which the code is registered replaces FILE.py:NAME.
+    Only options may name such files: a file that is named in a config file is never executed.
 
     Raises:
-        SettingError: a file cannot be executed, or does not define the model, method or feature
-            map.
+        SettingError: a file cannot be executed, or does not define the model, method or feature map
+            that the option names.
     """
     from fedsynth.own_code import names_a_file
 
@@ -203,7 +209,9 @@ def with_own_code(chosen: Sections) -> Sections:
 
 
 def _register(section: str, key: str, value: str) -> str:
-    """Registers a method, model or feature map from a file, and returns its name for settings."""
+    """Registers the method, model or feature map that a file defines. Returns the name that stands
+    for this code in settings.
+    """
     if key == "method":
         from fedsynth.methods import register_method
         from fedsynth.own_code import load_own
@@ -219,7 +227,9 @@ def _register(section: str, key: str, value: str) -> str:
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
-    """Checks that no option contradicts --resume, because a resumed run keeps its settings.
+    """Checks that the user gave no option that cannot be combined with --resume.
+
+    A resumed run keeps its settings, so options for settings are not allowed.
 
     Raises:
         OptionError: an option is not allowed with --resume. The message names the option.
@@ -358,7 +368,7 @@ _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILIN
 
 @dataclass(frozen=True)
 class SettingOption:
-    """An option that sets a setting of a run.
+    """A command-line option for one setting of a run.
 
     Attributes:
         name: the name, such as "--dp-sigma". A second name may follow after "/".
@@ -375,11 +385,15 @@ class SettingOption:
 
     @property
     def parameter(self) -> str:
-        """The name of the parameter in the command's function."""
+        """The name of the Python parameter that receives the option's value in the function of a
+        command.
+        """
         return self.name.split("/")[0].removeprefix("--").replace("-", "_")
 
     def signature(self) -> inspect.Parameter:
-        """Returns the parameter in the form that Typer reads."""
+        """Returns the Python parameter that receives the option's value, with the annotations that
+        Typer reads.
+        """
         names = self.name.split("/")
         option = typer.Option(
             *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
@@ -408,14 +422,15 @@ Set = Annotated[
 def takes_settings(
     *places: str, names: Mapping[str, str] | None = None, set_option: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command options for settings, and `--set` for all other settings.
+    """A decorator that adds options for settings to a command, and the option `--set`.
 
-    The first argument of the command then contains the values by section.
+    The first argument of the command contains the values of these options by section. `--set`
+    accepts all settings, also those without an option.
 
     Args:
         places: sections such as "run", which stand for all settings with an option, or single
             settings such as "run.seed".
-        names: other names of options for this command, by setting.
+        names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
     options = [setting_option(place, names or {}) for place in _settings(places)]
@@ -469,7 +484,10 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 @cache
 def _fields(section: str) -> dict[str, tuple[type, str]]:
-    """Returns the type and the help text of each field in the classes of a section."""
+    """Returns the type and the help text of each setting in a section.
+
+    They are read from the classes that define the section's settings.
+    """
     fields = {}
     for place in CLASSES[section]:
         file, _, name = place.partition(":")

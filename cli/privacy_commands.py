@@ -58,7 +58,9 @@ def report(chosen: given.Sections, run: Run, ledger: LedgerFolder = None) -> Non
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
-    """Builds the report of a run that did not finish. Does nothing if the run has finished."""
+    """Builds and writes the privacy report of a run that did not finish. If the run has finished,
+    nothing is done.
+    """
     if not run.is_dir():
         return
     from fedsynth.privacy.report.build import write_report
@@ -109,7 +111,10 @@ def verify(
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
-    """Returns the problems with the signature, and the message to print if there are none."""
+    """Checks the signature of a run folder.
+
+    Returns the problems with the signature, and the message to print if there is no problem.
+    """
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:
@@ -135,10 +140,10 @@ def sign(
 
 
 def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
-    """Returns a function that signs a run folder.
+    """Returns a function that signs the folder of a run when the run has ended.
 
-    The key is read now, so that an invalid key is reported before the run. Without a key, the
-    function does nothing.
+    The key is read by this call, so that an invalid key is reported before the run. Without a key,
+    the returned function does nothing.
 
     Args:
         key: the file with the private key, or None.
@@ -218,7 +223,10 @@ def audit(
 def _audit_options(
     config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """Audits the settings in the options. Returns the result, and the command line of this call."""
+    """Audits the settings that the options describe.
+
+    Returns the result, and the command line that repeats this audit.
+    """
     from fedsynth.config.resolve import resolve
 
     sections = given.merged(given.read_config(config), {"run": {}, "data": {}, **chosen}, say)
@@ -315,7 +323,7 @@ for command in (report, verify, sign, audit):
     "privacy.nominal_size", "privacy.adjacency", "privacy.unit", names=NAMES,
 )  # fmt: skip
 def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
-    """Show the noise that a privacy budget requires, or the ε that a σ costs.
+    """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
 
     The plan uses only public numbers and reads no data. For fedstats, it also shows the
     signal-to-noise ratio that each release can have.
@@ -340,7 +348,7 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
 
 
 def _warn(plans: list[MechanismCosts]) -> None:
-    """Prints a note for each plan that exceeds its budget, and a warning if ε is large."""
+    """Prints a note for each plan whose ε exceeds the privacy budget, and a warning if ε is large."""
     for p in plans:
         rounds, limit = list(p.epsilon), (p.target or math.inf) * (1 + 1e-9)
         # ε never decreases, and each value takes a composition: a binary search
@@ -390,10 +398,11 @@ def carry_over(
     ],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
-    """Allow a client to use other records with the existing ledger.
+    """Allow a client to change its records and keep its ledger.
 
-    The privacy budget that is already spent then counts for all records of the client, including
-    the new records.
+    Otherwise, a ledger refuses a run on records that differ from those of earlier runs. After this
+    command, the privacy budget that is already spent counts for all records of the client,
+    including the new records.
     """
     from fedsynth.privacy.ledger.folder import LedgerFolder
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a run on a terminal, and its summary as tables."""
+"""Shows the progress of a run on a terminal, and the summary of a run as tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ NO_ACCURACY = {
 
 
 class LiveObserver(StderrObserver):
-    """Shows a progress bar on stderr. A line for each finished round stays above the bar."""
+    """An observer that shows a progress bar on stderr, and above the bar a line for each finished
+    round.
+    """
 
     def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
         super().__init__(settings, first)
@@ -51,10 +53,10 @@ class LiveObserver(StderrObserver):
 
 @contextmanager
 def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObserver]:
-    """Yields an observer that shows the progress of a run on stderr.
+    """Returns a context whose value is an observer that shows the progress of a run on stderr.
 
-    It shows a progress bar if stderr is a terminal, and otherwise prints lines. The arguments are
-    those of `StderrObserver`.
+    If stderr is a terminal, the observer shows a progress bar. Otherwise, it prints lines. The
+    arguments are those of `StderrObserver`.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -74,7 +76,7 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
 def show_result(
     result: RunResult, as_json: bool, sign: Callable[[Path], None] = lambda folder: None
 ) -> None:
-    """Signs the run folder, and prints the result of the run.
+    """Prints the result of a run, after signing the run folder.
 
     Raises:
         BudgetExceededError: the run had no round, because earlier runs have exhausted the budget.

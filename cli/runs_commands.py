@@ -189,7 +189,10 @@ def sweep(
 
 
 def train_command(config: Path, output: Path, interrupted: Path | None) -> list[str]:
-    """Returns the command line that executes or resumes one run with this installation."""
+    """Returns the command line that executes or resumes one run of a sweep.
+
+    The command line uses this installation of fedsynth.
+    """
     if interrupted is not None:
         return [*COMMAND, "train", "--resume", str(interrupted)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(output)]
@@ -202,8 +205,9 @@ SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.da
 
 
 def seconds_of(text: str | None) -> float:
-    """Converts a duration such as "170m", "2.5h", "90s" or "90" to seconds. Returns infinity for
-    None.
+    """Converts the text of a duration, such as "170m", "2.5h", "90s" or "90", to seconds.
+
+    Returns infinity if the text is None.
 
     Raises:
         OptionError: the text is not a duration.
@@ -320,7 +324,7 @@ def reproduce(
 
 
 def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None) -> None:
-    """Prints the published numbers next to the reproduced numbers on stdout."""
+    """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
     from fedsynth.reproduction.comparison import format_number
 
     _print_title(table)
@@ -369,7 +373,11 @@ def _list_tables() -> None:
 
 
 def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
-    """Prints the settings of a table with their sources, and its cells with published numbers."""
+    """Describes a published table on stdout.
+
+    The description contains the settings with their sources, and the cells with their published
+    numbers.
+    """
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.runs import changed_settings

@@ -86,7 +86,7 @@ def show_method(
 
 
 def explanation(cls: type) -> str:
-    """Returns the docstring of a class without the paragraphs that are Python examples."""
+    """Returns the docstring of a class, without the paragraphs that contain Python examples."""
     from inspect import getdoc
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
@@ -94,9 +94,10 @@ def explanation(cls: type) -> str:
 
 
 def explaining(cls: type) -> list[type]:
-    """Returns further classes whose docstrings explain the settings of a method.
+    """Returns the other classes whose docstrings explain settings of a method.
 
-    These are the base classes of the method, and the classes that a docstring mentions as `Name`.
+    These classes are the base classes of the method, and the classes that the docstrings mention as
+    `Name`.
     """
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
@@ -191,7 +192,7 @@ data_app = Application(
 
 @data_app.callback()
 def _data() -> None:
-    """Makes `describe` a subcommand of `data`, so that further subcommands can be added."""
+    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`."""
 
 
 @data_app.command()

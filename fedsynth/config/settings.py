@@ -126,25 +126,27 @@ class RunSettings:
         rounds: number of communication rounds.
         seed: seed of all random numbers except those for privacy (noise, and masks that sample records).
         device: "auto" (CUDA if it is available), "cpu" or "cuda".
-        precision: number format of the most expensive passes, "fp32" or "bf16". These are
-            condensation's passes over real images (including the per-image gradients of the
-            mechanism `gradient`), the clients' training with cross-entropy (except dense networks,
-            which are trained together), the server's training on synthetic images with
-            cross-entropy, and distillation by the server (DENSE, FedDF, and FedHydra except for its
-            matrix U) or on generated images (FedKF). Weights, losses and all other computations are
-            fp32, including the per-example gradients of DP-SGD.
-        compile: compile the passes of condensation with torch.compile, which makes long runs
-            faster. It cannot be used with differential privacy. It compiles the passes over real
-            images, and the operations between the convolutions in the passes over synthetic images.
-            On a CPU, these are up to twice as fast after some seconds of compiling. Only whole
-            passes are compiled, so that shapes never depend on data. Compiling needs a C++
-            compiler, or Triton on a GPU. The setting has no effect with batch norm.
+        precision: number format of the most expensive network computations, "fp32" or "bf16". With
+            "bf16", bfloat16 is used in condensation, where networks process real images (including
+            the per-image gradients of the mechanism `gradient`). It is also used when clients train
+            with cross-entropy (except dense networks, which are trained together), and when the
+            server trains on synthetic images with cross-entropy. Finally, it is used in
+            distillation by the server (DENSE, FedDF, and FedHydra except for its matrix U) or on
+            generated images (FedKF). Weights, losses and all other computations are fp32, including
+            the per-example gradients of DP-SGD.
+        compile: compile the network computations of condensation with torch.compile, which makes
+            long runs faster. This setting cannot be used with differential privacy. It compiles the
+            computations on real images, and on synthetic images the operations between the
+            convolutions. On a CPU, these are up to twice as fast after some seconds of compiling.
+            Only batches of full size use the compiled code, so that shapes never depend on data.
+            Compiling needs a C++ compiler, or Triton on a GPU. The setting has no effect with batch
+            norm.
         memory_gb: memory in GiB that the steps of a round may use (default: 4 on a CPU, and half of
             the memory on a GPU). If it is small, fewer clients are computed at the same
             time. The data set is not counted.
-        threads: number of CPU threads for computations (default: chosen by torch). Another
-            number rounds sums differently, so results are exactly repeatable only with the same
-            number.
+        threads: number of CPU threads for computations (default: chosen by torch). Sums are rounded
+            differently with a different number of threads, so results are exactly repeatable only
+            with the same number.
         evaluate_every: number of rounds between evaluations on the test set. The last round is
             always evaluated.
         participation: share C of the clients that takes part in each round, drawn from the seed.

@@ -1,10 +1,10 @@
 """Executes the runs of a sweep, each in its own process.
 
-Several runs may be active at once. Each run's folder is below OUTPUT/KEY,
-where KEY depends on the run's settings. If a sweep is repeated, finished runs are kept and
-interrupted runs are resumed. A run with changed settings is a new run.
+Several runs may be active at once. Each run's folder is below OUTPUT/KEY, where KEY depends on the
+run's settings. If a sweep is repeated, finished runs are kept and interrupted runs are resumed. A
+run with changed settings is a new run.
 
-Reads the TOML file of a sweep, which contains common settings of all runs and a grid of values.
+A TOML file describes the sweep. It contains common settings of all runs, and a grid of values:
 
 [sweep]                      # optional, as is each key
 output = "sweeps/skew"       # default: sweeps/NAME, where NAME is that of the file
