@@ -30,14 +30,14 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class TeacherDown(ModelParameters):
-    """The message to the clients: the model w_t, and the average of the last M global models."""
+    """The message to the clients of FedGKD: the model w_t, and the average of the last M models."""
 
     teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class PastState(AveragingState):
-    """The server's state, including the last M global models as one tensor [M, …] for each
+    """The server's state in FedGKD, with the last M global models as one tensor [M, …] for each
     parameter. The mapping is empty before the first round."""
 
     past: Mapping[str, Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class PastState(AveragingState):
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
-    """Local training with distillation from the average of the last global models.
+    """FedGKD: local training with distillation from the average of the last global models.
 
     The following settings come in addition to those of `TrainsLocally`.
 

@@ -44,8 +44,10 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedHydra(DataFreeEnsembleDistillation):
-    """Server-side distillation of the clients' logits, weighted by the quality of each model for
-    each class.
+    """FedHydra: the server trains a student towards the clients' logits, with weights for each
+    class.
+
+    The weights measure how well each client's model can teach the class.
 
     The defaults are those of the paper. The following settings come in addition to those of
     `DataFreeEnsembleDistillation`.
@@ -104,7 +106,11 @@ class FedHydra(DataFreeEnsembleDistillation):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Performs the server's part of Algorithm 1, lines 9 to 25."""
+        """Measures the clients' models, and then trains the generator and the student in each
+        epoch.
+
+        This is the server's part of Algorithm 1, lines 9 to 25.
+        """
         losses = pair_losses(  # Algorithm 2
             models,
             context.spec,
@@ -141,7 +147,8 @@ class FedHydra(DataFreeEnsembleDistillation):
         return EnsembleState({}, tallies=training.tallies, matrices=matrices)
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
-        """Returns the function that computes P from the logits of all models (Algorithm 3)."""
+        """Returns the function that combines the logits of all models into the ensemble's P
+        (Algorithm 3)."""
         if self.aggregation == "average":
             return average_of_logits
         if self.aggregation == "clients":

@@ -60,9 +60,11 @@ TALLY = "tally"
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """The message to the clients: the model ACA, and the model OCA as the teacher.
+    """The message to the clients of FedKF: the model ACA to start from, and the model OCA as the
+    teacher.
 
-    The teacher is empty in FedKF⁻, where ACA is the teacher.
+    ACA and OCA are two averages of the clients' models. The teacher is empty in FedKF⁻, where ACA
+    is the teacher.
     """
 
     teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
@@ -70,7 +72,7 @@ class TwoModels(ModelParameters):
 
 @dataclass(frozen=True)
 class FedKF(TrainsLocally):
-    """Local training with distillation from the average of all cached models on generated images.
+    """FedKF: clients also learn from the average of all clients' last models, on generated images.
 
     The defaults are those of the paper, and the settings that it does not give are explained below.
     The remaining settings are documented in `TrainsLocally`. The paper uses lr=0.01 for LeNet-5 and
@@ -154,8 +156,10 @@ class FedKF(TrainsLocally):
     def server_step(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Performs T1: averages the active clients (ACA) and the last models of all clients
-        (OCA)."""
+        """Averages the models of the active clients (ACA) and the last models of all clients (OCA).
+
+        This is step T1 of the method.
+        """
         active = counted_uploads(uploads, state.parameters, context)
         if not active:
             return state
@@ -169,8 +173,10 @@ class FedKF(TrainsLocally):
     def task(
         self, client: int, message: TwoModels, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        """Performs T2, ClientUpdate in Algorithm 1: adds the generator's step and γ·L_KL to SGD on
-        L_CE."""
+        """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
+
+        This is step T2 of the method, ClientUpdate in Algorithm 1.
+        """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
                 make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], memory)
@@ -184,8 +190,10 @@ class FedKF(TrainsLocally):
         )
 
     def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the measures of the client's generator. The result is empty if the client has no
-        generator."""
+        """Returns measures of the images that the client's generator makes.
+
+        The result is empty if the client has no generator.
+        """
         if TALLY not in memory:
             return {}
         return {GENERATOR: describe(memory[TALLY])}
@@ -261,7 +269,7 @@ class KnowledgeFusion:
         return distillation_loss(self._teacher_logits, self._logits(w_k, self._images))
 
     def memory(self) -> Memory:
-        """Returns the tensors of the generator and of its Adam optimiser, and the tally of its
+        """Returns the client's memory: the generator, its Adam optimiser, and the tally of its
         images."""
         tally = generator_tally(self._teacher, self._generator)
         return {**named_tensors(self._learner), TALLY: tally}

@@ -26,7 +26,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class NormalisedModel(ModelParameters):
-    """The upload of a client: the model, and ‖a_k‖₁."""
+    """The upload of a client in FedNova: the model, and the length ‖a_k‖₁ of the client's steps."""
 
     norm: float = public(
         "with differential privacy, the number of steps depends only on public sizes"
@@ -35,7 +35,7 @@ class NormalisedModel(ModelParameters):
 
 @dataclass(frozen=True)
 class FedNova(TrainsLocally):
-    """FedAvg with updates that are normalised by each client's number of steps.
+    """FedNova: FedAvg in which each client's update is divided by the length of its local steps.
 
     The settings are documented in `TrainsLocally`. If all clients take the same number of steps,
     the method is FedAvg, weighted by n_k.
@@ -95,7 +95,7 @@ class FedNova(TrainsLocally):
 
 
 def update_norm(steps: int, momentum: float) -> float:
-    """Computes ‖a_k‖₁, the accumulated length of `steps` steps of SGD with momentum.
+    """Computes ‖a_k‖₁, the accumulated length of `steps` local steps of SGD with momentum.
 
     >>> update_norm(3, 0.0), update_norm(2, 0.5)
     (3.0, 2.5)

@@ -75,7 +75,8 @@ of the softmax is ¼."""
 
 @dataclass(frozen=True)
 class FedStats(PlansStatistics):
-    """Training of a linear model on fixed features from noisy class statistics.
+    """FedStats: the server computes a linear model on fixed features, from noisy sums of the
+    clients.
 
     A run takes one gradient step in each round after the first. The defaults were
     tuned on held-out training images. The settings are documented in `PlansStatistics`,
@@ -101,7 +102,7 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Computes each client's sums for the first exchange.
+        """Computes the sums that each client releases in the first exchange.
 
         Each client sums its features, each of which is clipped to the public norm bound. If small
         pictures are released, the client also sums them for synthetic images. If covariances are
@@ -133,8 +134,9 @@ class FedStats(PlansStatistics):
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with the centre m, the whitening matrices, and the moments of small
-        pictures.
+        """Returns the state with what the first exchange released.
+
+        This is the centre m, the whitening matrices and the moments of small pictures.
 
         The matrices and the moments are added only if they are released.
         """
@@ -162,8 +164,11 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Computes each client's sums of moments about the released centre in round 1, and of
-        gradients at the released model in later rounds."""
+        """Computes the sums that each client releases in the main exchange of a round.
+
+        In round 1 they are moments about the released centre. In later rounds they are gradients at
+        the released model.
+        """
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
         embedding = Embedding.of(message.parameters, features)
@@ -183,7 +188,7 @@ class FedStats(PlansStatistics):
     def from_sum(
         self, phase: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Computes the next state of the server from the summed uploads.
+        """Computes the next state of the server from the sum of all uploads.
 
         After the first exchange, the state has the centre. After the main exchange of round 1, it
         has the closed-form classifier, or the first gradient step if second moments are not
@@ -207,7 +212,8 @@ class FedStats(PlansStatistics):
         return self._momentum_step(state, first_gradient(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with the ridge regression on the released moments."""
+        """Returns the state with the classifier that ridge regression computes from the released
+        moments."""
         classes, d = state.parameters["classifier.weight"].shape
         moments = ClassMoments.unpacked(pool, d, classes)
         spectrum = Spectrum.of(moments, self.ridge)
@@ -219,7 +225,7 @@ class FedStats(PlansStatistics):
         )
 
     def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
-        """Returns the state after one step of softmax regression.
+        """Returns the state after one gradient step of softmax regression.
 
         The step is Newton-like if second moments are released. Otherwise it is a step with
         momentum.
@@ -254,7 +260,7 @@ class FedStats(PlansStatistics):
         clients: ClientGroup,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Computes the release with this name for each client, [clients, D]."""
+        """Computes what each client releases for the plan with this name, [clients, D]."""
         if isinstance(clients, PrivateClientView):
             return clients.feature_sums(clients.series(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()

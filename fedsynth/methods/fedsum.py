@@ -57,7 +57,8 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 
 @dataclass(frozen=True)
 class FedSum(SumsFeatures):
-    """Condensation on the server from pooled class sums of features.
+    """FedSum: the server condenses one synthetic set towards class sums of the features of all
+    clients.
 
     The settings are documented in `SumsFeatures`.
 
@@ -89,8 +90,9 @@ class FedSum(SumsFeatures):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Computes each client's sums R_{m,c} = Σ_{x ∈ c} u_m(x) − s_{m,c} [M, C, D] and counts n_c
-        [C].
+        """Computes the class sums of features and the class counts of each client.
+
+        The sums are R_{m,c} = Σ_{x ∈ c} u_m(x) − s_{m,c} [M, C, D], and the counts are n_c [C].
 
         With differential privacy, each term of R is clipped, and noise is added to R and n.
         """
@@ -116,7 +118,8 @@ class FedSum(SumsFeatures):
         clients: int,
         context: RoundContext,
     ) -> CondensedState:
-        """Condenses one set S towards the pooled class means, and trains the model on S."""
+        """Condenses one synthetic set S towards the class means of all clients, and trains the
+        model on S."""
         if not self.has_enough_noise(clients, context):
             return state
         S = self._by_class(self._images(state, context), context).clone()
@@ -163,7 +166,7 @@ class FedSum(SumsFeatures):
         return bool(counted)
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the smallest pooled count with which a class is used."""
+        """Returns the number of examples over all clients that a class must have to be used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = None
         if context.privacy is not None:
@@ -171,7 +174,8 @@ class FedSum(SumsFeatures):
         return max(1.0, self.min_examples * (rate or 1.0), noise)
 
     def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
-        """Yields the features u_1, …, u_M of the round's networks, and then repeats them.
+        """Yields the features u_1, …, u_M under the round's networks, and then starts again with
+        u_1.
 
         All parties use the same networks. The function yields the same object each time, with a
         different network.
@@ -196,7 +200,7 @@ class FedSum(SumsFeatures):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns the normalised images S at the start of a round, [classes · ipc, channels, H,
+        """Returns the normalised images S with which a round starts, [classes · ipc, channels, H,
         W]."""
         if state.images is not None and not self.restart:
             return state.images
@@ -216,7 +220,7 @@ class FedSum(SumsFeatures):
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
         """Returns the images and labels of the classes that have enough data."""
         if state.images is None or state.condensed is None:
-            raise ValueError("the state has no images, because no round was completed")
+            raise ValueError("the server's state has no images, because no round was completed")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
@@ -226,7 +230,10 @@ class FedSum(SumsFeatures):
 def centred_sums(
     clients: ClientGroup, charged: Sequence[GaussianSumMechanism], u: NetworkFeatures, s_CD: Tensor
 ) -> Tensor:
-    """Computes Σ_{x ∈ c} u(x) − s_c for each client, [K, C, D].
+    """Adds the features of each client's examples for each class, after subtracting the class's
+    mean s_c.
+
+    The result is Σ_{x ∈ c} u(x) − s_c, [K, C, D].
 
     Args:
         clients: the group of clients.
@@ -255,7 +262,7 @@ def centred_sums(
 
 
 def class_counts(clients: ClientGroup) -> Tensor:
-    """Counts each client's examples of each class, [K, C].
+    """Counts the examples of each class at each client, [K, C].
 
     With differential privacy, the counts are noisy.
     """

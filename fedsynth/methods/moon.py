@@ -30,7 +30,7 @@ from fedsynth.validation import check_embedding, in_range
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """Computes ℓ_con of each example [N] (Eq. 3) from representations [N, D]."""
+    """Computes the contrastive loss ℓ_con of each example [N], from representations [N, D]."""
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
     return torch.logaddexp(to_global, to_previous) - to_global
@@ -38,7 +38,7 @@ def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: fl
 
 @dataclass(frozen=True)
 class Moon(TrainsLocally):
-    """Local training with a contrastive loss between representations.
+    """MOON: local training that pulls each client's representations towards the global model's.
 
     The following settings come in addition to those of `TrainsLocally`.
 

@@ -28,14 +28,15 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """The upload of a client: the model w_k, and the loss F_k(w_t)."""
+    """The upload of a client in q-FFL: the trained model w_k, and the loss F_k(w_t) before
+    training."""
 
     loss: float = unprotected()
 
 
 @dataclass(frozen=True)
 class QFFL(TrainsLocally):
-    """Federated averaging in which clients with larger losses have more weight.
+    """q-FFL: federated averaging in which clients with larger losses have more weight.
 
     The following settings come in addition to those of `TrainsLocally`.
 

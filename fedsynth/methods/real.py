@@ -1,4 +1,4 @@
-"""REAL: clients send random real images, as the control in FedDM's Sec. 4.5.
+"""REAL: clients send random real images. It is the control experiment in FedDM's Sec. 4.5.
 
 The control shows how much condensation improves on real images. It protects nothing.
 """
@@ -31,7 +31,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class RealImages(SyntheticSet):
-    """The upload of a client: some of its real images, without any protection."""
+    """The upload of a client in REAL: some of its real images, without any protection."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()
@@ -39,7 +39,7 @@ class RealImages(SyntheticSet):
 
 @dataclass(frozen=True)
 class Real(TrainsInBall):
-    """Training of the server on random real images of the clients.
+    """REAL: the server trains the model on random real images of the clients.
 
     The following settings come in addition to those of `TrainsInBall`.
 

@@ -32,29 +32,30 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """The message to the clients: the model x and the control variate c. An empty mapping means
-    c = 0."""
+    """The message to the clients of SCAFFOLD: the model x and the control variate c. An empty
+    mapping means c = 0."""
 
     control: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class ControlUp(ModelParameters):
-    """The upload of a client: the model y, and the change Δc of its control variate."""
+    """The upload of a client in SCAFFOLD: the model y, and the change Δc of the client's control
+    variate."""
 
     control: Mapping[str, Tensor] = released()
 
 
 @dataclass(frozen=True)
 class ControlState(AveragingState):
-    """The server's state, including the control variate c. An empty mapping means c = 0."""
+    """The server's state in SCAFFOLD, with the control variate c. An empty mapping means c = 0."""
 
     control: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Scaffold(TrainsLocally):
-    """Local training with control variates.
+    """SCAFFOLD: local training in which control variates correct the drift of the clients.
 
     The following settings come in addition to those of `TrainsLocally`.
 

@@ -71,11 +71,13 @@ class Objective(Protocol):
         """Returns the synthetic records before the first step, [classes, per_class, ...]."""
 
     def begin(self) -> None:
-        """Is called before the first step. A private objective charges its owner here."""
+        """Prepares the first step. A private objective charges its owner here."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of the loss with respect to `synthetic`, or a private estimate of
-        it."""
+        """Returns the gradient of the loss with respect to the synthetic records.
+
+        A private objective returns a private estimate of this gradient.
+        """
 
 
 def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def sliced_wasserstein(
 
 
 class ModuleFeatures:
-    """The features of records of any shape, computed by any module.
+    """The features that a module computes from records of any shape.
 
     It implements the interface `FeatureMap`.
     """
@@ -160,7 +162,9 @@ class ModuleFeatures:
 def _step_features(networks: Networks, seed: int, step: int, device: torch.device) -> FeatureMap:
     """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
-        raise TypeError("networks must be a function that returns a network, got a network")
+        raise TypeError(
+            "networks must be a function that returns a network, but is itself a network"
+        )
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -245,7 +249,10 @@ class FeatureMatching:
 
 @dataclass(eq=False, repr=False)
 class _PrivateMatching:
-    """The base class of private objectives, which charges the owner when `condense` starts."""
+    """The base class of objectives with differential privacy.
+
+    When `condense` starts, the objective charges the data owner for all steps.
+    """
 
     mechanism: ClassVar[str]
 
@@ -266,7 +273,7 @@ class _PrivateMatching:
         self._series: list[GaussianSumMechanism] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns random records within the owner's bounds, which contain nothing private."""
+        """Returns random records within the owner's bounds. They contain nothing private."""
         self._per_class = per_class
         records = self.owner.public_records(self.classes * per_class, seed)
         return records.view(self.classes, per_class, *self.owner.record_shape)
@@ -378,12 +385,14 @@ class GradientMatching(_PrivateMatching):
 
 
 def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
-    """Returns the gradient of the loss with respect to the synthetic features [M, D]."""
+    """Returns the gradient of the loss with respect to one class's synthetic features [M, D]."""
     leaf = synthetic.detach().requires_grad_()
     with torch.enable_grad():
         value = loss(real, leaf)
         if value.dim():
-            raise ValueError(f"the loss must return a scalar, got a tensor {list(value.shape)}")
+            raise ValueError(
+                f"the loss must return a scalar, got a tensor of shape {list(value.shape)}"
+            )
         (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
 

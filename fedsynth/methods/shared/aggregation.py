@@ -1,4 +1,4 @@
-"""Averages of models on the server.
+"""Averages of the clients' models on the server, including robust averages.
 
 `average` computes ACA, the average over the active clients of a round. `update_cache` also computes
 OCA, the average over the last model of every client (FedKF, Algorithm 1).
@@ -45,9 +45,9 @@ Tensors = Mapping[str, Tensor]
 def counted_uploads(
     uploads: Mapping[int, M], model: Tensors, context: RoundContext
 ) -> dict[int, M]:
-    """Returns the uploads with a weight above zero.
+    """Returns the uploads that count in the average, which are those with a weight above zero.
 
-    With robust aggregation, they are replaced as in `robust_uploads`. The result is empty if no
+    With robust aggregation, `robust_uploads` replaces these uploads. The result is empty if no
     upload has a weight above zero.
     """
     counted = {k: upload for k, upload in uploads.items() if upload.weight > 0}  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
 def robust_mean(
     models: Sequence[Tensors], center: Tensors, context: RoundContext
 ) -> dict[str, Tensor]:
-    """Computes the robust aggregate of named tensors.
+    """Combines several models such that a few malicious clients have little influence.
 
     Args:
         models: one mapping for each upload, at least one. All have the same names and finite
@@ -114,7 +114,7 @@ def robust_mean(
 
 
 def _cut(count: int, context: RoundContext) -> int:
-    """Returns how many of `count` values are removed at each end.
+    """Returns how many of `count` sorted values the robust rule removes at each end.
 
     For `trimmed` this is ⌈β·count⌉. For all other rules, only the one or two values in the middle
     remain.
@@ -150,8 +150,10 @@ def middle_mean(rows: Sequence[Tensor], cut: int) -> Tensor:
 def _clipped_mean(
     models: Sequence[Tensors], names: Iterable[str], center: Tensors
 ) -> dict[str, Tensor]:
-    """Computes the mean of vectors whose offsets from the center are clipped to the median of their
-    norms."""
+    """Computes the mean of vectors by centred clipping.
+
+    Each vector's offset from the center is first clipped to the median norm of all offsets.
+    """
     origin = {n: center.get(n, models[0][n] * 0).double() for n in sorted(names)}
     if not origin:
         return {}
@@ -173,7 +175,7 @@ def _clipped_mean(
 
 @dataclass(frozen=True)
 class AveragingState(ServerState):
-    """The state of a server that averages models.
+    """The server's state in methods that average models.
 
     Args:
         cache: the last model of every client, as one tensor [K, …] for each parameter. The entry of
@@ -192,8 +194,9 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
 def average(uploads: Mapping[int, ModelParameters], *, uniform: bool = False) -> dict[str, Tensor]:
-    """Computes the weighted average of the uploaded models, Σ_k weight_k · parameters_k / Σ_k
-    weight_k.
+    """Computes the weighted average of the uploaded models.
+
+    It is Σ_k weight_k · parameters_k / Σ_k weight_k.
 
     The sum is in float64 and adds the uploads one after another in the order of the mapping.
     Integer buffers, such as counters, are taken from the first upload.
@@ -237,7 +240,7 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Adds the cache after this round, and the average OCA over the cache, to a state.
+    """Adds the cache of every client's last model, and the average OCA over the cache, to a state.
 
     OCA weights each client by n_k. With differential privacy, where n_k is private, all clients
     have equal weight. Which clients have taken part is public.

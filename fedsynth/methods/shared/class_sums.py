@@ -4,7 +4,8 @@ A vector is computed from each example. Without differential privacy, the sums a
 With it, they are noisy and charged. FedAF computes its class-mean logits from them, and FedFM its
 anchors.
 
-Private condensation uses class sums too. A mechanism consists of release plans and of a matcher.
+Private condensation uses class sums too. A mechanism consists of release plans and of
+a matching loss that reads the releases.
 `residual` and `gradient` release noisy class sums at each of T steps. `features` releases the noisy
 class sums under M networks and the class counts, once in a round
 (`synthesizer.condensation.private_matchers`). `paper` is Algorithm 1 of FedDM as printed, which
@@ -60,8 +61,9 @@ class ClassSums:
     noise_std: float
 
     def means(self, min_examples: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Computes the class means [classes, D], and a mask [classes] of the classes that the
-        client has.
+        """Computes the mean vector of each class, and a mask of the classes that the client has.
+
+        The means have the shape [classes, D], and the mask [classes].
 
         The means of all other classes are near zero and must not be used.
 
@@ -87,8 +89,9 @@ def sums_plans(
     noise: float,
     phase: str,
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the release plans of the class sums and of the class counts, neither of which
-    subsamples the data.
+    """Returns the release plans of the class sums and of the class counts.
+
+    Neither release subsamples the data.
 
     Args:
         name: the name of the plan of the sums. The plan of the counts has the name `COUNTS`.
@@ -117,7 +120,7 @@ def sums_plans(
 
 
 def counts_plan(sums: ReleasePlan, noise: float) -> ReleasePlan:
-    """Returns the release plan of the class counts that belong to class sums.
+    """Returns the release plan of the class counts that are released together with class sums.
 
     The counts are a single release, to which each example contributes 1.
 
@@ -144,7 +147,7 @@ def sums_rules(
     context: RoundContext,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Rule]:
-    """Returns the rules for the fields `sums` and `counts` of an upload.
+    """Returns the rules by which the server checks the fields `sums` and `counts` of an upload.
 
     With noise, counts may be negative, and both fields may be as large as the noise.
 
@@ -229,7 +232,10 @@ def feature_width(context: RoundContext, logits: bool) -> int:
 
 
 def default_clip(width: int) -> float:
-    """Returns a public clipping bound that is close to the typical norm of a matched residual.
+    """Returns a public clipping bound for residuals, the differences of real and synthetic
+    features.
+
+    The bound is close to the typical norm of a residual.
 
     The bound is for instance-normalised features. Their spread in each coordinate is about the same
     for all networks, so the norm grows as √width.
@@ -247,8 +253,9 @@ def image_plan(
     batch: int,
     logits: bool,
 ) -> ReleasePlan:
-    """Returns the plan of T releases in a round, each of which moves the synthetic images by one
-    step.
+    """Returns the plan of the T releases by which a round moves the synthetic images.
+
+    Each release moves the images by one step.
 
     Args:
         mechanism: "residual", "gradient" or "paper".
@@ -295,8 +302,9 @@ def image_plan(
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of the mechanism `features`: M releases of class sums in a round, and one
-    release of the class counts.
+    """Returns the plans of the mechanism `features`: one for class sums, and one for class counts.
+
+    The class sums are released M times in a round, and the class counts once.
 
     Args:
         privacy: the settings of differential privacy.
@@ -329,7 +337,7 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> MatchingObjective:
-    """Returns the matcher for the releases for which the clients were charged.
+    """Returns the matching loss that reads from releases that were already charged to the clients.
 
     Args:
         clients: the clients, charged for `image_plan` or for both `feature_plans`.
@@ -357,7 +365,7 @@ def private_matching(
 
 def _unsupported(mechanism: str) -> SettingError:
     reason = (
-        f"must be residual, gradient, features or paper, got {mechanism!r}. A method with another "
-        "mechanism must override `release_plans` and `client_step`"
+        f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. A method "
+        "with another mechanism must override `release_plans` and `client_step`"
     )
     return SettingError("privacy", "mechanism", reason)

@@ -44,7 +44,7 @@ DIGEST_IMAGES = 4096
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a client's training.
+    """Facts about one client's finished training, from which the client's upload is made.
 
     Args:
         weight: the weight of the client's upload in the average.
@@ -56,14 +56,14 @@ class Trained:
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-    """Returns the trained model as the upload, and an empty memory."""
+    """Makes the upload of a client that sends only its trained model, with an empty memory."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
 @dataclass(frozen=True)
 class LocalObjective:
-    """A client's additions to SGD on the cross-entropy in one round, and the function that makes
-    its upload.
+    """What a method adds to a client's training on the cross-entropy in one round, and how the
+    client's upload is made.
 
     Args:
         before_step: a function that is called with the network in training before each step, for
@@ -106,7 +106,7 @@ class LocalObjective:
 
     @property
     def mean_loss(self) -> Objective | None:
-        """Returns a function that computes the mean of `loss` over a batch, or None for the
+        """Returns a function that computes the mean of `loss` over a batch. Returns None for the
         cross-entropy."""
         loss = self.loss
         if loss is None:
@@ -230,7 +230,7 @@ def _train_one(
 def training_digest(
     learner: Learner, client: ExactClientView, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Computes a digest of everything that determines the result of a plain training.
+    """Computes a hash of everything that determines the result of training with an unchanged loss.
 
     The digest covers the initial model, the data and their order, the optimiser, the penalty, the
     hardware and the versions of the software. Equal digests mean equal results for the networks of

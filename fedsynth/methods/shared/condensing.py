@@ -42,8 +42,8 @@ from fedsynth.validation import check_embedding, in_range, one_of
 
 @dataclass(frozen=True)
 class TrainsOnUnion(Method):
-    """Settings of a server that trains the global model on the union of all uploaded images (FedDM,
-    Eq. 10).
+    """Settings of a server that trains the global model on all uploaded images together (FedDM, Eq.
+    10).
 
     The training starts from the weights w_r with which the round began.
 
@@ -72,7 +72,7 @@ class TrainsOnUnion(Method):
     server_weight_decay: float = in_range(5e-4, 0)
 
     def union_sgd(self) -> SgdSettings:
-        """Returns the SGD settings of the server's training."""
+        """Returns the settings of SGD for the server's training on the uploaded images."""
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
 
@@ -82,8 +82,10 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings of a server that stays in the ball ‖w − w_r‖₂ ≤ ρ while it trains (FedDM, Eqs. 3 and
-    23).
+    """Settings of a server whose training must stay near the weights w_r with which the round
+    began.
+
+    The trained weights stay in the ball ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
     Args:
         radius: ρ, the radius of the ball.
@@ -97,7 +99,7 @@ class TrainsInBall(TrainsOnUnion):
 
 @dataclass(frozen=True)
 class CondensingMethod(TrainsOnUnion):
-    """Base class of methods whose clients condense their data.
+    """Base class of methods whose clients condense their data into synthetic images.
 
     A subclass defines `client_step` and `server_step`. A step of the condensation uses all
     synthetic images of a class. With only about ten images per class, sampling would save nothing,
@@ -187,7 +189,7 @@ class CondensingMethod(TrainsOnUnion):
             check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
-        """Estimates the memory that one more client needs.
+        """Estimates the memory in bytes that one more client in a group needs.
 
         The estimate includes the batch indices of a round, the synthetic images with their gradient
         and velocity, and the class sums of features. For networks with batch norm, it consists of
@@ -207,7 +209,7 @@ class CondensingMethod(TrainsOnUnion):
         check_embedding(self.name, model)
 
     def check_private(self, context: RoundContext) -> None:
-        """Refuses settings for which no mechanism gives a guarantee.
+        """Refuses settings that no privacy mechanism can protect.
 
         Raises:
             ForbiddenLayerError: the network has batch norm.
@@ -268,7 +270,9 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         draws: Sequence[Iterator[object]],
     ) -> Iterator[int]:
-        """Yields t = 0, …, T − 1, reports progress, and saves checkpoints.
+        """Yields the numbers t = 0, …, T − 1 of the condensation steps.
+
+        It also reports the progress and saves checkpoints.
 
         Yields nothing if there are no images.
 

@@ -1,4 +1,4 @@
-"""The common part of DENSE, FedHydra and FedDF.
+"""The common part of DENSE, FedHydra and FedDF, whose server distils the clients' models.
 
 The clients train as in FedAvg, and the server distils their models into one model. Each method
 defines its distillation in `distil`.
@@ -38,7 +38,8 @@ from fedsynth.validation import one_of
 
 @dataclass(frozen=True)
 class EnsembleState(AveragingState):
-    """The state of a server that distils, including measurements of the last round.
+    """The server's state in methods that distil the clients' models, with measurements of the last
+    round.
 
     Args:
         tallies: the tallies of the generated images in each epoch, [epochs, C, C], or None if no
@@ -79,13 +80,15 @@ class EnsembleDistillation(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            reason = f"must be aca for {self.name}, because a run ends with the distilled model"
+            reason = f"must be 'aca' for {self.name}, because a run ends with the distilled model"
             raise SettingError("method", "final", reason)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains `student` in place, and returns a state without the student's parameters.
+        """Trains the student in place from the clients' models.
+
+        Returns a state without the student's parameters, which `server_step` adds.
 
         Args:
             models: the clients' models, frozen and in evaluation mode.
@@ -114,7 +117,7 @@ class EnsembleDistillation(TrainsLocally):
 
 @dataclass(frozen=True)
 class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
-    """Base class of ensemble distillation on generated images.
+    """Base class of methods whose server distils the clients' models on generated images.
 
     The settings of the distillation are documented in `OneShotSettings`.
     """
@@ -139,8 +142,10 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
         EnsembleDistillation.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
-        """Adds a note to the round if the batch-norm loss L_BN skips models that have no running
-        statistics."""
+        """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.
+
+        It ignores models that have no running statistics of batch norm.
+        """
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
@@ -149,9 +154,9 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts of the round, including `generated_facts` under the key `GENERATOR`.
+        """Returns the facts of the round, including measures of the generated images.
 
-        The additional facts are post-processing of the uploads.
+        The key of the measures is `GENERATOR`. They are post-processing of the uploads.
         """
         facts = dict(super().facts(state, context))
         if state.tallies is not None and len(state.tallies):
@@ -160,8 +165,9 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
 
 
 def generated_facts(tallies: Tensor) -> dict[str, float]:
-    """Computes the quality measures of the generated images (`evaluation.generated`), averaged over
-    the epochs of the round.
+    """Computes quality measures of the generated images, averaged over the epochs of the round.
+
+    `evaluation.generated` defines the measures.
 
     The student's agreement with the ensemble is averaged over the last tenth of the epochs only.
 

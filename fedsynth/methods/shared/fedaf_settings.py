@@ -25,8 +25,10 @@ LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
 @dataclass(frozen=True)
 class GlobalLogits(ModelParameters):
-    """The message to the clients: the model w_r, the averaged logits V [C, C], and a mask [C] of
-    the classes that have logits."""
+    """The message to the clients of FedAF: the model w_r and the averaged logits V [C, C].
+
+    V has a row for each class. A mask [C] marks the classes that have logits.
+    """
 
     logits: Tensor = released()
     has_logits: Tensor = released()
@@ -34,8 +36,11 @@ class GlobalLogits(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(SyntheticSet):
-    """The upload of a client: synthetic images as uint8 pixels with their labels, V_k and R_k [C,
-    C] (float32), and a boolean mask [C] of the classes for which V_k and R_k are defined.
+    """The upload of a client in FedAF: synthetic images, and the mean logits and soft labels of
+    each class.
+
+    The images are uint8 pixels and have labels. The mean logits V_k and the soft labels R_k are
+    float32 [C, C]. A boolean mask [C] marks the classes for which V_k and R_k are defined.
 
     V_k, R_k and the mask are empty if V_k was already sent in a first exchange, because R_k is
     computed from V_k.
@@ -60,8 +65,10 @@ class CondensedSet(SyntheticSet):
 
 @dataclass(frozen=True)
 class LocalKnowledge(Message):
-    """The upload of a first exchange: V_k [C, C], and a boolean mask [C] of the classes for which
-    V_k is defined."""
+    """The upload of FedAF's first exchange: the client's mean logits V_k of each class, [C, C].
+
+    A boolean mask [C] marks the classes for which V_k is defined.
+    """
 
     logits: Tensor = released()
     present: Tensor = released()
@@ -69,8 +76,9 @@ class LocalKnowledge(Message):
 
 @dataclass(frozen=True)
 class KnowledgeState(ServerState):
-    """The server's state, including V [C, C] and a boolean mask [C] of the classes for which V is
-    defined.
+    """The server's state in FedAF, with the averaged logits V [C, C].
+
+    A boolean mask [C] marks the classes for which V is defined.
 
     Args:
         soft, present: R [C, C] and the mask [C] of its classes, if a first exchange of this round
@@ -85,7 +93,7 @@ class KnowledgeState(ServerState):
 
 @dataclass(frozen=True)
 class FedAFSettings(CondensingMethod):
-    """FedAF's settings.
+    """The settings of FedAF.
 
     The defaults are those of the paper. If the paper leaves a setting open, the reason for the
     default is given below. The remaining settings are documented in `CondensingMethod` and
@@ -186,8 +194,10 @@ class FedAFSettings(CondensingMethod):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans of the T releases of the images, of the sums of logits, and of the
-        counts."""
+        """Returns the plans of all releases of a client in a round.
+
+        They are the T releases of the images, the sums of logits, and the class counts.
+        """
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(
             LOGITS,
@@ -206,7 +216,7 @@ class FedAFSettings(CondensingMethod):
         return None
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
-        """Returns the message with w_r and V (Eq. 9). V is empty in round 1."""
+        """Returns the message with the model w_r and the logits V. V is empty in round 1."""
         V, has_logits = state.logits, state.has_logits
         if V is None or has_logits is None:
             C = context.spec.classes

@@ -36,7 +36,9 @@ FRESH = "fresh"
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """The message to the clients: the model w_r, and the images S [classes · ipc, channels, H, W].
+    """The message to the clients of FedSum: the model w_r and the synthetic images S.
+
+    S has the shape [classes · ipc, channels, H, W].
 
     Clients subtract the class means of the features of S from their own features before summing
     them.
@@ -47,8 +49,10 @@ class SumsRequest(ModelParameters):
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """The upload of a client: the sums of features [M, classes, D] by network and class, and the
-    class counts [classes].
+    """The upload of a client in FedSum: class sums of features under each network, and class
+    counts.
+
+    The sums have the shape [M, classes, D], and the counts [classes].
 
     The class means of the features of S are subtracted from the features.
     """
@@ -59,10 +63,12 @@ class NetworkSums(Message):
 
 @dataclass(frozen=True)
 class CondensedState(ServerState):
-    """The server's state, including the normalised images S [classes · ipc, channels, H, W] and a
-    boolean mask [classes] of the classes with enough data.
+    """The server's state in FedSum, with the synthetic images S.
 
-    Both are None before the first round.
+    S is normalised, [classes · ipc, channels, H, W]. A boolean mask [classes] marks the classes
+    with enough data.
+
+    S and the mask are None before the first round.
     """
 
     images: Tensor | None = None
@@ -71,7 +77,7 @@ class CondensedState(ServerState):
 
 @dataclass(frozen=True)
 class SumsFeatures(TrainsInBall, DistributedNoise):
-    """FedSum's settings.
+    """The settings of FedSum.
 
     Settings that FedDM also has mean the same as there. The remaining settings are documented in
     `TrainsInBall` and `DistributedNoise`.

@@ -135,12 +135,12 @@ class TrainsLocally(Method):
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        """Returns what the method adds to this client's SGD in this round."""
+        """Returns what the method adds to this client's local training in this round."""
         return LocalObjective()
 
     def optimiser(self) -> Optimiser:
-        """Returns the optimiser of a client's local training, with and without differential
-        privacy."""
+        """Returns the optimiser with which a client trains its model. It is the same with and
+        without differential privacy."""
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
@@ -225,7 +225,7 @@ class TrainsLocally(Method):
     def combine(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> AveragingState:
-        """Computes the next state from the uploads that count.
+        """Computes the server's next state from the uploads that have a weight above zero.
 
         With robust aggregation, all uploads are copies of the robust aggregate
         (`methods/shared/aggregation.py`).
@@ -292,7 +292,7 @@ class TrainsLocally(Method):
     def client_plans(
         self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans with the number of steps and the model dimension of this client.
+        """Returns the plans with this client's number of steps and this client's model dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.
         """
@@ -305,8 +305,8 @@ class TrainsLocally(Method):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
-        """Returns the SGD settings for `epochs` passes, or for the number of steps that all clients
-        share."""
+        """Returns the settings of SGD for `epochs` passes, or for a number of steps that is the
+        same for all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)

@@ -5,9 +5,10 @@ With `aggregation="own"`, every client adds all of the charged noise, and its up
 With `aggregation="secure"`, every client adds noise with 1/√H of that standard deviation, where H
 is a public lower bound on the number of honest clients that complete a round. The guarantee then
 holds against parties that see only the sum. Between the nodes of data owners, secure aggregation
-ensures this (`fedsynth.deployment.secure_aggregation.server`). A simulation assumes it. The charge is for the
-noise of H clients, however many clients answer. One of the clients that answer may be the attacker,
-who knows the noise of that client. A sum of H clients or fewer is therefore discarded.
+ensures this (`fedsynth.deployment.secure_aggregation.server`). A simulation assumes it. The charge
+is for the noise of H clients, however many clients answer. One of the clients that answer may be
+the attacker, who knows the noise of that client. A sum of H clients or fewer is therefore
+discarded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Pool:
-    """A sum over clients.
+    """The sum of one release over several clients, with public facts about the sum.
 
     Attributes:
         sums: the sums [D], float64.
@@ -73,7 +74,9 @@ class DistributedNoise(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """Returns H, or 1 if every client adds all of the noise.
+        """Returns the number of clients whose noise is charged together.
+
+        This is H, or 1 if every client adds all of the noise.
 
         Args:
             clients: K, the number of clients.
@@ -96,8 +99,8 @@ class DistributedNoise(Method):
     def sum_over_clients(
         self, plans: tuple[ReleasePlan, ...], privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plans with H and the bounds that secure aggregation needs for the summed
-        releases."""
+        """Returns the plans with what secure aggregation needs: H, and the facts that bound the
+        sums."""
         if not self.requires_secure_sum:
             return plans
         records = privacy.max_records
@@ -121,8 +124,7 @@ class DistributedNoise(Method):
         return client_deviation * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """Returns a sum of `clients` uploads together with its noise and the public number of
-        records."""
+        """Returns a sum of uploads together with its noise and the public number of records."""
         records = context.nominal_size * clients
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
@@ -134,8 +136,9 @@ class DistributedNoise(Method):
         return torch.float64 if plan in context.grids else torch.float32
 
     def has_enough_noise(self, clients: int, context: RoundContext) -> bool:
-        """Returns whether the sum of `clients` uploads has all of the charged noise, without the
-        noise of one client that may be the attacker.
+        """Returns whether a sum of `clients` uploads has all of the charged noise.
+
+        The noise of one client does not count, because this client may be the attacker.
 
         If the sum has too little noise, a note states that the round is discarded.
         """

@@ -43,20 +43,22 @@ def target_norm(classes: int) -> float:
 
 
 def first_gradient(pool: Pool, classes: int) -> Tensor:
-    """Computes the gradient of the mean cross-entropy at W = 0, [C, d], from the sums of e/b ⊗
-    z."""
+    """Computes the gradient of the mean cross-entropy at a classifier with zero weights, [C, d].
+
+    It follows from the sums of e/b ⊗ z.
+    """
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 
 
 def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns the contribution of each example to the release of moments, with second moments."""
+    """Returns each example's contribution to the release of moments, if it has second moments."""
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     return Moments(z_Nd, targets, target_norm(classes))
 
 
 def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
-    """Returns the contribution of each example to the release of moments, without second moments.
+    """Returns each example's contribution to the release of moments, if it has no second moments.
 
     The contribution is e/b ⊗ z, whose norm is at most 1.
     """
@@ -89,7 +91,7 @@ class ClassMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> ClassMoments:
-        """Unpacks the moments from a sum over clients.
+        """Extracts the moments from a release that was summed over the clients.
 
         Args:
             pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with its noise.
@@ -131,11 +133,11 @@ class Spectrum:
         return cls(values.clamp_min(0) + shift, vectors)
 
     def solve(self, crossed_Cd: Tensor) -> Tensor:
-        """Returns crossed·(A + λ)⁻¹, [C, d]."""
+        """Returns the weights of the ridge classifier, crossed·(A + λ)⁻¹ [C, d]."""
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
     def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
-        """Returns the Newton-like direction gradient·V diag(1/max(w, floor)) Vᵀ.
+        """Returns the direction of a Newton-like step, gradient·V diag(1/max(w, floor)) Vᵀ.
 
         The floor is needed because, along an eigenvector whose eigenvalue is below the noise, a
         full step would add only noise.
@@ -145,8 +147,9 @@ class Spectrum:
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Computes Σ_t (1 − mᵗ)/(1 − m), the sum of the weights that momentum gives the gradients,
-    which is τ divided by the rate.
+    """Computes the total weight that steps with momentum give to all gradients.
+
+    It is Σ_t (1 − mᵗ)/(1 − m), which is τ divided by the rate.
 
     >>> total_weight(2, 0.5)
     2.5
@@ -157,8 +160,10 @@ def total_weight(steps: int, momentum: float) -> float:
 def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
-    """Returns the rate η of the steps v ← m·v + g, W ← W − η·v, with which all steps together add
-    noise of about `logit_noise` to a logit.
+    """Returns the step size η with which all steps together add noise of about `logit_noise` to a
+    logit.
+
+    The steps are v ← m·v + g and W ← W − η·v.
 
     The rate is at most `max_rate`.
 
@@ -189,19 +194,21 @@ noise."""
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns the contribution of each example, √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most
-    1."""
+    """Returns each example's contribution to the release of small pictures.
+
+    It is √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1.
+    """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the number of coordinates of the release."""
+    """Returns the number of coordinates of the release of small pictures."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """Moments of normalised small pictures v/‖v‖.
+    """The moments of small pictures, after each picture v was scaled to v/‖v‖.
 
     Attributes:
         means: the mean of each class, [C, D].
@@ -214,7 +221,7 @@ class PixelMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
-        """Unpacks the moments from a sum over clients.
+        """Extracts the moments from a release that was summed over the clients.
 
         Args:
             pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
@@ -235,8 +242,9 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Draws images of each class from the Gaussian of the class, [C, count, channels, H, W] in
-        [0, 1].
+        """Draws random images of each class from a Gaussian with the moments of the class.
+
+        The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
 
         Args:
             count: number of images of each class.

@@ -58,7 +58,8 @@ steepness is log-uniform."""
 
 @dataclass(frozen=True)
 class ImagesState(ServerState):
-    """The server's state for synthetic images, and the images themselves.
+    """The server's state for FedStats' synthetic images: the statistics they follow, and the
+    images.
 
     Args:
         class_means: the means of z of each class around their common mean, [C, d], from the
@@ -119,7 +120,7 @@ class MakesImages(Method):
             raise SettingError(
                 "method",
                 "pictures",
-                "must be auto or no, because no images are requested. To request images, set "
+                "must be 'auto' or 'no', because no images are requested. To request images, set "
                 "method.ipc=400",
             )
 
@@ -141,7 +142,7 @@ class MakesImages(Method):
         return self.pictures == YES
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the state with images made from all releases so far, and with their soft
+        """Returns the state with images made from all releases so far, and with the images' soft
         labels."""
         if state.class_means is None:
             return state
@@ -154,8 +155,9 @@ class MakesImages(Method):
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
-        """Generates uint8 pixels [C · m, channels, H, W], sorted by class, with the optimised images
-        of a class first.
+        """Generates the images of all classes as uint8 pixels, [C · m, channels, H, W].
+
+        The images are sorted by class. In each class the optimised images come first.
 
         The images start from random processes if no moments of small pictures were released.
         """
@@ -207,8 +209,9 @@ class MakesImages(Method):
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
-    """Computes the class means of z around their common mean, [C, d], shrunk towards 0 by their
-    noise.
+    """Computes the class means of z minus the common mean of all classes, [C, d].
+
+    The class means are shrunk towards 0 by their noise.
 
     The means are C/n times the sums of (e_y − 1/C) ⊗ z, which is exact if the classes are equally
     frequent.
@@ -229,8 +232,11 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tenso
 def drawn_start(
     moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws initial images of each class from the moments of small pictures, [C, ipc, channels, H,
-    W] in [0, 1], on the CPU."""
+    """Draws the images from which the optimisation of each class starts.
+
+    They follow the moments of small pictures. They have the shape [C, ipc, channels, H, W], with
+    pixels in [0, 1], on the CPU.
+    """
     blurred_NCHW = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
     share = torch.rand(2, len(blurred_NCHW), generator=generator)  # of each image's curve
     steepness = STEEPNESS[0] * (STEEPNESS[1] / STEEPNESS[0]) ** share[0]

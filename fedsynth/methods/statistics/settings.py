@@ -48,15 +48,16 @@ FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """The upload of a client: the noisy sum of one release, as a vector."""
+    """The upload of a client in FedStats: the noisy sum of one release, as a vector."""
 
     sums: Tensor = released()
 
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """The upload of a client in the first exchange: noisy sums of features, of small pictures, and
-    of products for covariances.
+    """The upload of FedStats' first exchange: noisy sums of features and of optional statistics.
+
+    The optional statistics are small pictures, and products of features for covariances.
 
     The sums of small pictures and the sums of products are empty if they are not released.
     """
@@ -68,7 +69,8 @@ class CentreSums(Message):
 
 @dataclass(frozen=True)
 class FedStatsState(ImagesState):
-    """The server's state: the classifier, the fields of `ImagesState`, and the fields below.
+    """The server's state in FedStats: the classifier, the fields of `ImagesState`, and the fields
+    below.
 
     Args:
         eigenvalues: the eigenvalues [d] of the released second moments, plus the ridge. None before
@@ -154,7 +156,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         self._first_shares(pictures, self.whitening == YES)
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """Returns the feature map φ for the images of a dataset."""
+        """Returns the feature map φ that the settings select for the images of a dataset."""
         name = self.features
         if name == AUTO:
             name = features_for(spec.image_shape)
@@ -165,7 +167,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return FeatureLinear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Returns whether the model has a matrix T, with which a private run whitens z.
+        """Returns whether the model has a matrix T. With T, a private run whitens z.
 
         In a run without differential privacy, T stays the identity.
 
@@ -200,7 +202,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return privacy is not None and self.whitens(spec)
 
     def _first_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
-        """Returns the shares of the releases of the first round, by the name of the plan.
+        """Returns the share of the budget of each release in the first round, by the name of the
+        plan.
 
         A release that is not made has the share 0. The share of `MOMENTS` is for moments that
         include second moments.
@@ -319,7 +322,10 @@ class PlansStatistics(DistributedNoise, MakesImages):
     def _descriptions(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> list[tuple[str, str, str, float, float]]:
-        """Returns name, quantity, clipped quantity, clip and expected signal of each release."""
+        """Returns the facts about each release from which its plan is made.
+
+        These are the name, the quantity, the clipped quantity, the clip and the expected signal.
+        """
         features = self.map_of(context.spec)
         by_class = context.spec.classes**-0.5
         products = "products of features with labels"
@@ -352,7 +358,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
-        """Returns the rate of steps without second moments, which depends only on public numbers."""
+        """Returns the step size of a run without second moments, which depends only on public
+        numbers."""
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return step_rate(

@@ -40,8 +40,10 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns the contribution of each example, [p·svec(U Uᵀ); q·svec(Uᵀ U)] of the matrices U of
-    u, whose norm is at most 1."""
+    """Returns each example's contribution to the release of covariances, whose norm is at most 1.
+
+    It is [p·svec(U Uᵀ); q·svec(Uᵀ U)] of the matrices U of u.
+    """
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
@@ -64,8 +66,9 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Computes the matrices of T, by their names in a model
-    (`fedsynth.models.on_features.root_names`).
+    """Computes the matrices that make up the whitening T, from the released covariances.
+
+    The keys are the names of the matrices in a model (`fedsynth.models.on_features.root_names`).
 
     Args:
         pool: the release, summed over the clients. If its public number of records differs from the

@@ -36,7 +36,7 @@ SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
 
 class SiameseAugmentation:
-    """The random transformations of one step, one for each group of images.
+    """The random transformations of all images in one step of condensation.
 
     Images with the same group index get the same transformation.
 
@@ -70,7 +70,8 @@ class SiameseAugmentation:
         self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns the transformed images, differentiable with respect to the original images.
+        """Returns the transformed images. They are differentiable with respect to the original
+        images.
 
         Args:
             x_NCHW: the images.
@@ -100,7 +101,8 @@ AUGMENTATIONS = ("none", "siamese")
 def augmentations(
     kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
 ) -> Iterator[Augmentation | None]:
-    """Yields the augmentation of each step, with one transformation for each class.
+    """Yields the random augmentation of each condensation step, with one transformation for each
+    class.
 
     The same augmentation is applied to real and to synthetic images. All clients share it, because
     it is drawn from the round's public seed.
@@ -196,8 +198,9 @@ class Views:
         return self.flips or self.crop > 0
 
     def __call__(self, x_NCHW: Tensor, spec: DatasetSpec, draws: torch.Generator) -> Tensor:
-        """Returns random views [N, C, H, W] of images that are normalised with the constants of
-        `spec`.
+        """Flips and crops each image [N, C, H, W] at random.
+
+        The images must be normalised with the constants of `spec`, and so is the result.
 
         Args:
             x_NCHW: the images.

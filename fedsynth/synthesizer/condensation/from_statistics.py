@@ -45,10 +45,9 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Returns the relative squared distance between the class means of z and `class_means`, a
-        scalar.
+        """Returns how far the class means of z are from the released class means, as a scalar.
 
-        The distance is divided by the squared norm of `class_means`.
+        It is the squared distance, divided by the squared norm of `class_means`.
 
         Args:
             z_CId: z of I images of each class, [classes, I, d].
@@ -176,7 +175,8 @@ def _pull(
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient with respect to the pixels, and z of the pixels.
+    """Returns the gradient of the loss with respect to the pixels, and the features z of the
+    pixels.
 
     Only the graph of `AT_ONCE` images is in memory at a time. The derivative with respect to z
     comes from the previous step, so that features are computed only once in each step.

@@ -1,9 +1,9 @@
-"""Losses of condensation besides the squared distance of mean features.
+"""Losses of condensation other than the squared distance of mean features.
 
-FedAF (Wang et al. 2024, arXiv 2404.18962) has losses in logit space: the sliced Wasserstein distance
-of collaborative data condensation (Eq. 10), and the local-global knowledge matching of the server's
-training (Eqs. 12-15). Both are differentiable with respect to the network's side. The gradient is
-finite even if both sides are equal.
+FedAF (Wang et al. 2024, arXiv 2404.18962) has losses in logit space: the sliced Wasserstein
+distance of collaborative data condensation (Eq. 10), and the local-global knowledge matching of the
+server's training (Eqs. 12-15). Both are differentiable with respect to the network's side. The
+gradient is finite even if both sides are equal.
 
 `DistributionMatcher` matches whole distributions of features by geomloss' Gaussian-kernel, energy
 and Sinkhorn losses. FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a
@@ -41,7 +41,8 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Averages each class's row over the clients that have the class (Eqs. 8 and 12).
+    """Averages the row of each class over the clients that have examples of the class (Eqs. 8 and
+    12).
 
     Returns the averages [C, C], and a mask [C] of the classes that at least one client has. The row
     of a class that no client has is zero and must not be used.
@@ -60,7 +61,9 @@ def average_over_holders(
 def collaborative_distance(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """Returns the collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients, a scalar (Eq.
+    """Returns how far the mean logits of the synthetic images are from the global mean logits.
+
+    This is the collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients, a scalar (Eq.
     10).
 
     Args:
@@ -87,7 +90,7 @@ def collaborative_distance(
 
 
 def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
-    """Sorts each column within the rows of each client, one client after another.
+    """Sorts the values of each column, separately for the rows of each client.
 
     The numbers of rows per client need not be known, so the host does not wait for the device.
     """
@@ -97,7 +100,7 @@ def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
 
 
 def point_factor(dimension: int) -> float:
-    """Returns E|θ₁| for a uniformly random unit vector θ of this dimension."""
+    """Returns E|θ₁|, the mean size of a coordinate of a random unit vector of this dimension."""
     ratio = math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2))
     return ratio / math.sqrt(math.pi)
 
@@ -109,7 +112,9 @@ def logits_gradient(
     distance: Callable[[Tensor], Tensor],
     weight: float,
 ) -> Tensor:
-    """Returns weight·∇_S distance(u), [S, ipc, C, H, W].
+    """Returns the gradient of a loss of mean logits with respect to the synthetic images.
+
+    It is weight·∇_S distance(u), [S, ipc, C, H, W].
 
     Args:
         features, synthetic_SICHW: see `matching_gradient`. The weight b of the logits must be 1.
@@ -142,7 +147,7 @@ def mean_logits(logits_NC: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
-    """Returns softmax(v/τ) of each row v of mean logits."""
+    """Returns the soft labels softmax(v/τ) for each row v of mean logits."""
     return torch.softmax(mean_logits_CC / temperature, dim=1)
 
 
@@ -153,7 +158,9 @@ def knowledge_matching(
     temperature: float,
     reduction: str = "mean",
 ) -> Tensor:
-    """Returns L_LGKM = ½(KL(R‖T) + KL(T‖R)) (Eq. 15), over the rows of the usable classes.
+    """Returns the knowledge-matching loss between soft labels R and mean predictions T (Eq. 15).
+
+    It is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the rows of the usable classes.
 
     Args:
         mean_logits_CC: t_c before the softmax. T is softmax(mean_logits/τ) (Eq. 13).
@@ -190,13 +197,16 @@ def refuse_private(matching: str) -> None:
         raise SettingError(
             "method",
             "matching",
-            "must be mean with differential privacy, because no mechanism protects the features "
+            "must be 'mean' with differential privacy, because no mechanism protects the features "
             f"of single examples, got {matching!r}",
         )
 
 
 class DistributionMatcher(MatchingObjective):
-    """Computes ∇_S Σ_c divergence(u(B_c), u(S_c)), without differential privacy.
+    """Matches whole distributions of features instead of mean features, without differential
+    privacy.
+
+    It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
 
     Args:
         exact: draws the real batches.

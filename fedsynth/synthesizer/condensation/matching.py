@@ -53,15 +53,19 @@ class FeatureMap(Protocol):
     mixes: bool
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u, differentiable with respect to the images."""
+        """Returns the features u of images, differentiable with respect to the images."""
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u of real images without an autograd graph, possibly in a reduced precision."""
+        """Returns the features u of real images without an autograd graph.
+
+        They may be computed in a reduced precision.
+        """
 
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """Returns u [N, D] and a function that pulls vectors back to the images.
+        """Returns the features u [N, D], and a function that computes their vector-Jacobian
+        products.
 
         The function maps vectors [V, N, D] to [V, N, C, H, W]. If `exact` is False, it may use a
         reduced precision.
@@ -126,7 +130,7 @@ class NetworkFeatures:
             self.use(network, augment)
 
     def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
-        """Switches to this network and augmentation.
+        """Sets the network and the augmentation with which features are computed from now on.
 
         If the network is the same object as before, its new weights are copied.
         """
@@ -141,16 +145,16 @@ class NetworkFeatures:
                     p.copy_(new)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u [N, D], differentiable with respect to the images."""
+        """Returns the features u [N, D] of images, differentiable with respect to the images."""
         return self._with_logits(
             self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
         )
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns u [N, D] of real images without an autograd graph.
+        """Returns the features u [N, D] of real images without an autograd graph.
 
-        It is computed channels-last and in the reduced precision. On a CPU, the batches are small
-        enough for the cache.
+        They are computed channels-last and in the reduced precision. On a CPU, the batches are
+        small enough for the cache.
         """
         rows = []
         with torch.no_grad():
@@ -169,10 +173,11 @@ class NetworkFeatures:
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """Returns u [N, D] and a function that pulls vectors [V, N, D] back to the images.
+        """Returns the features u [N, D], and a function that computes their vector-Jacobian
+        products.
 
-        The function uses the network's `embed_vjp` if the network has this method, and otherwise
-        autograd.
+        The function maps vectors [V, N, D] to [V, N, C, H, W]. It uses the network's `embed_vjp` if
+        the network has this method, and otherwise autograd.
         """
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
@@ -230,7 +235,7 @@ class NetworkFeatures:
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
-    """Pulls vectors [V, …] of the outputs back to the leaf tensor by autograd, [V, …]."""
+    """Computes the vector-Jacobian products of vectors [V, …] by autograd, [V, …]."""
     if len(vectors) == 1:
         return torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)[0][None]
     return torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)[0]
@@ -239,7 +244,10 @@ def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
 def pull_back(
     features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns J_cᵀ v_c for every (client, class) pair, [S, ipc, C, H, W].
+    """Returns the gradient with respect to the synthetic images of every (client, class) pair.
+
+    The gradient is J_cᵀ v_c, [S, ipc, C, H, W], where v_c is the gradient with respect to the
+    pair's mean features.
 
     J_c is the Jacobian of mean_{S_c} u. The images of a pair affect only the mean of this pair. A
     pass can therefore contain few pairs, which keeps it in a CPU's cache. With batch norm, one pass
@@ -262,7 +270,9 @@ def pull_back(
 
 
 def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """Returns mean_{S_c} u_w for every (client, class) pair, [S, D], without an autograd graph.
+    """Returns the mean features of each pair's synthetic images, without an autograd graph.
+
+    They are mean_{S_c} u_w, [S, D].
 
     The passes are the same as those of `pull_back`.
     """
@@ -277,7 +287,10 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 
 
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
-    """Returns the indices of all (client, class) pairs, split into passes through the network."""
+    """Splits the (client, class) pairs into groups that pass through the network together.
+
+    Returns the indices of the pairs in each group.
+    """
     segments, ipc = synthetic_SICHW.shape[:2]
     at_once = segments
     if not features.mixes:
@@ -286,7 +299,8 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
 
 
 def segments_at_once(features: FeatureMap, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns the number of (client, class) pairs with `ipc` images each that a full pass contains.
+    """Returns how many (client, class) pairs, with `ipc` images each, pass through the network
+    together.
 
     It does not depend on the total number of pairs.
     """
@@ -309,7 +323,9 @@ def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
 def matching_gradient(
     features: FeatureMap, synthetic_SICHW: Tensor, target_SD: Tensor, weight_S: Tensor | None = None
 ) -> Tensor:
-    """Returns ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
+    """Returns the gradient of the matching loss with respect to the synthetic images.
+
+    It is ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
 
     Args:
         features: computes u_w.
@@ -343,14 +359,15 @@ class MatchingObjective:
     uploaded: Tensor | None = None
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of one step with respect to the synthetic images, [S, ipc, C, H,
-        W]."""
+        """Returns the gradient of a step with respect to the images, [S, ipc, C, H, W]."""
         raise NotImplementedError  # abstract
 
 
 @dataclass(eq=False)
 class ExactMatcher(MatchingObjective):
-    """Computes ∇_S L with real means from minibatches, without differential privacy.
+    """Matches the mean features of real minibatches, without differential privacy.
+
+    It computes the gradient ∇_S L.
 
     Args:
         clients, batches: the group of clients and the real batches of each step.
@@ -362,7 +379,10 @@ class ExactMatcher(MatchingObjective):
     columns: int | None = None
 
     def real_means(self, step: int, features: FeatureMap) -> Tensor:
-        """Returns mean_{B_c} u_w of this step's batch for every (client, class) pair, [S, D].
+        """Returns the mean features of each (client, class) pair's real images in this step's
+        batch.
+
+        They are mean_{B_c} u_w, [S, D].
 
         The means have no autograd graph.
         """
@@ -375,10 +395,10 @@ class ExactMatcher(MatchingObjective):
         return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns u_w of every image of this step's batch [N, D], without an autograd graph.
+        """Returns the features u_w of every real image in this step's batch, [N, D].
 
-        The function also returns the index of each image's (client, class) pair [N], ascending, and
-        the number of images of each pair [S], on the CPU.
+        The features have no autograd graph. The function also returns the index of each image's
+        (client, class) pair [N], ascending, and the number of images of each pair [S], on the CPU.
         """
         rows = [u for _, _, u in self._pieces(step, features)]
         return torch.cat(rows), self.batches.segment, self.batches.sizes
@@ -401,7 +421,9 @@ class ExactMatcher(MatchingObjective):
 
 
 class NetworkMeansMatcher(MatchingObjective):
-    """Computes ∇_S L with class means over all data of a client, without differential privacy.
+    """Matches the mean features of all data of a client, without differential privacy.
+
+    It computes the gradient ∇_S L.
 
     This is FedDM's Eq. 9 over M networks that are used in turn, without the noise of minibatches.
     Real images take M·n forward passes in a round instead of T·C·batch.

@@ -54,7 +54,8 @@ class PrivateSums(Protocol):
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Samples records, computes a vector for each, and returns a noisy sum for each class."""
+        """Samples records, computes a vector for each record, and returns a noisy sum for each
+        class."""
 
 
 Cotangents = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +69,7 @@ PASSES passes, each with at most PULLED times the images of a forward pass."""
 
 @dataclass(eq=False)
 class ResidualMatcher(MatchingObjective):
-    """The mechanism `residual`, which adds noise to sums of clipped residuals in feature space.
+    """The mechanism `residual`, which adds noise to class sums of clipped feature differences.
 
     The gradient ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the
     per-example residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and
@@ -111,7 +112,7 @@ class ResidualMatcher(MatchingObjective):
 
 @dataclass(eq=False)
 class GradientMatcher(MatchingObjective):
-    """The mechanism `gradient`, which adds noise to sums of clipped per-example gradients.
+    """The mechanism `gradient`, which adds noise to class sums of clipped per-example gradients.
 
     This is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public divisor.
     The gradient of the squared-norm loss with x as the only real image is g̃(x) = 2·J_cᵀ
@@ -146,7 +147,9 @@ def per_example_gradients(
     segment_N: Tensor,
     cotangents: Cotangents | None = None,
 ) -> Tensor:
-    """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W].
+    """Returns the gradient of the matching loss for every real example separately.
+
+    It is g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
 
     It is the gradient with respect to the synthetic images of the example's own (client, class)
     pair. The images of each pair have one forward pass. The vectors of the pair's examples are then
@@ -182,7 +185,10 @@ def per_example_gradients(
 
 
 def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
-    """Returns the derivative of ‖mean_m u_m − r‖² with respect to each u_m, [R, M, D].
+    """Returns the derivative of the squared distance of means with respect to the synthetic
+    features.
+
+    It is the derivative of ‖mean_m u_m − r‖² with respect to each u_m, [R, M, D].
 
     Args:
         made_MD: the features u_m of the synthetic images of a class.
@@ -193,7 +199,7 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
 
 
 def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
-    """Returns the number of vectors of a (client, class) pair that are pulled back together.
+    """Returns how many vectors of a (client, class) pair one backward pass handles.
 
     It is a power of two. On average half of the last pass is padding.
 
@@ -207,12 +213,12 @@ def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: flo
 
 
 def ones(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-    """Returns a row [1] for each image, whose class sums are the class counts."""
+    """Returns the row [1] for each image. The class sums of these rows are the class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 
 class FeatureSumMatcher(MatchingObjective):
-    """The mechanism `features`, which releases the feature sums of M networks once.
+    """The mechanism `features`, which releases class sums of features once for each of M networks.
 
     Each of the first M steps releases the sums of one network. Step t uses the sums of network t
     mod M.
@@ -262,7 +268,7 @@ class FeatureSumMatcher(MatchingObjective):
 
 
 class PaperMatcher(MatchingObjective):
-    """The mechanism `paper`, which is NOT differentially private and only for comparison.
+    """The mechanism `paper`, which is NOT differentially private and serves only for comparison.
 
     It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping the batch gradient of a
     class to 𝒞 bounds the norm of this gradient, but not the influence of one example. The

@@ -1,4 +1,4 @@
-"""Images of clients and of synthetic sets.
+"""Real minibatches and start images for condensation, and uploads of synthetic images.
 
 The module draws real minibatches and start images, makes and checks uploads, and trains the
 server's model on the images of all clients together.
@@ -69,7 +69,8 @@ MAX_PIXEL = 1e4
 
 
 def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:
-    """Returns the upload rules of a `SyntheticSet` with at most `ipc` images of each class.
+    """Returns the rules by which the server checks a `SyntheticSet` with at most `ipc` images per
+    class.
 
     The images are normalised, or have uint8 pixels if `dtype` is uint8.
     """
@@ -141,7 +142,8 @@ def start_images(
 def restore_images(
     start_SICHW: Tensor, segments: ClientClassPairs, memories: Sequence[Memory]
 ) -> None:
-    """Replaces the start images of clients that have images of their last round, in place."""
+    """Replaces, in place, the start images of clients by the images that they made in their last
+    round."""
     for position, memory in enumerate(memories):
         if "images" in memory:
             indices = segments.of(position)
@@ -153,8 +155,7 @@ def _class_pools(
     segments: ClientClassPairs,
     generator_of: Callable[[int], torch.Generator],
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
-    """Yields, for each (client, class) pair, the examples of the pair and the client's random
-    generator.
+    """Yields the examples of each (client, class) pair, with the client's random generator.
 
     The examples are positions [n] in `clients.data`. `generator_of` returns the random generator
     for a client's index.
@@ -246,8 +247,9 @@ def train_on_union(
     objective: Objective | None = None,
     on_all: Objective | None = None,
 ) -> None:
-    """Trains `model` in place on the uploaded images of all clients together (FedDM's server, Eq.
-    10).
+    """Trains `model` in place on the uploaded images of all clients together.
+
+    This is the training of FedDM's server (Eq. 10).
 
     Args:
         model: the server's model.
@@ -268,7 +270,7 @@ def train_on_union(
         raise SettingError(
             "method",
             "min_examples",
-            "must be lower, because no client has as many examples of any class. Alternatively, "
+            "must be lower, because no client has this many examples of any class. Alternatively, "
             "reduce the number of clients (partition.clients)",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
@@ -291,12 +293,12 @@ SMALL_CLASS = ("all", "resample")
 
 
 class BatchIndices:
-    """The real batch B_c of every step and (client, class) pair.
+    """Draws the real examples of each condensation step, for every (client, class) pair.
 
-    A batch has `batch` examples, drawn without replacement. If a class has fewer examples,
-    `small_class` decides. With "all" every example is used at every step, which gives the exact
-    mean at less cost. With "resample" `batch` examples are drawn with replacement. A client's draws
-    depend only on (seed, round, client), and not on the other clients of the group.
+    The batch B_c of a pair has `batch` examples, drawn without replacement. If a class has fewer
+    examples, `small_class` decides. With "all" every example is used at every step, which gives the
+    exact mean at less cost. With "resample" `batch` examples are drawn with replacement. A client's
+    draws depend only on (seed, round, client), and not on the other clients of the group.
 
     Args:
         clients, segments: the group of clients and its (client, class) pairs.
@@ -361,7 +363,9 @@ class BatchIndices:
 def _draw(
     pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
 ) -> Tensor:
-    """Draws positions in the list of a class's examples, [steps, min(batch, pool)].
+    """Draws which examples of a class are used in each step, [steps, min(batch, pool)].
+
+    The entries are positions in the list of the class's examples.
 
     With "resample", the shape is [steps, batch] even if the class has fewer examples.
     """

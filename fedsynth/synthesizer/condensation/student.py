@@ -127,7 +127,7 @@ def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor
 def augmented(
     images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the images with their augmented copies, and a row of labels for each.
+    """Returns the images together with their augmented copies, and a row of labels for each image.
 
     The images have the shape [(1 + views)·N, C, H, W].
     """
@@ -164,7 +164,9 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
-    """Returns share·values[first] + (1 − share)·values[second].
+    """Mixes pairs of rows of `values` in given shares.
+
+    Returns share·values[first] + (1 − share)·values[second].
 
     Without shares, returns values[first].
 

@@ -233,7 +233,8 @@ class OneShotDistillation:
     def _generator_step(
         self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
     ) -> Batch:
-        """Takes one generator step down L_Gen and returns the images from before the step."""
+        """Takes one generator step down the loss L_Gen. Returns the images that the generator made
+        before the step."""
         settings = self._settings
         with torch.enable_grad():
             x = self._generated(z)
@@ -308,7 +309,7 @@ class OneShotDistillation:
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:
-    """Returns the batch with the lower loss, or the first batch if the losses are equal.
+    """Returns the batch with the lower loss. Returns the first batch if the losses are equal.
 
     The losses are compared on the device.
     """

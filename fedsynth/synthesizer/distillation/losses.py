@@ -19,7 +19,9 @@ from fedsynth.models.layers import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns the negative entropy of the mean prediction of a batch, divided by log C, in [−1, 0].
+    """Returns a loss that is small if the predictions of a batch use all classes equally often.
+
+    It is the negative entropy of the mean prediction, divided by log C, in [−1, 0].
 
     The value is −1 if all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official
     code divides it by log C, so that its weight relative to the other two terms does not depend on
@@ -31,7 +33,7 @@ def information_entropy_loss(logits_NC: Tensor) -> Tensor:
 
 
 def one_hot_loss(logits_NC: Tensor) -> Tensor:
-    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2).
+    """Returns the one-hot loss CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2).
 
     The loss is minimal if each prediction is certain.
     """
@@ -39,7 +41,7 @@ def one_hot_loss(logits_NC: Tensor) -> Tensor:
 
 
 def activation_loss(features_ND: Tensor) -> Tensor:
-    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4).
+    """Returns the activation loss −mean|f| over the batch and the D features (FedKF, Eq. 4).
 
     The loss is minimal if features are strong. Eq. 4 prints −‖f‖₁, but the official code takes the
     mean over the features. A sum is D times as strong (84 times for LeNet-5). It outweighs L_IE,
@@ -76,7 +78,7 @@ def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
-    """Returns −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15).
+    """Returns the adversarial loss −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15).
 
     With `only_disagreement`, only images on which the ensemble and the student predict different
     classes contribute (DENSE, Eq. 4).
@@ -108,7 +110,7 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor | float]]:
-    """Yields a function that returns the batch-norm loss of the models.
+    """Yields a function that computes the batch-norm loss of the models.
 
     Inside the block, the inputs of all batch-norm layers are recorded. The function must be called
     after one pass of each model. It returns

@@ -119,7 +119,10 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
-    """Returns U [C, m] = (max_t − min_t)/min_t of the losses of each pair (Eqs. 2 and 3).
+    """Returns the matrix U [C, m], which measures how well each client's model can teach each
+    class.
+
+    An entry is (max_t − min_t)/min_t of the losses of a (class, client) pair (Eqs. 2 and 3).
 
     Args:
         losses_TCM: the loss of every step, class and client.
@@ -134,7 +137,7 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Returns Ū_r, in which each row of U is divided by its sum (Eqs. 4 and 5).
+    """Returns Ū_r, which is U with each row divided by its sum (Eqs. 4 and 5).
 
     A row of zeros becomes uniform.
     """
@@ -145,7 +148,10 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns Ū_r and Ū_c, each [C, m].
+    """Returns the weights of the clients for each class, Ū_r, and of the classes for each client,
+    Ū_c.
+
+    Both have the shape [C, m].
 
     The paper says "We first normalize each row of U … Then, we normalize each column of U" (Sec.
     3.2). This is taken to mean in place, so that columns are normalised after rows. A class that no
@@ -170,7 +176,9 @@ def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, 
 def stratified_aggregation(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Returns P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
+    """Combines the logits of all models into the ensemble's logits P, [N, C] (Eqs. 8 to 11).
+
+    P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]).
 
     Args:
         logits_MNC: the logits F_k(x) of all models.
@@ -189,7 +197,7 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Returns log P, [N, C], where P aggregates the models' probabilities instead of their logits.
+    """Combines the probabilities of all models instead of their logits, and returns log P, [N, C].
 
     P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
     A weight then scales how much a client's vote for a class counts. With logits, a weight scales
