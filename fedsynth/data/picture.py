@@ -92,66 +92,32 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     # the square root keeps small counts visible next to large ones
     shares = np.sqrt(matrix / max(largest, 1))
     texts = np.where(matrix > 0, matrix.astype(str), "")
-    clients = list(map("client {}".format, range(K)))
-    _heat_map(shares, texts, path, title, clients, class_names or _numbers(C))
-
-
-def shares_png(matrix_CM: Numbers, path: Path, title: str, class_names: Sequence[str] = ()) -> None:
-    """Draws a heat map of non-negative numbers [classes, clients], with classes as rows.
-
-    Rows are labelled with the class names or, without names, with numbers. Darker cells have larger
-    numbers. The numbers in the cells have two significant digits.
-
-    Raises:
-        OutputError: `path` cannot be written.
-    """
-    C, M = matrix_CM.shape
-    finite = np.where(np.isfinite(matrix_CM), matrix_CM, 0.0)
-    shares = finite / (finite.max(initial=0.0) or 1.0)
-    texts = np.vectorize("{:.2g}".format, otypes=[str])(matrix_CM)
-    title = f"{title}: {C} classes (rows), {M} clients (columns)"
-    _heat_map(shares, texts, path, title, class_names or _numbers(C), _numbers(M))
-
-
-def _heat_map(
-    shares_RC: Numbers,
-    texts_RC: Numbers,
-    path: Path,
-    title: str,
-    row_names: Sequence[str],
-    column_names: Sequence[str],
-) -> None:
-    """Draws a heat map of numbers from 0 (white) to 1 (dark).
-
-    `texts_RC` are drawn in the cells if there is room for them.
-    """
-    R, C = shares_RC.shape
-    rows = list(map(_shortened, row_names))
-    columns = list(map(_shortened, column_names))
+    rows = list(map("client {}".format, range(K)))
+    columns = list(map(_shortened, class_names or _numbers(C)))
     height = CELL_HEIGHT
-    width = 10 + math.ceil(max(_widest(columns), _widest(np.unique(texts_RC))))
-    with_texts = C * width <= MAX_WIDTH and R * height <= MAX_HEIGHT
+    width = 10 + math.ceil(max(_widest(columns), _widest(np.unique(texts))))
+    with_texts = C * width <= MAX_WIDTH and K * height <= MAX_HEIGHT
     if not with_texts:
         columns = _numbers(C)
-        width = height = max(4, min(16, 1000 // max(R, C)))
+        width = height = max(4, min(16, 1000 // max(K, C)))
     label_width = math.ceil(_widest(rows)) + 2 * MARGIN
     top = 64
     size = (
         max(label_width + C * width, math.ceil(_FONT.getlength(title))) + 2 * MARGIN,
-        top + R * height + MARGIN,
+        top + K * height + MARGIN,
     )
     picture = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(picture)
     draw.text((MARGIN, 8), title, "black", _FONT)
-    colours = np.rint(WHITE + shares_RC[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(int)
-    for r, c in np.ndindex(R, C):
+    colours = np.rint(WHITE + shares[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(int)
+    for r, c in np.ndindex(K, C):
         x, y = label_width + c * width, top + r * height
         corners = (x, y, x + width - 1, y + height - 1)
         draw.rectangle(corners, tuple(colours[r, c]), "lightgrey", int(with_texts))
         if with_texts:
-            ink = ("black", "white")[int(shares_RC[r, c] > 0.55)]
-            draw.text((x + width / 2, y + height / 2), str(texts_RC[r, c]), ink, _FONT, anchor="mm")
-    for r in range(0, R, math.ceil(18 / height)):
+            ink = ("black", "white")[int(shares[r, c] > 0.55)]
+            draw.text((x + width / 2, y + height / 2), str(texts[r, c]), ink, _FONT, anchor="mm")
+    for r in range(0, K, math.ceil(18 / height)):
         draw.text((label_width - 8, top + (r + 0.5) * height), rows[r], "black", _FONT, anchor="rm")
     for c in range(0, C, math.ceil(_widest(columns) / width)):
         x = label_width + (c + 0.5) * width

@@ -11,7 +11,7 @@ after a power cut.
     synthetic.safetensors, synthetic.png    the synthetic images that clients sent in the last
                          round, or that the server made (client −1)
     synthetic_by_round/  a picture of the synthetic images of each round
-    artefacts.json, NAME.png    matrices that the server measured (FedHydra's stratification)
+    artefacts.json       matrices that the server measured (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    only with differential privacy
     privacy_start.json   only with differential privacy: the public facts fixed at the start, from
                          which the report of a killed run is built
@@ -48,7 +48,6 @@ from fedsynth.data.picture import (
     image_grid_png,
     partition_png,
     partition_table,
-    shares_png,
 )
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
@@ -328,18 +327,6 @@ class RunFolder:
             return
         values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
         self._replace(ARTEFACTS, json.dumps(values, indent=1, allow_nan=False))
-
-    def draw_artefacts(
-        self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
-    ) -> None:
-        """Draws each matrix that `write_artefacts` wrote as a picture, in which colours show the
-        values.
-        """
-        with _writing(self.path):
-            for name, matrix in matrices.items():
-                values = matrix.cpu().double().numpy()
-                title = name.replace("_", " ")
-                shares_png(values, self.path / f"{name}.png", title, class_names)
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary of a run that has ended, and renames the run folder.

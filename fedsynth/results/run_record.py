@@ -434,15 +434,13 @@ class RunRecord:
             soft.append(method.synthetic_soft_labels(server.state, context))
         if sets:
             folder.write_synthetic(sets, context.spec, soft)
-        artefacts = method.artefacts(server.state)
-        folder.write_artefacts(artefacts)
+        folder.write_artefacts(method.artefacts(server.state))
         if report is not None:
             report = {**report, "files": exported_files(folder.path)}
             write_report(report, folder.path)
         try:
             if sets:
                 folder.draw_synthetic(sets, context.spec)
-            folder.draw_artefacts(artefacts, context.spec.class_names)
         except Exception as error:
             self.missing("picture", error)
         return report

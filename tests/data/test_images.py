@@ -18,7 +18,6 @@ from fedsynth.data.picture import (
     image_grid_png,
     partition_png,
     partition_table,
-    shares_png,
 )
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
@@ -204,8 +203,8 @@ def test_partition_picture_is_shaded_by_count(tmp_path: Path) -> None:
 
 
 def test_picture_rows_are_labelled(tmp_path: Path) -> None:
-    shares_png(np.eye(2), tmp_path / "s.png", "who can teach", ("the first of all", "b"))
-    letters = np.asarray(Image.open(tmp_path / "s.png").convert("L"))[66:84, 10:120]
+    partition_png(np.eye(2, dtype=int), tmp_path / "p.png")
+    letters = np.asarray(Image.open(tmp_path / "p.png").convert("L"))[66:84, 10:60]
     assert letters.min() < 100
     grid = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
     image_grid_png(grid, tmp_path / "g.png", 1, ("ill", "healthy"))
