@@ -141,7 +141,7 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 def sweep(
     file: Annotated[Path, given.path_argument("The TOML file of the sweep.", metavar="FILE")],
     form: Annotated[
-        str, typer.Option("--format", help="The format: table, csv, latex or markdown.")
+        str, typer.Option("--format", help="The format: table, csv or markdown.")
     ] = "table",
     output: Annotated[
         Path | None, given.path_option("The folder for the runs. Default: sweep.output in FILE.")

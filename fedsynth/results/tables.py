@@ -1,13 +1,13 @@
 """Makes a table of a sweep's results, with the mean ± standard deviation over seeds.
 
-The formats are plain text, CSV, LaTeX and Markdown.
+The formats are plain text, CSV and Markdown.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fedsynth.results.finished import (
 )
 from fedsynth.results.sweep import SEED, Sweep, finished
 
-FORMATS = ("table", "csv", "latex", "markdown")
+FORMATS = ("table", "csv", "markdown")
 Rows = Sequence[Sequence[str]]
 
 
@@ -99,12 +99,8 @@ def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
     """Returns the results table of a sweep as text, in one of the formats in `FORMATS`."""
     if form == "csv":
         return _csv(sweep, rows)
-    renderers: Mapping[str, Callable[[Rows], str]] = {
-        "table": aligned,
-        "markdown": _markdown,
-        "latex": _latex,
-    }
-    return renderers[form](_cells(sweep, rows))
+    cells = _cells(sweep, rows)
+    return _markdown(cells) if form == "markdown" else aligned(cells)
 
 
 def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
@@ -131,20 +127,6 @@ def _markdown(rows: Rows) -> str:
     lines = [rows[0], rule, *rows[1:]]
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "".join("| " + " | ".join(line) + " |\n" for line in escaped)
-
-
-_TEX = {"\\": r"\textbackslash{}", "ε": r"$\varepsilon$", "±": r"$\pm$", "–": "--"}
-_TEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
-_TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-
-
-def _latex(rows: Rows) -> str:
-    """Returns a LaTeX table that uses the package booktabs."""
-    escapes = str.maketrans(_TEX)
-    head, *body = [" & ".join(cell.translate(escapes) for cell in row) + r" \\" for row in rows]
-    begin = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
-    lines = [begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join(lines)
 
 
 def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
