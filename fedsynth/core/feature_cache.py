@@ -26,8 +26,8 @@ PASS = 64
 """The fixed number of images whose features are computed at a time. It is fixed so that the choice
 of kernels does not depend on the number of records (`fedsynth.privacy.passes`)."""
 EMBEDDING_PASS = 512
-"""The fixed number of feature vectors that are embedded at a time. It is fixed for the same reason
-as `PASS`."""
+"""The fixed number of feature vectors that are embedded at a time. It is fixed so that the choice
+of kernels does not depend on the number of records, as for `PASS`."""
 BLOCK = 16 * EMBEDDING_PASS
 """The number of vectors that are computed before they are copied into the cache. It bounds the
 memory that is needed in addition to the cache."""

@@ -276,7 +276,7 @@ def charge_for(
         raise SettingError("privacy", "noise_multiplier", "must be set before clients are charged")
     plans = method.round_plans(method.release_plans(privacy, context), context.round)
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
-        reason = "must guarantee differential privacy, or clients cannot be charged"
+        reason = "must guarantee differential privacy. Only then can clients be charged"
         raise SettingError("privacy", "mechanism", reason)
     charged = []
     for client, guard, secret in zip(clients, guards, secrets, strict=True):

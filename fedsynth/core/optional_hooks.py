@@ -20,7 +20,8 @@ Memory = Mapping[str, torch.Tensor]
 """The tensors that a client keeps between rounds. They never leave the client."""
 
 Results = list[tuple[Message, Memory]]
-"""For each client of a group, in the group's order, the client's message and new memory."""
+"""The type of a step's results: the message and the new memory of each client, in the group's
+order."""
 
 # Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
 Request = Any

@@ -132,7 +132,8 @@ class Array:
             error = float((value.double().sum(dim=-1) - 1).abs().max())
             if error > TOLERANCE:
                 raise UploadRejectedError(
-                    name, f"must have rows that sum to 1, but a row's sum differs by {error:.3g}"
+                    name,
+                    f"must have rows that sum to 1, but the sum of a row is off by {error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:

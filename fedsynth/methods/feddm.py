@@ -90,8 +90,9 @@ class FedDM(CondensingMethod, TrainsInBall):
             in the paper. Other values need a network without batch norm, `matching="mean"`, and no
             differential privacy, where the mechanism `features` does the same.
         networks: M, the number of networks of the mechanism `features`.
-        count_noise: for `features`, the noise multiplier of the class counts divided by σ/√M, that
-            of all sums together. Counts then use the share 1/(1 + count_noise²) of the budget μ².
+        count_noise: for `features`, the noise multiplier of the class counts, in units of σ/√M. The
+            unit is the noise multiplier of all M sums together. Counts then use the share 1/(1 +
+            count_noise²) of the budget μ².
 
     >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)

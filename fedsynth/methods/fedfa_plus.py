@@ -143,7 +143,7 @@ class FedFAPlus(TrainsLocally):
                 "model",
                 "name",
                 "must be a network with the attribute `stage_names`, the names of the stages to "
-                "augment. Set method.parts=alignment for other networks",
+                "augment. Set method.parts=alignment for a network without it",
             )
 
     def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:

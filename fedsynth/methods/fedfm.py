@@ -81,13 +81,14 @@ SUMS = "feature sums"
 """The name of the release plan for the sums of features."""
 
 LARGEST_PRIVATE_WEIGHT = 1.0
-"""A larger weight with noisy anchors causes a warning. On the digits at ε = 8, single runs reached
-16 % with weight 50, 72 % with 0.5, and 84 % with fedavg (`fedsynth train --method fedfm --rounds 5
---set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`)."""
+"""The largest weight λ that causes no warning in a private run, whose anchors are noisy. On the
+digits at ε = 8, single runs reached 16 % with weight 50, 72 % with 0.5, and 84 % with fedavg
+(`fedsynth train --method fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=…
+--dp-epsilon 8`)."""
 COUNT_DEVIATIONS = 4
-"""A class is present if its noisy count is above this many standard deviations of the noise. A
-class that no client has gets an anchor with a probability of 3e-5 in each round, and the anchor is
-kept in later rounds."""
+"""The factor that decides whether a class is present. Its noisy count must be at least this many
+standard deviations of the noise. A class that no client has gets an anchor with a probability of
+3e-5 in each round, and the anchor is kept in later rounds."""
 
 
 def anchor_losses(
@@ -175,7 +176,7 @@ class FedFM(TrainsLocally):
     sums_phase: ClassVar[str] = FIRST
     robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
-        "outvote the others"
+        "outvote the clients that have examples"
     )
 
     weight: float = in_range(50.0, 0)

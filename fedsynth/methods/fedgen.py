@@ -141,7 +141,10 @@ class FedGen(TrainsLocally):
     downlink = GeneratorDown
     upload = ModelAndCounts
     state = GeneratorState
-    robust_refusal = "the server trains a generator on the classifier of each client"
+    robust_refusal = (
+        "the server trains a generator on each client's classifier, which a robust rule would "
+        "replace"
+    )
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),

@@ -55,7 +55,8 @@ from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, in_range, one_of
 
 TALLY = "tally"
-"""The key in a client's memory of the tally of generated images from the client's last training."""
+"""The key of the tally of generated images in a client's memory. The images come from the client's
+last training."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 
 SCALE = 4.0
-"""Converts the outputs of a regression on labels to logits. At equal odds of two classes, the slope
-of the softmax is ¼."""
+"""The factor that converts the outputs of a regression on labels to logits. It is 4, because the
+slope of the softmax at equal odds of two classes is ¼."""
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,16 @@ from fedsynth.synthesizer.condensation.private_matchers import (
 from fedsynth.training.sgd import MomentumSgd
 
 Networks = Callable[[], nn.Module]
-"""A function that returns a network for one step, such as a freshly initialised network. The
-features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other module
-are its output [N, D]."""
+"""The type of functions that return a network for one step, such as a freshly initialised network.
+The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
+module are its output [N, D]."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""A function (features of real records [B, D], features of synthetic records [M, D]) -> scalar."""
+"""The type of losses between the features of real records [B, D] and of synthetic records [M, D]. A
+loss returns a scalar."""
 
 CPU_NUMBERS = 2**21
-"""The number of values in all records of one pass of a `ModuleFeatures`."""
+"""The largest number of values in the records that go through a module together."""
 
 
 class SyntheticRecords(NamedTuple):

@@ -41,8 +41,8 @@ COUNTS = "class counts"
 """The name of the release plan of the class counts."""
 
 Vectors = Callable[[Tensor], Tensor]
-"""A function that maps normalised images [N, C, H, W] to one vector per image [N, D]. Each vector
-must depend only on its image. The function is called without gradients."""
+"""The type of functions that map normalised images [N, C, H, W] to one vector per image [N, D].
+Each vector must depend only on its image. The function is called without gradients."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def class_means(
 
 
 IMAGES = "images"
-"""The name of the release plan to which images are matched. The mechanism `features` also has the
-plan `COUNTS`."""
+"""The name of the release plan whose releases the synthetic images are matched to. The mechanism
+`features` also has the plan `COUNTS`."""
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:
@@ -310,8 +310,8 @@ def feature_plans(
         privacy: the settings of differential privacy.
         context: the context of the round.
         networks: M.
-        count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of all M
-            sums together.
+        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
+            multiplier of all M sums together.
     """
     width = feature_width(context, logits=True)
     classes = context.spec.classes

@@ -230,7 +230,7 @@ def _train_one(
 def training_digest(
     learner: Learner, client: ExactClientView, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Computes a hash of everything that determines the result of training with an unchanged loss.
+    """Computes a hash of everything that determines the result of a client's plain training.
 
     The digest covers the initial model, the data and their order, the optimiser, the penalty, the
     hardware and the versions of the software. Equal digests mean equal results for the networks of

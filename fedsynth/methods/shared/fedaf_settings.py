@@ -133,9 +133,9 @@ class FedAFSettings(CondensingMethod):
             of the previous round. With "first-phase", V is computed under w_r in an additional
             exchange at the start of the same round.
         logit_clip: L2 bound on the logits of an example. It is used only with differential privacy.
-        knowledge_noise: noise multiplier of the sums of logits and of the counts, divided by that
-            of the images' releases. It is used only with differential privacy. This setting and
-            `logit_clip` are public and were not tuned.
+        knowledge_noise: noise multiplier of the sums of logits and of the counts, in units of the
+            noise multiplier of the images' releases. It is used only with differential privacy.
+            This setting and `logit_clip` are public and were not tuned.
     """
 
     upload = CondensedSet

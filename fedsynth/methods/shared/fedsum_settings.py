@@ -102,8 +102,9 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
         augment: augmentation of real and synthetic images, "none" or "siamese".
         flip: whether "siamese" may mirror images.
         logit_weight: b, the weight of the logits relative to the embedding.
-        count_noise: noise multiplier of the counts, divided by σ/√M, the noise multiplier of the
-            sums under all M networks together. It is used only with differential privacy.
+        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
+            multiplier of the sums under all M networks together. The setting is used only with
+            differential privacy.
     """
 
     downlink = SumsRequest
@@ -116,7 +117,7 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
     }
     robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
-        "outvote the others"
+        "outvote the clients that have examples"
     )
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "condensed_classes": made_of_released("how many released counts are above their noise")

@@ -104,8 +104,8 @@ class TrainsLocally(Method):
     variant_names = ("aca", "oca")
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
-    """Whether the tasks are `plain`, so that clients with a dense network can be trained
-    together."""
+    """Whether all tasks of the method are plain (`LocalObjective.plain`). Several clients with a
+    dense network can then be trained together."""
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)

@@ -147,8 +147,8 @@ class DistributedNoise(Method):
         if context.privacy is None or clients >= shares + attackers:
             return True
         context.note(
-            f"round {context.round} is discarded, because only {clients} clients answered. Their "
-            f"sum has enough noise with at least {shares + attackers} clients"
+            f"round {context.round} is discarded, because only {clients} clients answered. A sum "
+            f"needs at least {shares + attackers} clients to have enough noise"
         )
         return False
 

@@ -184,7 +184,7 @@ def step_rate(
 
 
 PIXELS = "pixels"
-"""The name of the release plan."""
+"""The name of the release plan of small pictures."""
 WHITE = 0.98
 """The quantile of an image's pixels that is scaled to white, because small pictures have lost their
 brightness."""

@@ -148,7 +148,9 @@ class MakesImages(Method):
             return state
         teacher = context.load(state.parameters)
         if not isinstance(teacher, FeatureLinear):
-            raise TypeError(f"{self.name} needs a FeatureLinear model, got {type(teacher)}")
+            raise TypeError(
+                f"the model of {self.name} must be a FeatureLinear, got {type(teacher)}"
+            )
         teacher.requires_grad_(False)
         pixels = self._pixels(teacher, state, context)
         images = normalise(pixels, context.spec)

@@ -42,7 +42,8 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
-"""The names of three release plans. The other two are `PIXELS` and `COVARIANCES`."""
+"""The names of the release plans of the centre, of the moments and of the gradient steps. The plans
+of optional statistics have the names `PIXELS` and `COVARIANCES`."""
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 

@@ -28,7 +28,7 @@ from fedsynth.privacy.products import Grams, matrices_of, smat
 
 YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
-"""The name of the release plan."""
+"""The name of the release plan of the covariances."""
 CELLS_PART = 0.16
 """The share of the products of spatial cells in the squared norm of a contribution. There are few
 cells, so the noise of their covariance is small."""

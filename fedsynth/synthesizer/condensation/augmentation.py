@@ -29,8 +29,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
-"""A function (images, group index of each image) -> transformed images. Images with the same group
-index get the same transformation."""
+"""The type of functions that transform images, given the group index of each image. Images with the
+same group index get the same transformation."""
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 

@@ -59,12 +59,13 @@ class PrivateSums(Protocol):
 
 
 Cotangents = Callable[[Tensor, Tensor], Tensor]
-"""A function (features of the synthetic images of a class [M, D], features of real records [R, D])
--> for each record, the gradient of its loss with respect to the synthetic features [R, M, D]."""
+"""The type of functions that compute the gradient of each record's loss with respect to synthetic
+features [R, M, D]. Their arguments are the features of a class's synthetic images [M, D], and the
+features of real records [R, D]."""
 
 PASSES, PULLED = 4, 8
-"""Limits of `per_example_gradients`. The vectors of a (client, class) pair are pulled back in about
-PASSES passes, each with at most PULLED times the images of a forward pass."""
+"""Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
+backward passes. Each has at most PULLED times as many images as a forward pass."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
 
 MAX_IPC = 100_000
 """The largest number of images per class that the server may request. No data set here has as
-many."""
+many images of a class."""
 
 
 @dataclass(frozen=True)

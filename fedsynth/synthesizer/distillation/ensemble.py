@@ -30,8 +30,8 @@ from fedsynth.synthesizer.distillation.losses import (
 from fedsynth.validation import check_fields, in_range, one_of
 
 Aggregate = Callable[[Tensor, Tensor], Tensor]
-"""A function (logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N,
-C]."""
+"""The type of functions that combine the logits of all models [m, N, C] into the ensemble's logits
+[N, C]. The second argument is the target labels [N]."""
 
 
 class Batch(NamedTuple):
