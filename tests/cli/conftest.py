@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def folder(self) -> Path:
-        """The one run folder."""
+        """The only run folder."""
         (folder,) = self.output.iterdir()
         return folder
 

@@ -66,7 +66,7 @@ def test_impossible_file_names_are_rejected(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("line", READ)
-def test_special_files_are_refused(tmp_path: Path, line: str) -> None:
+def test_special_files_are_rejected(tmp_path: Path, line: str) -> None:
     for kind in ("pipe", "device", "large"):
         error_of(line, str(make_special_file(tmp_path / "x.py", kind)))
 

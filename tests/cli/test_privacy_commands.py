@@ -122,17 +122,17 @@ def test_reports_are_printed_and_verified(fedsynth: Call, tmp_path: Path) -> Non
     assert markdown == (folder / "privacy_report.md").read_text()
     file = folder / "privacy_report.json"
     report = json.loads(file.read_text())
-    good = fedsynth(f"privacy verify {folder}")
-    assert good.code == 0, good.stderr
+    verified = fedsynth(f"privacy verify {folder}")
+    assert verified.code == 0, verified.stderr
     for text in ("does not show that", "were compared with the ledger files", "is not signed"):
-        assert text in good.stdout
+        assert text in verified.stdout
 
     report["guarantee"]["epsilon"] /= 2
     report["public_items"]["\x1b[2J"] = "<b>"
     file.write_text(json.dumps(report))
-    bad = fedsynth(f"privacy verify {folder}")
-    assert bad.code == 1
-    assert "mismatch: guarantee.epsilon is" in bad.stdout
+    rejected = fedsynth(f"privacy verify {folder}")
+    assert rejected.code == 1
+    assert "mismatch: guarantee.epsilon is" in rejected.stdout
     text = fedsynth(f"privacy report {folder}").stdout
     assert text.replace("\n", "").isprintable()
     assert "<b>" not in text
@@ -184,17 +184,17 @@ def test_signatures_are_verified(keys: tuple[Path, Path], fedsynth: Call, tmp_pa
     assert not (tmp_path / "out").exists()
     folder = trained(fedsynth, tmp_path, f"--dp-sigma 3 --sign-key {private}")
     verify = f"privacy verify {folder} --public-key {public}"
-    good = fedsynth(verify)
-    assert good.code == 0, good.stderr
-    assert "the signature is valid for this key" in good.stdout
+    verified = fedsynth(verify)
+    assert verified.code == 0, verified.stderr
+    assert "the signature is valid for this key" in verified.stdout
     assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
     (folder / "simulation_only" / "partition.txt").unlink()
     assert fedsynth(verify).code == 0
     (folder / "synthetic.png").write_bytes(b"another")  # the report has no hash of this file
     assert fedsynth(f"privacy verify {folder}").code == 0
-    bad = fedsynth(verify)
-    assert bad.code == 1
-    assert "mismatch: synthetic.png was changed after signing" in bad.stdout
+    rejected = fedsynth(verify)
+    assert rejected.code == 1
+    assert "mismatch: synthetic.png was changed after signing" in rejected.stdout
     assert fedsynth(f"privacy sign {folder} --key {private}").code == 0
     assert fedsynth(verify).code == 0
 

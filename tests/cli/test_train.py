@@ -193,8 +193,8 @@ def test_private_progress_is_printed_by_steps(capsys: pytest.CaptureFixture[str]
     observer = StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
     observer._printed -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
-        for done in range(1, total + 1):
-            observer.step(1, "condense", done, total)
+        for step in range(1, total + 1):
+            observer.step(1, "condense", step, total)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)

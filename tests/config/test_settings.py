@@ -125,11 +125,11 @@ def test_range_and_choice_errors_name_section_and_key(cls: Any, base: dict[str, 
     for name, kind in field_types(cls).items():
         if (cls.section, name) in ANYTHING:
             continue
-        for bad in BAD.get(kind, ()):
+        for invalid in BAD.get(kind, ()):
             with pytest.raises(NAMED) as caught:
-                cls(**{**base, name: bad})
+                cls(**{**base, name: invalid})
             assert (caught.value.section, caught.value.key) == (cls.section, name)
-            assert str(bad) in str(caught.value)
+            assert str(invalid) in str(caught.value)
             if not str(caught.value).startswith("unknown "):  # of a method, a model, a data set
                 assert str(caught.value).startswith(f"{cls.section}.{name} ")
 
@@ -143,9 +143,9 @@ def test_conversion_errors_name_section_and_key(cls: Any, base: dict[str, Any]) 
 
     kinds = RUN_KINDS if cls is RunSettings else field_types(cls)
     for name, kind in kinds.items():
-        for bad in ("no such thing", [1]) if kind in (bool, int, float) else ():
+        for invalid in ("no such thing", [1]) if kind in (bool, int, float) else ():
             with pytest.raises(SettingError, match=rf"^{cls.section}\.{name} must be ") as caught:
-                convert({name: bad})
+                convert({name: invalid})
             assert (caught.value.section, caught.value.key) == (cls.section, name)
     with pytest.raises(UnknownNameError) as missing:
         convert({"no_such_setting": 1})
@@ -190,9 +190,9 @@ def test_text_and_values_convert_equally(number: int, rate: float, flag: bool, t
 
 
 def test_non_finite_optional_numbers_are_rejected() -> None:
-    for bad in ("nan", math.nan, "1e999"):
+    for invalid in ("nan", math.nan, "1e999"):
         with pytest.raises(SettingError, match=r"^own\.bound must be a finite number up to "):
-            from_mapping(Sample, {"bound": bad})
+            from_mapping(Sample, {"bound": invalid})
     assert from_mapping(Sample, {"bound": "2"}).bound == 2.0
     assert from_mapping(Sample, {"number": 3.0}).number == 3
 

@@ -102,9 +102,9 @@ def test_subsets_keep_domains_and_groups() -> None:
     assert torch.equal(part.images[0], data.images[3])
     assert [origin.tolist() for origin in part.origins()] == [[1, 0, 1], [3000, 7, 3000]]
     assert random_digits().domains is None
-    for bad in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex)):
+    for invalid in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex)):
         with pytest.raises(DataError, match=r"domains .* must"):
-            from_arrays(images, np.arange(6), hospitals, bad)
+            from_arrays(images, np.arange(6), hospitals, invalid)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_picture_rows_are_labelled(tmp_path: Path) -> None:
     grid = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
     image_grid_png(grid, tmp_path / "g.png", 1, ("ill", "healthy"))
     pixels = np.asarray(Image.open(tmp_path / "g.png"))
-    left = pixels.shape[1] - 50
+    margin = pixels.shape[1] - 50
     for row in range(2):  # letters before each row, and the image behind them
-        assert pixels[49 * row : 49 * (row + 1), :left].min() < 100
-        assert pixels[49 * row + 24, left + 24].max() == 0
+        assert pixels[49 * row : 49 * (row + 1), :margin].min() < 100
+        assert pixels[49 * row + 24, margin + 24].max() == 0
 
 
 def test_image_grid_is_ordered_by_class() -> None:

@@ -83,8 +83,8 @@ def test_tiny_imagenet_numbers_classes_by_sorted_name(files: Any, tmp_path: Path
     assert tuple(train.images.shape) == (200, 3, 64, 64)
     assert train.labels.tolist() == list(range(200))
     red = train.images[:, 0].float().mean((1, 2))
-    wrong = (red - train.labels).abs() > 3  # JPEG
-    assert wrong.nonzero().flatten().tolist() == [7]
+    mismatched = (red - train.labels).abs() > 3  # JPEG
+    assert mismatched.nonzero().flatten().tolist() == [7]
     assert train.images[7].unique().tolist() == [77]  # grey, in three equal channels
     assert test.labels.tolist() == list(range(190, 200))
     assert (test.images[:, 0].float().mean((1, 2)) - test.labels).abs().max() < 3

@@ -1,4 +1,4 @@
-"""What tests of the documents share: the pages that people write, and the generator of the rest."""
+"""Names shared by the tests of documents: the written pages, and the generator of the others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WRITTEN = [
         if p.parts[len(DOCS.parts)] not in ("generated", "_build")
     ),
 ]
-"""README, CHANGELOG and so on, and all of docs/ that is not generated."""
+"""The documents of the root folder, and all pages of docs/ that are not generated."""
 NAMES = [path.relative_to(ROOT).as_posix() for path in WRITTEN]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 
 
 @pytest.fixture(scope="session")
 def generate() -> ModuleType:
-    """The package docs/generate, as Sphinx imports it."""
+    """Returns the package docs/generate, as Sphinx imports it."""
     sys.path.insert(0, str(DOCS))
     try:
         import generate
@@ -37,5 +37,5 @@ def generate() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def generated(generate: ModuleType) -> dict[str, str]:
-    """Every generated page."""
+    """Returns every generated page."""
     return generate.pages()  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Every `fedsynth …` that a document prints is one that the command line takes: the command is
-there, so are its options, and their values have the right types."""
+"""Every `fedsynth …` in a document is valid: the command and its options exist, and the values have
+the right types."""
 
 from __future__ import annotations
 
@@ -21,97 +21,97 @@ SPAN = re.compile(r"(?<!`)`(fedsynth [^`]+)`(?!`)")
 PROGRAM = re.compile(r"fedsynth(:\w+)?")
 
 
-class NotACommandError(Exception):
-    """What a document prints is not taken; says why."""
+class InvalidCommandError(Exception):
+    """A command of a document is invalid; the message has the reason."""
 
 
 def shell_lines(text: str) -> Iterator[str]:
-    """The lines of a document's shell blocks, with continued ones put together."""
-    for found in FENCE.finditer(text):
-        if found[0].startswith("```{") and not re.search(r"^%%bash", found[1], re.MULTILINE):
+    """Yields the lines of a document's shell blocks, with continued lines joined."""
+    for block in FENCE.finditer(text):
+        if block[0].startswith("```{") and not re.search(r"^%%bash", block[1], re.MULTILINE):
             continue
-        body = re.sub(r"^(:[\w-]+:[^\n]*\n|%%bash[^\n]*\n)+", "", found[1])
+        body = re.sub(r"^(:[\w-]+:[^\n]*\n|%%bash[^\n]*\n)+", "", block[1])
         yield from body.replace("\\\n", " ").splitlines()
 
 
 def commands(line: str) -> Iterator[list[str]]:
-    """The words after `fedsynth` of each call in a line of a shell, without redirections."""
+    """Yields the arguments of each `fedsynth` call in a shell line, without redirections."""
     line = re.sub(r"\d?>&\d|\d?>\s*[\w./$-]+", " ", line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&<>")
     lexer.whitespace_split = True
     lexer.commenters = "#"
-    words: list[str] = []
+    args: list[str] = []
     for word in [*lexer, ";"]:
         if set(word) <= set(";|&<>"):
-            starts = [n for n, each in enumerate(words) if PROGRAM.fullmatch(each)]
-            if starts and words[: starts[0]] in ([], ["do"], ["time"]):
-                yield words[starts[0] + 1 :]
-            elif starts and words[0] == "docker" and words[1] == "run":
-                yield words[starts[-1] + 1 :]
-            words = []
+            starts = [n for n, arg in enumerate(args) if PROGRAM.fullmatch(arg)]
+            if starts and args[: starts[0]] in ([], ["do"], ["time"]):
+                yield args[starts[0] + 1 :]
+            elif starts and args[0] == "docker" and args[1] == "run":
+                yield args[starts[-1] + 1 :]
+            args = []
         else:
-            words.append(word)
+            args.append(word)
 
 
-def found_command(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that is meant, and the words that are left."""
-    command, left = ROOT_COMMAND, words
-    while left and getattr(command, "commands", {}) and re.match(r"[a-z]", left[0]):
-        named = left[0].split("|")  # `deploy keys|init` names two
-        if missing := [name for name in named if name not in command.commands]:
-            raise NotACommandError(f"there is no command {missing[0]!r}")
-        command, left = command.commands[named[0]], left[1:]
-    return command, left
+def parse_command(args: list[str]) -> tuple[Any, list[str]]:
+    """Returns the command of a call, and its remaining arguments."""
+    command, rest = ROOT_COMMAND, args
+    while rest and getattr(command, "commands", {}) and re.match(r"[a-z]", rest[0]):
+        names = rest[0].split("|")  # `deploy keys|init` names two
+        if missing := [name for name in names if name not in command.commands]:
+            raise InvalidCommandError(f"there is no command {missing[0]!r}")
+        command, rest = command.commands[names[0]], rest[1:]
+    return command, rest
 
 
-def check(words: list[str]) -> None:
-    """Parses a whole call.
+def check(args: list[str]) -> None:
+    """Parses a complete call.
 
     Raises:
-        NotACommandError: the command line would not take it.
+        InvalidCommandError: the command line would reject it.
     """
-    command, left = found_command([re.sub(r"\$\w+", "0", word) for word in words])
-    if getattr(command, "commands", {}) and left in ([], ["--help"], ["--version"]):
+    command, rest = parse_command([re.sub(r"\$\w+", "0", word) for word in args])
+    if getattr(command, "commands", {}) and rest in ([], ["--help"], ["--version"]):
         return
     try:
-        command.make_context(" ".join(words), [word for word in left if word != "--help"])
+        command.make_context(" ".join(args), [word for word in rest if word != "--help"])
     except typer.Exit:
         return
-    except Exception as error:  # of the parser, which lives elsewhere in each version of typer
-        if "Missing" in str(error) and "--help" in left:
+    except Exception as error:  # the parser's, whose module depends on the version of typer
+        if "Missing" in str(error) and "--help" in rest:
             return
-        raise NotACommandError(f"{' '.join(words)!r}: {error!r}") from error
+        raise InvalidCommandError(f"{' '.join(args)!r}: {error!r}") from error
 
 
-def check_names(words: list[str]) -> None:
-    """Looks for the command and the options alone, of a call that is cut short."""
-    command, left = found_command(words)
-    known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
-    for word in left:
+def check_names(args: list[str]) -> None:
+    """Checks only the command and the option names, of an abbreviated call."""
+    command, rest = parse_command(args)
+    options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    for word in rest:
         name = word.split("=")[0]
-        if re.fullmatch(r"--[a-z][\w-]*", name) and name not in known | {"--help"}:
-            raise NotACommandError(f"{' '.join(words)!r}: there is no option {name}")
+        if re.fullmatch(r"--[a-z][\w-]*", name) and name not in options | {"--help"}:
+            raise InvalidCommandError(f"{' '.join(args)!r}: there is no option {name}")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_of_a_document_is_taken(name: str) -> None:
+def test_document_commands_are_valid(name: str) -> None:
     for line in shell_lines(TEXTS[name]):
-        for words in commands(line):
-            check(words)
+        for args in commands(line):
+            check(args)
     prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
     for span in SPAN.findall(prose):
         check_names(" ".join(span.split()).replace("'", "").split(" ")[1:])
 
 
-def test_commands_are_found() -> None:
-    found = {
+def test_document_commands_are_extracted() -> None:
+    counts = {
         name: sum(len(list(commands(line))) for line in shell_lines(text))
         for name, text in TEXTS.items()
     }
-    assert found["README.md"] > 5
-    assert found["docs/tutorials/deploying.md"] >= 3
-    assert found["docs/docker.md"] >= 5
-    assert sum(found.values()) > 60
+    assert counts["README.md"] > 5
+    assert counts["docs/tutorials/deploying.md"] >= 3
+    assert counts["docs/docker.md"] >= 5
+    assert sum(counts.values()) > 60
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,6 @@ def test_commands_are_found() -> None:
         "fedsynth runs a b > x.txt && fedsynth plot --mena",
     ],
 )
-def test_a_slip_is_found(line: str) -> None:
-    with pytest.raises(NotACommandError):
+def test_invalid_commands_are_detected(line: str) -> None:
+    with pytest.raises(InvalidCommandError):
         list(map(check, commands(line)))

@@ -1,5 +1,4 @@
-"""Documents: links lead somewhere, tutorials are plain text, the README is short, and every page
-has its place in the site."""
+"""Documents: valid links, wrapped prose, plain-text tutorials, and a list of every page in the site."""
 
 from __future__ import annotations
 
@@ -21,31 +20,31 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
-    found = set()
+    """Returns the anchors that GitHub derives from headings."""
+    names = set()
     for line in re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE):
-        words = re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", line).lower())
-        found.add(words.strip().replace(" ", "-"))
-    return found
+        heading = re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", line).lower())
+        names.add(heading.strip().replace(" ", "-"))
+    return names
 
 
 def broken_links(text: str, place: Path) -> list[str]:
-    wrong = []
+    problems = []
     for link in LINK.findall(re.sub(r"`[^`]*`", "", without_code(text))):
         if re.match(r"\w+:", link):
             continue
         name, _, anchor = link.partition("#")
         target = (place.parent / name).resolve() if name else place
         if DOCS / "generated" in target.parents:
-            continue  # the site's; building it checks it
+            continue  # the build of the site checks these
         if not target.exists():
-            wrong.append(f"{place.name}: {link}: no such file")
+            problems.append(f"{place.name}: {link}: no such file")
         elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
-            wrong.append(f"{place.name}: {link}: no such heading")
-    return wrong
+            problems.append(f"{place.name}: {link}: no such heading")
+    return problems
 
 
-def test_links_lead_somewhere() -> None:
+def test_document_links_are_valid() -> None:
     for name, text in TEXTS.items():
         assert broken_links(text, ROOT / name) == []
         if not name.startswith("docs/tutorials") and name != "docs/index.md":
@@ -53,8 +52,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def long_lines(text: str) -> list[str]:
-    """Lines of prose over 100 characters: not code, tables, headings, quotes, HTML, or a link
-    that has its line to itself."""
+    """Returns lines of prose over 100 characters: not code, tables, headings, quotes, HTML, or a
+    single link."""
     lines = without_code(text).split("\n")
     prose = [
         line for line in lines if not re.match(r"\s*([|#>]|<\w|!?\[[^\]]*\]\(\S+\)\W*$)", line)
@@ -66,37 +65,37 @@ def test_prose_is_wrapped_at_100_columns() -> None:
     assert {name: lines for name in NAMES if (lines := long_lines(TEXTS[name]))} == {}
 
 
-def test_a_link_that_leads_nowhere_is_found() -> None:
+def test_broken_links_are_detected() -> None:
     place = DOCS / "index.md"
     assert broken_links("[a](nothing.md)", place)
     assert broken_links("[a](privacy.md#nothing)", place)
     assert not broken_links("[a](privacy.md#definitions) `[b](c)` [d](https://example.org)", place)
 
 
-def test_every_page_has_its_place_in_the_site() -> None:
+def test_every_page_is_listed_in_site() -> None:
     listed = set(re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
     pages = {name.removeprefix("docs/").removesuffix(".md") for name in NAMES if "docs/" in name}
-    elsewhere = {"index", "images/README"}
-    assert {p for p in pages if not p.startswith("decisions/")} - elsewhere <= listed
+    unlisted = {"index", "images/README"}
+    assert {p for p in pages if not p.startswith("decisions/")} - unlisted <= listed
     decisions = (DOCS / "decisions" / "README.md").read_text()
     for path in (DOCS / "decisions").glob("[a-z]*.md"):
         assert f"]({path.name})" in decisions
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "/tutorials/" in name])
-def test_tutorials_are_text_that_runs_anywhere(name: str) -> None:
+def test_tutorials_are_portable_text(name: str) -> None:
     text = TEXTS[name]
     assert text.startswith("---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n")
     cells = re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(cells) >= 6
     assert "{code-cell-output}" not in text
     for cell in cells:
-        own = re.search(r"(?<![\w.$}*~])/(home|root|work|tmp|Users|mnt)/", cell)
-        assert own is None, f"a path of somebody's machine: {cell}"
+        local = re.search(r"(?<![\w.$}*~])/(home|root|work|tmp|Users|mnt)/", cell)
+        assert local is None, f"a path of somebody's machine: {cell}"
         assert not re.search(r"https?://|--download|FEDSYNTH_DATA", cell), "needs a network or data"
 
 
-def test_the_dockerfile_names_files_that_exist() -> None:
+def test_dockerfile_copies_existing_files() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
@@ -111,7 +110,7 @@ def test_the_dockerfile_names_files_that_exist() -> None:
     assert set(chosen.split(",")) <= set(project["optional-dependencies"])
 
 
-# -------------------------------------------------------------------------- the built site's links
+# ------------------------------------------------------------------------- links of the built site
 
 
 @pytest.fixture
@@ -128,8 +127,8 @@ def site(tmp_path: Path, body: str) -> Path:
     return folder
 
 
-def test_what_does_not_hold_is_found(links: ModuleType, tmp_path: Path) -> None:
-    for body, said in {
+def test_problems_of_site_links_are_detected(links: ModuleType, tmp_path: Path) -> None:
+    for body, message in {
         '<a href="nowhere.html">a</a>': "no such file",
         '<a href="other.html#where">a</a>': "no such anchor",
         '<a href="#here">a</a>': "no such anchor",
@@ -137,6 +136,6 @@ def test_what_does_not_hold_is_found(links: ModuleType, tmp_path: Path) -> None:
         '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn",
         '<link rel="stylesheet" href="//fonts.example.org/a.css">': "loads //fonts",
     }.items():
-        assert [line for line in links.problems(site(tmp_path, body)) if said in line]
+        assert [line for line in links.problems(site(tmp_path, body)) if message in line]
     body = '<a href="other.html#there">a</a><a href="https://example.org">b</a>'
     assert links.problems(site(tmp_path, body)) == []

@@ -1,4 +1,4 @@
-"""Generated pages: each method, command, option, exported name and example has its place."""
+"""Generated pages: each method, command, option, exported name and example is included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedsynth.methods import METHODS, method_class
 from tests.docs.conftest import ROOT
 
 
-def test_each_method_has_a_page_with_all_that_it_declares(generated: dict[str, str]) -> None:
+def test_method_pages_show_all_declarations(generated: dict[str, str]) -> None:
     for name in METHODS:
         page = generated[f"methods/{name}.md"]
         cls = method_class(name)
@@ -30,22 +30,22 @@ def test_each_method_has_a_page_with_all_that_it_declares(generated: dict[str, s
         assert name in generated["methods/index.md"].split("```{toctree}")[1].split()
 
 
-def test_commands_and_options_have_a_page(generate: ModuleType, generated: dict[str, str]) -> None:
-    found = generate.commands.commands()
-    assert len(found) > 20
-    for words, command in found.items():
-        if not words:
+def test_command_pages_show_all_options(generate: ModuleType, generated: dict[str, str]) -> None:
+    commands = generate.commands.commands()
+    assert len(commands) > 20
+    for path, command in commands.items():
+        if not path:
             continue
-        page = generated[f"commands/{words.split(' ')[0]}.md"]
-        assert f"# fedsynth {words}\n" in page
-        assert f"[fedsynth {words}]" in generated["commands/index.md"]
-        here = page.split(f"# fedsynth {words}\n")[1].split("\n## ")[0]
+        page = generated[f"commands/{path.split(' ')[0]}.md"]
+        assert f"# fedsynth {path}\n" in page
+        assert f"[fedsynth {path}]" in generated["commands/index.md"]
+        section = page.split(f"# fedsynth {path}\n")[1].split("\n## ")[0]
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                assert all(f"`{name}`" in here for name in parameter.opts)
+                assert all(f"`{flag}`" in section for flag in parameter.opts)
 
 
-def test_each_exported_name_is_in_the_library_s_reference(
+def test_reference_includes_every_exported_name(
     generate: ModuleType, generated: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = "".join(text for name, text in generated.items() if name.startswith("api/"))
@@ -56,12 +56,12 @@ def test_each_exported_name_is_in_the_library_s_reference(
         generate.api.groups()
 
 
-def test_each_example_has_a_page(generated: dict[str, str]) -> None:
+def test_every_example_has_page(generated: dict[str, str]) -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert path.read_text(encoding="utf-8").rstrip() in generated[f"examples/{path.stem}.md"]
 
 
-def test_pages_that_are_not_wanted_any_more_go(generate: ModuleType, tmp_path: Path) -> None:
+def test_obsolete_pages_are_removed(generate: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "gone.md").write_text("# gone")
     assert tmp_path / "methods" / "feddm.md" in generate.write_all(tmp_path)

@@ -1,4 +1,4 @@
-"""Every example runs as its reader would run it."""
+"""Runs every example as a user would."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def main_of(name: str) -> Any:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
-def test_examples_are_short_and_explain_themselves() -> None:
+def test_examples_are_short_and_documented() -> None:
     for path in EXAMPLES.glob("*.py"):
         lines = path.read_text().splitlines()
         assert lines[0].startswith('"""'), path
         assert len(lines) <= (60 if path.stem == "statistics_to_set" else 150), path
 
 
-def test_the_custom_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_pipeline_reaches_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_of("custom_pipeline")() > 0.7  # about 0.88; chance is 0.1
     assert "ε = 5.00" in capsys.readouterr().out
 
 
-def test_the_programs_of_the_librarys_page(
+def test_library_page_programs_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The programs on plain tensors, each at most 25 lines, one after the other."""
@@ -54,31 +54,31 @@ def test_the_programs_of_the_librarys_page(
     assert "Privacy report" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = main_of("own_data")
     assert main(tmp_path / "runs", tmp_path / "ledgers") > 0.6  # about 1; chance is 0.33
-    one, two = map(float, re.findall(r"ε = ([\d.]+)", capsys.readouterr().out))
-    assert two > 1.9 * one
+    first, second = map(float, re.findall(r"ε = ([\d.]+)", capsys.readouterr().out))
+    assert second > 1.9 * first
     (folder,) = (tmp_path / "runs").iterdir()
     (ledger,) = {read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")}
     assert 7.9 < epsilon(ledger, 1e-5) <= 8
     with pytest.raises(BudgetExceededError, match="is exhausted"):
         main(tmp_path / "runs", tmp_path / "ledgers")  # a second run on the same ledgers
-    (after,) = {read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")}
-    assert after == ledger
+    (final,) = {read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")}
+    assert final == ledger
     report = (folder / "privacy_report.md").read_text()
     assert "ONE PERSON OF ONE CLIENT" in report
-    # the true number of records, but for digits inside a hash
+    # the exact number of records, except inside a hash
     assert not re.search(r"(?<![\w.])570(?![\w.])", report)
 
 
-def test_private_statistics_of_embeddings(tmp_path: Path) -> None:
+def test_embeddings_example_reaches_accuracy(tmp_path: Path) -> None:
     assert main_of("embeddings")(tmp_path / "ledgers") > 0.9  # about 0.97; chance is 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "figure", "least"),
+    ("name", "figure", "minimum"),
     [
         ("feddm_private", ACCURACY, (70,)),  # about 90
         ("fedaf", ACCURACY, (90, 70)),  # about 97 and with privacy 89
@@ -87,15 +87,15 @@ def test_private_statistics_of_embeddings(tmp_path: Path) -> None:
         ("one_shot", rf"test {ACCURACY}", (10,) * 6),
     ],
 )
-def test_a_script_prints_accuracies(
-    name: str, figure: str, least: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+def test_example_scripts_print_accuracies(
+    name: str, figure: str, minimum: tuple[float, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Chance is 10 %."""
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
-    found = [float(one) for one in re.findall(figure, out)]
-    assert len(found) >= len(least)
-    assert all(one > at_least for one, at_least in zip(found, least, strict=False))
+    values = [float(value) for value in re.findall(figure, out)]
+    assert len(values) >= len(minimum)
+    assert all(value > lowest for value, lowest in zip(values, minimum, strict=False))
     if name == "feddm_private":
         assert 7.9 < float(out.split("ε = ")[1].split(",")[0]) <= 8.0
     for line in re.findall(r"^    \d: (.*)", out, re.MULTILINE):  # each digit's weights of clients
@@ -103,7 +103,7 @@ def test_a_script_prints_accuracies(
 
 
 @pytest.mark.slow
-def test_a_custom_method() -> None:
+def test_custom_method_reaches_accuracy() -> None:
     accuracy = main_of("own_method")()
     assert list(accuracy) == ["FedAvg", "FedAdam", "FedAdam, ε = 8"]
     assert min(list(accuracy.values())[:2]) > 0.85  # about 0.9 and 0.92
@@ -111,7 +111,7 @@ def test_a_custom_method() -> None:
 
 
 @pytest.mark.slow
-def test_students(tmp_path: Path) -> None:
+def test_student_examples_reach_accuracy(tmp_path: Path) -> None:
     """On the digits, shortened; Fashion-MNIST takes ten minutes."""
     teacher, student = main_of("data_free_distillation")("digits", "convnet", 40, 120)
     assert teacher > 0.93
@@ -122,12 +122,12 @@ def test_students(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_surrogate_of_one_dimension(tmp_path: Path) -> None:
+def test_surrogate_matches_objective_at_zero(tmp_path: Path) -> None:
     """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), for means and objective alike."""
-    found = runpy.run_path(str(EXAMPLES / "surrogate_1d.py"))
+    script = runpy.run_path(str(EXAMPLES / "surrogate_1d.py"))
     out = tmp_path / "picture.png"
-    lines, w = found["main"](out), found["W"]
-    x, y = found["make_data"]()
+    lines, w = script["main"](out), script["W"]
+    x, y = script["make_data"]()
     middle = len(w) // 2
     for name in ("objective f", "surrogate, Eq. 9 (means)", "tangent at w = 0"):
         values = lines[name]

@@ -1,8 +1,8 @@
-"""Damage to valid files, messages and options, reproducible from a seed, and what a call may do
-with it: a result, or one line of an error of fedsynth's own, within 20 seconds.
+"""Reproducible damage to valid files, messages and options, and the checks of calls with them: each
+returns a result or raises a one-line error of fedsynth, within 20 seconds.
 
-A surface makes its good bytes or its good JSON value once, takes `altered` or `altered_json` of it
-for each of its cases, and gives the call to `Faults.of`.
+A surface builds its valid bytes or its valid JSON value once, damages it for each case by `altered`
+or `altered_json`, and passes the call to `Fuzzer.run`.
 """
 
 from __future__ import annotations
@@ -30,83 +30,85 @@ HOSTILE: tuple[Any, ...] = (
     "~nobody-of-that-name", "\0", "\x1b[31m", "\ud800", "<script>alert(1)</script>", "|" * 20,
     "9" * 5000, "x" * 100_000, [], {}, [[]], [1, "x"], {"x": 1},
 )  # fmt: skip
-"""What no place expects: another type, out of range, huge, not finite, steering characters."""
+"""Unexpected values: another type, out of range, huge, not finite, control characters."""
 
 
 def altered(
-    good: bytes, rng: random.Random, *others: bytes, starts: Sequence[int] | None = None
+    valid: bytes, rng: random.Random, *donors: bytes, starts: Sequence[int] | None = None
 ) -> bytes:
-    """The bytes with one to three changes: bits, bytes, cuts, repeats, parts of `others`; anywhere,
-    or at one of `starts` and the six bytes after it."""
-    content = bytearray(good)
+    """Returns the bytes with one to three changes: bits, bytes, cuts, repeats, parts of `donors`;
+    anywhere, or within six bytes after one of `starts`."""
+    content = bytearray(valid)
     for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(content) + 1)
+        start = rng.randrange(len(content) + 1)
         if starts is not None:
-            at = min(rng.choice(starts) + rng.randint(0, 6), len(content))
-        long = rng.randint(1, 12)
+            start = min(rng.choice(starts) + rng.randint(0, 6), len(content))
+        length = rng.randint(1, 12)
         match rng.randrange(9):
-            case 0 | 1 if at < len(content):
-                content[at] ^= 1 << rng.randrange(8)
-            case 2 if at < len(content):
-                content[at] = rng.randrange(256)
+            case 0 | 1 if start < len(content):
+                content[start] ^= 1 << rng.randrange(8)
+            case 2 if start < len(content):
+                content[start] = rng.randrange(256)
             case 3:
-                del content[at : at + long]
+                del content[start : start + length]
             case 4:
-                content[at:at] = rng.randbytes(long)
+                content[start:start] = rng.randbytes(length)
             case 5:
-                content[at:at] = content[at : at + 10 * long]
+                content[start:start] = content[start : start + 10 * length]
             case 6:
-                other = rng.choice((good, *others))
-                start = rng.randrange(len(other) + 1)
-                content[at : at + long] = other[start : start + 3 * long]
+                other = rng.choice((valid, *donors))
+                first = rng.randrange(len(other) + 1)
+                content[start : start + length] = other[first : first + 3 * length]
             case 7:
-                content[at : at + 8] = rng.choice((b"\xff" * 8, b"\0" * 8, b"\xff" * 7 + b"\x7f"))
+                content[start : start + 8] = rng.choice(
+                    (b"\xff" * 8, b"\0" * 8, b"\xff" * 7 + b"\x7f")
+                )
             case _:
-                del content[at:]
+                del content[start:]
     return bytes(content)
 
 
-def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value inside lists and mappings."""
+def value_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of every value inside lists and mappings."""
     inside: Any = ()
     if isinstance(value, dict):
         inside = value.items()
     elif isinstance(value, list):
         inside = enumerate(value)
     for key, part in inside:
-        yield (*where, key)
-        yield from places(part, (*where, key))
+        yield (*path, key)
+        yield from value_paths(part, (*path, key))
 
 
-def altered_json(good: Any, rng: random.Random) -> Any:
-    """A copy of a JSON value with one change at a random place: another value, a slightly other
-    one, a key or an entry less or more, two parts swapped."""
-    value = copy.deepcopy(good)
-    path = rng.choice(list(places(value)))
-    holder = value
+def altered_json(valid: Any, rng: random.Random) -> Any:
+    """Returns a copy of a JSON value with one random change: another value, a similar value, a removed
+    or added key or entry, or deeper nesting."""
+    value = copy.deepcopy(valid)
+    path = rng.choice(list(value_paths(value)))
+    parent = value
     for key in path[:-1]:
-        holder = holder[key]
+        parent = parent[key]
     key = path[-1]
-    old = holder[key]
+    old = parent[key]
     match rng.randrange(6):
         case 0 | 1:
-            holder[key] = copy.deepcopy(rng.choice(HOSTILE))
+            parent[key] = copy.deepcopy(rng.choice(HOSTILE))
         case 2:
-            holder[key] = _nearly(old, rng)
+            parent[key] = _similar(old, rng)
         case 3:
-            del holder[key]
-        case 4 if isinstance(holder, dict):
-            holder[rng.choice(("x", "", f"{key}2", "\ud800", "a" * 300))] = copy.deepcopy(old)
+            del parent[key]
+        case 4 if isinstance(parent, dict):
+            parent[rng.choice(("x", "", f"{key}2", "\ud800", "a" * 300))] = copy.deepcopy(old)
         case 4:
-            holder.append(copy.deepcopy(old))
+            parent.append(copy.deepcopy(old))
         case _:
             for _ in range(rng.choice((1, 30, 5000))):
-                holder[key] = [holder[key]]
+                parent[key] = [parent[key]]
     return value
 
 
-def _nearly(old: Any, rng: random.Random) -> Any:
-    """A value of the same type that is not the same."""
+def _similar(old: Any, rng: random.Random) -> Any:
+    """Returns a different value of the same type."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, int):
@@ -121,8 +123,8 @@ def _nearly(old: Any, rng: random.Random) -> Any:
 
 
 def json_bytes(value: Any, rng: random.Random) -> bytes:
-    """The value as JSON, as far as it can be said, now and then with a flaw of the text itself: a
-    key twice, no UTF-8, a byte order mark, endless nesting."""
+    """Returns the value as JSON if possible, sometimes with a damaged text: a repeated key, invalid
+    UTF-8, a byte order mark, or deep nesting."""
     try:
         text = json.dumps(value)
     except RecursionError:
@@ -146,101 +148,101 @@ def json_bytes(value: Any, rng: random.Random) -> bytes:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer with a TimeoutError."""
+    """Raises a TimeoutError after `seconds`."""
 
-    def late(*_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise TimeoutError(f"more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextmanager
 def replaced_content(path: Path, content: bytes | None) -> Iterator[None]:
-    """Gives a file another content, or removes it; afterwards it is as before."""
-    before = path.read_bytes() if path.exists() else None
+    """Replaces a file's content, or removes the file; restores it afterwards."""
+    original = path.read_bytes() if path.exists() else None
     try:
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
         yield
     finally:
-        path.unlink(missing_ok=True)  # it may be a pipe, which would not end a write
-        if before is not None:
-            path.write_bytes(before)
+        path.unlink(missing_ok=True)  # writing into a pipe would block
+        if original is not None:
+            path.write_bytes(original)
 
 
 class CommandFailedError(Exception):
-    """The command line refused, in one line."""
+    """The command line exited with a one-line error."""
 
 
-OWN = (FedsynthError, PrivacyError, CommandFailedError)
+EXPECTED_ERRORS = (FedsynthError, PrivacyError, CommandFailedError)
 
 
 def command(*args: str) -> tuple[int, str]:
-    """Runs `fedsynth` in this process: its exit code (0, or 1 of a verification) and its output.
+    """Runs `fedsynth` in this process; returns its exit code, 0 or 1, and its output.
 
     Raises:
-        CommandFailedError: it refused, with exit code 2 and one line on stderr.
-        AssertionError: it ended in another way.
+        CommandFailedError: exit code 2 and one line on stderr.
+        AssertionError: any other exit.
     """
     runner = CliRunner(env={"FEDSYNTH_DATA": None, "COLUMNS": "200"})
-    done = runner.invoke(app, list(args), catch_exceptions=False)
-    if done.exit_code == 2:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("fedsynth: error: ")]
-        assert len(errors) == 1, done.stderr[:500]
-        assert done.stderr.endswith(errors[0] + "\n"), done.stderr[-500:]
+    run = runner.invoke(app, list(args), catch_exceptions=False)
+    if run.exit_code == 2:
+        errors = [line for line in run.stderr.splitlines() if line.startswith("fedsynth: error: ")]
+        assert len(errors) == 1, run.stderr[:500]
+        assert run.stderr.endswith(errors[0] + "\n"), run.stderr[-500:]
         raise CommandFailedError(errors[0][:1000])
-    assert done.exit_code in (0, 1), (done.exit_code, done.stderr[:500])
-    return done.exit_code, done.stdout
+    assert run.exit_code in (0, 1), (run.exit_code, run.stderr[:500])
+    return run.exit_code, run.stdout
 
 
-class Faults:
-    """The numbered cases of a surface, in a folder of their own, and what was neither a result nor
-    an error as it should be; `refused` and `accepted` count the others."""
+class Fuzzer:
+    """The numbered cases of a surface, in their folder, and the problems: neither a result nor a
+    one-line error. `refused` and `accepted` count the other cases."""
 
     def __init__(self, folder: Path, numbers: range) -> None:
         self.folder = folder
         self.numbers = numbers
-        self.found: list[str] = []
+        self.faults: list[str] = []
         self.refused = 0
         self.accepted = 0
 
     def cases(self) -> Iterator[tuple[int, random.Random]]:
-        """The number and the draws of each case, the same on every machine."""
+        """Yields the number and the generator of each case, the same on every machine."""
         for number in self.numbers:
             yield number, random.Random(number)
 
-    def of(self, case: object, call: Callable[..., Any], *args: Any) -> Any:
-        """What the call returns; None where it refuses, or is at fault."""
+    def run(self, case: object, call: Callable[..., Any], *args: Any) -> Any:
+        """Returns the result of the call; None if it raises an error."""
         try:
             with time_limit(SECONDS):
                 result = call(*args)
-        except OWN as error:
+        except EXPECTED_ERRORS as error:
             self.refused += 1
             text = str(error)
             if "\n" in text or len(text) > LONGEST_LINE:
-                self.found.append(f"{case}: not one short line: {text[:300]!r}")
+                self.faults.append(f"{case}: not one short line: {text[:300]!r}")
             return None
         except Exception as error:
-            self.found.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
+            self.faults.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
             return None
         self.accepted += 1
         return result
 
-    def unless(self, right: bool, case: object, what: str) -> None:
-        """A wrong acceptance."""
-        if not right:
-            self.found.append(f"{case}: {what}")
+    def require(self, correct: bool, case: object, problem: str) -> None:
+        """Records a problem unless the result is right."""
+        if not correct:
+            self.faults.append(f"{case}: {problem}")
 
     def check(self, refused: float, accepted: float) -> None:
-        """No fault, no case left out, and at least these shares refused and accepted."""
-        assert self.found == [], f"{len(self.found)} faults:\n" + "\n".join(self.found[:40])
+        """Asserts no problem, no missing case, and at least these shares of refused and accepted."""
+        assert self.faults == [], f"{len(self.faults)} faults:\n" + "\n".join(self.faults[:40])
         assert self.refused + self.accepted == len(self.numbers)
         assert self.refused >= refused * len(self.numbers)
         assert self.accepted >= accepted * len(self.numbers)

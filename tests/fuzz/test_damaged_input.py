@@ -1,6 +1,6 @@
-"""Damaged and hostile input on every surface: a result as promised, or one line of an error.
+"""Damaged and hostile input on every surface: a correct result, or a one-line error.
 
-`SURFACES` lists them. In the suite one case in `STEP` runs, with `-m slow` all of them.
+`SURFACES` lists the surfaces. The suite runs one case in `STEP`; `-m slow` runs all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedsynth.validation import read_sections, to_toml
 from tests.deployment.place import Place
 from tests.fuzz.mutations import (
     HOSTILE,
-    Faults,
+    Fuzzer,
     altered,
     altered_json,
     command,
@@ -50,7 +50,7 @@ from tests.fuzz.mutations import (
 from tests.message_examples import DTYPES, field_types, message_types, random_message
 from tests.special_files import SPECIAL_KINDS, make_special_file
 
-STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
+STEP = 11  # coprime to the numbers of kinds that the cases cycle through
 
 
 # --------------------------------------------------------------------------------- config files
@@ -60,18 +60,18 @@ STRANGE = (
     *("-inf", "[" * 5000, "[" * 200 + "]" * 200, "{a=" * 300 + "1" + "}" * 300),
     *("'''\nx\n'''", '"\\u0000"', '"\\u202e"'),
 )
-TEXTS = 200  # cases whose text is changed; in the others one setting is
+TEXTS = 200  # cases with changed text; the others change one setting
 
 
 def sections(method: str) -> dict[str, dict[str, Any]]:
-    """All settings of a private or a plain run."""
+    """Returns all settings of a private or a plain run."""
     private = {"privacy": {"noise_multiplier": 3.0, "epsilon": 50.0, "sample_rate": 0.5}}
     more = private if method in ("feddm", "fedavg", "fedfm") else {}
     return resolve({"run": {"method": method, "device": "cpu"}, **more}).to_mapping()
 
 
 def in_toml(value: Any) -> str:
-    """A hostile value as TOML says it."""
+    """Returns a hostile value as TOML."""
     if isinstance(value, str):
         return to_toml({"x": {"y": value.replace("\ud800", "\ufffd")}}).split("= ", 1)[1].strip()
     if value is None or isinstance(value, dict):
@@ -81,15 +81,15 @@ def in_toml(value: Any) -> str:
     return str(value).lower() if not isinstance(value, int) or value < 10**40 else "9" * 400
 
 
-def with_one(given: dict[str, dict[str, Any]], rng: random.Random) -> str:
-    """The sections as TOML, with one hostile value."""
-    section = rng.choice(list(given))
-    given[section][rng.choice(list(given[section]))] = "@@"
-    return to_toml(given).replace('"@@"', rng.choice((*map(in_toml, HOSTILE), *STRANGE)))
+def with_hostile(settings: dict[str, dict[str, Any]], rng: random.Random) -> str:
+    """Returns the sections as TOML, with one hostile value."""
+    section = rng.choice(list(settings))
+    settings[section][rng.choice(list(settings[section]))] = "@@"
+    return to_toml(settings).replace('"@@"', rng.choice((*map(in_toml, HOSTILE), *STRANGE)))
 
 
 def finite(settings: RunSettings) -> bool:
-    """All numbers are finite, and none is a truth value where a number stands."""
+    """Returns whether all numbers are finite and no boolean replaces a number."""
     parts = (settings, settings.partition, settings.model, settings.method, settings.privacy)
     for part in filter(None, parts):
         for f in fields(part):
@@ -103,8 +103,8 @@ def finite(settings: RunSettings) -> bool:
     return True
 
 
-def settings_read(path: Path) -> RunSettings:
-    """Settings of the file, if what is written of them is read as the same."""
+def read_settings(path: Path) -> RunSettings:
+    """Returns the settings of the file, and asserts their round trip through TOML."""
     settings = resolve(read_sections(path))
     text = to_toml(settings.to_mapping())
     text.encode()
@@ -112,23 +112,23 @@ def settings_read(path: Path) -> RunSettings:
     return settings
 
 
-def configs(bench: Faults) -> None:
-    """Changes of the text, and settings of another type, huge, not finite, or deeply nested."""
-    path = bench.folder / "config.toml"
-    for number, rng in bench.cases():
-        given = sections(rng.choice(PLAIN))
+def configs(fuzzer: Fuzzer) -> None:
+    """Changes the text, or sets values of another type, huge, not finite, or deeply nested."""
+    path = fuzzer.folder / "config.toml"
+    for number, rng in fuzzer.cases():
+        settings = sections(rng.choice(PLAIN))
         if number < TEXTS:
-            path.write_bytes(altered(to_toml(given).encode(), rng))
+            path.write_bytes(altered(to_toml(settings).encode(), rng))
         else:
-            path.write_bytes(with_one(given, rng).encode(errors="surrogateescape"))
-        made = bench.of(number, settings_read, path)
-        bench.unless(made is None or finite(made), number, f"made {made}")
+            path.write_bytes(with_hostile(settings, rng).encode(errors="surrogateescape"))
+        parsed = fuzzer.run(number, read_settings, path)
+        fuzzer.require(parsed is None or finite(parsed), number, f"made {parsed}")
 
 
 # -------------------------------------------------------------------------------------- options
-WHOLE = ("-1", "0", "1", "2", "7", *("9" * n for n in (6, 9, 12, 18, 19, 30, 400, 5000)))
-REAL = ("0.5", "1e-5", "1e5", "1e12", "1e30", "1e308", "-1e308", "1e-308", "5e-324", "nan", "inf")
-WORDS = (
+INTEGERS = ("-1", "0", "1", "2", "7", *("9" * n for n in (6, 9, 12, 18, 19, 30, 400, 5000)))
+FLOATS = ("0.5", "1e-5", "1e5", "1e12", "1e30", "1e308", "-1e308", "1e-308", "5e-324", "nan", "inf")
+STRINGS = (
     *("", " ", "²", "١٢", "1_0", "x", "x/y", "../..", "x" * 5000, "x,y", ",", "=", "a=b", "None"),
     *("run.rounds=x", "~nobody-of-that-name/x", "\udcff", "\u202e", "\x1b[31m"),
     "none: this data set is public",
@@ -170,58 +170,58 @@ OTHER = tuple(tuple(line.split()) for line in (
 
 
 def word(option: str, rng: random.Random) -> str:
-    """A hostile value; for --set often one of a setting."""
-    chosen = rng.choice(rng.choice((WHOLE, WHOLE, REAL, REAL, WORDS)))
+    """Returns a hostile value; for --set mostly one of a setting."""
+    chosen = rng.choice(rng.choice((INTEGERS, INTEGERS, FLOATS, FLOATS, STRINGS)))
     if option == "set" and rng.random() < 0.9:
         return f"{rng.choice(SETTINGS)}={chosen}"
     return chosen
 
 
-def try_command(bench: Faults, number: int, args: list[str]) -> None:
-    bench.of((number, [a[:60] for a in args[-4:]]), command, *args)
+def try_command(fuzzer: Fuzzer, number: int, args: list[str]) -> None:
+    fuzzer.run((number, [a[:60] for a in args[-4:]]), command, *args)
 
 
-def options_of_runs(bench: Faults) -> None:
-    """A tiny run with one hostile option: what is accepted is run."""
-    for number, rng in bench.cases():
+def options_of_runs(fuzzer: Fuzzer) -> None:
+    """Runs a tiny run with one hostile option."""
+    for number, rng in fuzzer.cases():
         private = number % 3 == 0
         option = rng.choice(TRAIN + PRIVATE + ("set",) * 20 if private else TRAIN + ("set",) * 12)
-        short = ["--ipc=1", "--set=server_epochs=1"]
-        given = f"--{option}={word(option, rng)}"
+        short_options = ["--ipc=1", "--set=server_epochs=1"]
+        argument = f"--{option}={word(option, rng)}"
         if option == "ipc":
-            short = short[1:]
+            short_options = short_options[1:]
         sigma = ["--dp-sigma=3"] if private and option not in ("dp-sigma", "dp-epsilon") else []
-        output = f"--output={bench.folder / 'out'}"
-        if option == "rounds" and given[-3:].isdigit():
-            output = "--dry-run"  # a number of rounds may be meant
-        try_command(bench, number, [*TINY, *short, *sigma, output, given])
+        output = f"--output={fuzzer.folder / 'out'}"
+        if option == "rounds" and argument[-3:].isdigit():
+            output = "--dry-run"  # the number of rounds may be valid
+        try_command(fuzzer, number, [*TINY, *short_options, *sigma, output, argument])
 
 
-def options_of_other_commands(bench: Faults) -> None:
-    for number, rng in bench.cases():
+def options_of_other_commands(fuzzer: Fuzzer) -> None:
+    for number, rng in fuzzer.cases():
         *start, last = OTHER[number % len(OTHER)]
         value = word(last.removeprefix("--"), rng)
         end = [f"{last}={value}"] if last.startswith("--") else [last, value]
-        try_command(bench, number, [*start, *end])
+        try_command(fuzzer, number, [*start, *end])
 
 
 # -------------------------------------------------------------------- reports and files of a run
-def meaning(report: bytes) -> Any:
-    """What must follow from the run's files, all but which versions made it; floating-point numbers
-    to five digits."""
-    found = json.loads(
+def comparable(report: bytes) -> Any:
+    """Returns the content that the run's files determine, without versions of software, and with
+    floating-point numbers of five digits."""
+    content = json.loads(
         report, parse_int=str, parse_float=lambda text: f"{round(float(text), 11) + 0.0:.5g}"
     )
-    if isinstance(found.get("provenance"), dict):
-        found["provenance"] = found["provenance"].get("config")
-    if isinstance(found.get("accountant"), dict):
-        found["accountant"].pop("library", None)
-    return found
+    if isinstance(content.get("provenance"), dict):
+        content["provenance"] = content["provenance"].get("config")
+    if isinstance(content.get("accountant"), dict):
+        content["accountant"].pop("library", None)
+    return content
 
 
-def reports(bench: Faults) -> None:
-    """`privacy verify` refuses each change of the report's JSON that has a meaning; each form of a
-    damaged report is text, and nothing in it is taken for HTML."""
+def reports(fuzzer: Fuzzer) -> None:
+    """`privacy verify` rejects each meaningful change of the report's JSON; each format of a damaged
+    report is text without foreign HTML."""
     settings = {
         "run": {"rounds": 2, "device": "cpu"},
         "partition": {"clients": 2},
@@ -229,24 +229,24 @@ def reports(bench: Faults) -> None:
         "method": {"iterations": 1, "server_epochs": 1, "ipc": 2},
         "privacy": {"noise_multiplier": 3.0},
     }
-    run = simulate(resolve(settings), output=bench.folder, quiet=True).folder
+    run = simulate(resolve(settings), output=fuzzer.folder, quiet=True).folder
     file = run / "privacy_report.json"
-    good = file.read_bytes()
-    for number, rng in bench.cases():
-        content = json_bytes(altered_json(json.loads(good), rng), rng)
+    valid = file.read_bytes()
+    for number, rng in fuzzer.cases():
+        content = json_bytes(altered_json(json.loads(valid), rng), rng)
         form = ("verify", "markdown", "verify", "html", "verify", "json")[number % 6]
         show = ["privacy", "report", str(run), "--format", form]
-        words = ["privacy", "verify", str(run)] if form == "verify" else show
+        arguments = ["privacy", "verify", str(run)] if form == "verify" else show
         with replaced_content(file, content):
-            done = bench.of(number, command, *words)
-        if done is None:
+            result = fuzzer.run(number, command, *arguments)
+        if result is None:
             continue
-        if form == "verify" and done[0] == 0:
-            same = meaning(good) == meaning(content)
-            bench.unless(same, number, f"accepted {content[:3000]!r}")
-        bench.unless("\x1b" not in done[1], number, "steers a terminal")
-        script = form == "html" and "<script" in done[1]
-        bench.unless(not script, number, "has a script")
+        if form == "verify" and result[0] == 0:
+            same = comparable(valid) == comparable(content)
+            fuzzer.require(same, number, f"accepted {content[:3000]!r}")
+        fuzzer.require("\x1b" not in result[1], number, "steers a terminal")
+        script = form == "html" and "<script" in result[1]
+        fuzzer.require(not script, number, "has a script")
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -258,33 +258,33 @@ def write_checkpoint(path: Path) -> Checkpoint:
     state = METHOD.initial_state({"weight": torch.arange(6.0).view(2, 3)})
     memories = {k: {"h.weight": torch.full((2, 3), float(k))} for k in (0, 2)}
     rows = ({"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25, "participants": [0, 2]})
-    good = Checkpoint(rows, state, memories)
-    CheckpointFolder(path, "run").write(good, frozenset(memories))
-    return good
+    valid = Checkpoint(rows, state, memories)
+    CheckpointFolder(path, "run").write(valid, frozenset(memories))
+    return valid
 
 
-def same_checkpoint(path: Path, good: Checkpoint) -> bool:
-    """Reads the checkpoint, which must be as it was written."""
+def same_checkpoint(path: Path, valid: Checkpoint) -> bool:
+    """Reads the checkpoint, and asserts that it equals the written one."""
     folder = CheckpointFolder(path, "run")
-    found = folder.read(METHOD)
-    assert found.rows == good.rows
-    expected = dict(good.state.arrays())
-    stated = dict(found.state.arrays())
-    assert stated.keys() == expected.keys()
-    assert all(torch.equal(stated[name], value) for name, value in expected.items())
-    assert folder.clients == sorted(good.memories)
-    for client, memory in good.memories.items():
+    checkpoint = folder.read(METHOD)
+    assert checkpoint.rows == valid.rows
+    expected = dict(valid.state.arrays())
+    arrays = dict(checkpoint.state.arrays())
+    assert arrays.keys() == expected.keys()
+    assert all(torch.equal(arrays[name], value) for name, value in expected.items())
+    assert folder.clients == sorted(valid.memories)
+    for client, memory in valid.memories.items():
         assert torch.equal(folder.memory(client)["h.weight"], memory["h.weight"])
     return True
 
 
-def checkpoints(bench: Faults) -> None:
-    """Never another round, state or memory than was written."""
-    path = bench.folder / "checkpoint"
-    good = write_checkpoint(path)
-    assert same_checkpoint(path, good)
+def checkpoints(fuzzer: Fuzzer) -> None:
+    """No other round, state or memory than the written one is read."""
+    path = fuzzer.folder / "checkpoint"
+    valid = write_checkpoint(path)
+    assert same_checkpoint(path, valid)
     contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
-    for number, rng in bench.cases():
+    for number, rng in fuzzer.cases():
         file = path / POINTER
         if number < DAMAGED_FILES:
             file = rng.choice(list(contents))
@@ -292,12 +292,12 @@ def checkpoints(bench: Faults) -> None:
         else:
             content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
         with replaced_content(file, content):
-            bench.of(number, same_checkpoint, path, good)
+            fuzzer.run(number, same_checkpoint, path, valid)
         assert sorted(path.iterdir()) == list(contents)
 
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)
-def test_a_special_file_in_a_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+def test_special_files_in_checkpoints_are_rejected(tmp_path: Path, kind: str) -> None:
     write_checkpoint(tmp_path)
     for file in sorted(tmp_path.iterdir()):
         content = file.read_bytes()
@@ -325,24 +325,24 @@ def write_ledger(folder: Path) -> bytes:
 
 
 def rehashed(lines: list[dict[str, Any]]) -> bytes:
-    """The lines with a chain of hashes as the format describes it, computed here."""
+    """Returns the lines with the chain of hashes of the ledger's format."""
     chain = ""
-    made = b""
+    content = b""
     for line in lines:
         entry = {key: value for key, value in line.items() if key != "chain"}
         text = chain + json.dumps(entry, sort_keys=True)
         chain = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
-        made += json.dumps({**entry, "chain": chain}).encode() + b"\n"
-    return made
+        content += json.dumps({**entry, "chain": chain}).encode() + b"\n"
+    return content
 
 
-def sound(row: Release) -> bool:
-    """A row's values can be what they say, by their meaning alone."""
+def is_possible(row: Release) -> bool:
+    """Returns whether a row's values are possible."""
     numbers = (row.noise_multiplier, row.sensitivity, row.sample_rate)
-    whole = (row.round, row.steps, row.dimension)
+    integers = (row.round, row.steps, row.dimension)
     return (
         all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
-        and all(type(n) is int and 0 <= n < 2**63 for n in whole)
+        and all(type(n) is int and 0 <= n < 2**63 for n in integers)
         and row.noise_multiplier >= 0
         and row.sensitivity > 0
         and 0 < row.sample_rate <= 1
@@ -364,44 +364,44 @@ def repaired_rows(path: Path) -> tuple[Release, ...]:
     return rows_of(path)
 
 
-def changed_ledgers(bench: Faults) -> None:
-    """A prefix of whole lines is all that may be taken for the ledger. What is left after a repair
-    is a ledger of the rows that were charged, or the file as it was."""
-    good = write_ledger(bench.folder)
-    lines = [json.loads(line) for line in good.splitlines()]
-    meant = [lines[:n] for n in range(1, len(lines) + 1)]
-    path = bench.folder / "damaged.jsonl"
-    for number, rng in bench.cases():
+def changed_ledgers(fuzzer: Fuzzer) -> None:
+    """Only a prefix of complete lines is accepted as the ledger. After a repair, the file contains
+    charged rows only, or is unchanged."""
+    valid = write_ledger(fuzzer.folder)
+    lines = [json.loads(line) for line in valid.splitlines()]
+    prefixes = [lines[:n] for n in range(1, len(lines) + 1)]
+    path = fuzzer.folder / "damaged.jsonl"
+    for number, rng in fuzzer.cases():
         repair = number % 3 == 0
-        torn = good[: rng.randrange(1, len(good))] if repair else good
-        before = torn if repair and rng.random() < 0.5 else altered(torn, rng)
-        path.write_bytes(before)
-        rows = bench.of(number, repaired_rows if repair else rows_of, path)
+        torn = valid[: rng.randrange(1, len(valid))] if repair else valid
+        original = torn if repair and rng.random() < 0.5 else altered(torn, rng)
+        path.write_bytes(original)
+        rows = fuzzer.run(number, repaired_rows if repair else rows_of, path)
         if rows is None:
-            bench.unless(path.read_bytes() == before, number, "changed what it refused")
+            fuzzer.require(path.read_bytes() == original, number, "changed what it refused")
         else:
-            now = [json.loads(line) for line in path.read_bytes().splitlines()]
-            bench.unless(now in meant, number, "read as other rows")
-            bench.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
-        for copy in bench.folder.glob("damaged.jsonl.*"):
+            lines_read = [json.loads(line) for line in path.read_bytes().splitlines()]
+            fuzzer.require(lines_read in prefixes, number, "read as other rows")
+            fuzzer.require(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
+        for copy in fuzzer.folder.glob("damaged.jsonl.*"):
             copy.unlink()
 
 
-def rehashed_ledgers(bench: Faults) -> None:
-    """Impossible rows stay refused where their hashes are right."""
-    content = write_ledger(bench.folder)
-    good = [json.loads(line) for line in content.splitlines()]
-    assert rehashed(good) == content
-    path = bench.folder / "damaged.jsonl"
-    for number, rng in bench.cases():
-        changed = altered_json(good, rng)
+def rehashed_ledgers(fuzzer: Fuzzer) -> None:
+    """Impossible rows are rejected even with correct hashes."""
+    content = write_ledger(fuzzer.folder)
+    valid = [json.loads(line) for line in content.splitlines()]
+    assert rehashed(valid) == content
+    path = fuzzer.folder / "damaged.jsonl"
+    for number, rng in fuzzer.cases():
+        changed = altered_json(valid, rng)
         try:
             content = rehashed(changed)
-        except (AttributeError, RecursionError, ValueError, TypeError):  # no lines of objects
+        except (AttributeError, RecursionError, ValueError, TypeError):  # not lines of objects
             content = json_bytes(changed, rng)
         path.write_bytes(content)
-        for row in bench.of(number, rows_of, path) or ():
-            bench.unless(sound(row), number, f"took {row}")
+        for row in fuzzer.run(number, rows_of, path) or ():
+            fuzzer.require(is_possible(row), number, f"took {row}")
 
 
 # ------------------------------------------------------------------------------------- messages
@@ -410,32 +410,32 @@ NUMBERS = tuple(v for v in HOSTILE if isinstance(v, (int, float)))
 
 def damaged_message(sent: bytes, rng: random.Random) -> bytes:
     """Damages bytes, the header of the file, or fedsynth's own header inside it."""
-    where = rng.randrange(5)
-    if where == 0:
+    target = rng.randrange(5)
+    if target == 0:
         return altered(sent, rng)
     length = int.from_bytes(sent[:8], "little")
     header = json.loads(sent[8 : 8 + length])
-    if where == 1:
+    if target == 1:
         text = json_bytes(altered_json(header, rng), rng)
     else:
-        own = json.loads(header["__metadata__"]["header"])
-        if where == 2 and own["numbers"]:
-            own["numbers"][rng.choice(list(own["numbers"]))] = rng.choice(NUMBERS)
-            changed = json.dumps(own)
+        metadata = json.loads(header["__metadata__"]["header"])
+        if target == 2 and metadata["numbers"]:
+            metadata["numbers"][rng.choice(list(metadata["numbers"]))] = rng.choice(NUMBERS)
+            changed = json.dumps(metadata)
         else:
-            changed = json_bytes(altered_json(own, rng), rng).decode(errors="replace")
+            changed = json_bytes(altered_json(metadata, rng), rng).decode(errors="replace")
         header["__metadata__"]["header"] = changed
         text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + sent[8 + length :]
 
 
-def wrong(made: Packed, sent: bytes) -> str:
-    """How a decoded message differs from what its bytes declare; empty: it does not."""
+def difference(message: Packed, sent: bytes) -> str:
+    """Returns the difference of a decoded message from its declared header; empty: none."""
     header = json.loads(sent[8 : 8 + int.from_bytes(sent[:8], "little")])
-    hints = get_type_hints(type(made))
-    declared = {name: one for name, one in header.items() if name != "__metadata__"}
-    for f in fields(made):
-        value = getattr(made, f.name)
+    hints = get_type_hints(type(message))
+    declared = {name: array for name, array in header.items() if name != "__metadata__"}
+    for f in fields(message):
+        value = getattr(message, f.name)
         choices = field_types(hints[f.name])
         if isinstance(value, bool) or (type(value) is float and float not in choices):
             return f"{f.name} is {value!r}"
@@ -447,43 +447,43 @@ def wrong(made: Packed, sent: bytes) -> str:
             return f"{f.name} is a tensor"
         if value is None and NoneType not in choices:
             return f"{f.name} is missing"
-    for name, tensor in made.arrays():
-        one = declared.pop(name)
-        if list(tensor.shape) != one["shape"] or DTYPES.get(tensor.dtype) != one["dtype"]:
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared {one}"
+    for name, tensor in message.arrays():
+        array = declared.pop(name)
+        if list(tensor.shape) != array["shape"] or DTYPES.get(tensor.dtype) != array["dtype"]:
+            return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared {array}"
     return f"{sorted(declared)} were left out" if declared else ""
 
 
-def messages(bench: Faults) -> None:
-    """Exactly the types, shapes and names that its own header declares."""
+def messages(fuzzer: Fuzzer) -> None:
+    """A decoded message has exactly the types, shapes and names of its header."""
     all_kinds = message_types()
     assert len(all_kinds) > 25
-    for number, rng in bench.cases():
+    for number, rng in fuzzer.cases():
         kind = all_kinds[number % len(all_kinds)]
         case = f"{number} {kind.__name__}"
         sent = damaged_message(random_message(kind, rng).to_bytes(), rng)
-        made = bench.of(case, kind.from_bytes, sent)
-        fault = "" if made is None else wrong(made, sent)
-        bench.unless(not fault, case, fault)
+        message = fuzzer.run(case, kind.from_bytes, sent)
+        fault = "" if message is None else difference(message, sent)
+        fuzzer.require(not fault, case, fault)
 
 
 # --------------------------------------------------------------------------- frames to a client
 RUN = "0123456789abcdef"
 
 
-def proposed(private: bool) -> Proposal:
-    given = {
+def proposal_of(private: bool) -> Proposal:
+    sections = {
         "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
         "partition": {"clients": 1, "subset": 0.03},
         "model": {"name": "linear"},
         "method": {"local_steps": 1},
         "privacy": {"noise_multiplier": 3.0, "sample_rate": 1.0} if private else {},
     }
-    return Proposal(RUN, resolve(given), dataset_spec("digits"))
+    return Proposal(RUN, resolve(sections), dataset_spec("digits"))
 
 
 def conversation(proposal: Proposal) -> list[Frame]:
-    """All that a server asks a client, in order."""
+    """Returns all frames of a server to a client, in order."""
     settings = proposal.settings
     context = public_context(settings, proposal.spec, torch.device("cpu"))
     model = context.architecture.state_dict()
@@ -496,42 +496,42 @@ def conversation(proposal: Proposal) -> list[Frame]:
         "noise_multiplier": 3.0 if private else None,
         "phase": "main",
     }
-    asked = [
+    requests = [
         ("join", {"proposal": proposal.to_json(), "last_round": 0}, b""),
         ("step", {**step, "round": 1}, sent),
         ("step", {**step, "round": 2}, sent),
     ]
     return [
         Frame(kind, {**facts, "number": number}, payload)
-        for number, (kind, facts, payload) in enumerate(asked, 1)
+        for number, (kind, facts, payload) in enumerate(requests, 1)
     ]
 
 
 def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
-    """A frame's bytes, its JSON header, or its message."""
+    """Damages a frame's bytes, its JSON header, or its message."""
     match rng.randrange(4):
         case 0:
             return altered(frame.to_bytes(), rng)
         case 1 if frame.payload:
             return replace(frame, payload=altered(frame.payload, rng)).to_bytes()
-    given = {"kind": frame.kind, "facts": dict(frame.facts)}
-    header = json_bytes(altered_json(given, rng), rng)
+    content = {"kind": frame.kind, "facts": dict(frame.facts)}
+    header = json_bytes(altered_json(content, rng), rng)
     return len(header).to_bytes(8, "little") + header + frame.payload
 
 
-def answered(node: Node, sent: bytes) -> Frame:
+def answer_of(node: Node, sent: bytes) -> Frame:
     return Frame.from_bytes(node.answer(RUN, sent))
 
 
-def frames(bench: Faults, private: bool) -> None:
-    """The conversation as it should be, with one damaged frame before each of its frames: a client
-    answers it with a frame, and the right one as usual."""
-    proposal = proposed(private)
+def frames(fuzzer: Fuzzer, private: bool) -> None:
+    """Sends a damaged frame before each frame of a valid conversation: a client answers each of them
+    with a frame, and the valid ones as usual."""
+    proposal = proposal_of(private)
     other_run: list[Node] = []
 
-    def asked() -> Iterator[tuple[Node, Frame]]:
+    def requests() -> Iterator[tuple[Node, Frame]]:
         for number in count():
-            node = Place(bench.folder / str(number)).node(0)
+            node = Place(fuzzer.folder / str(number)).node(0)
             for frame in conversation(proposal):
                 if node not in other_run:
                     yield node, frame
@@ -540,39 +540,39 @@ def frames(bench: Faults, private: bool) -> None:
         file = node.home / "client-000.jsonl"
         return len(read_ledger(file).releases) if private and file.exists() else 0
 
-    for (number, rng), (node, frame) in zip(bench.cases(), asked(), strict=False):
+    for (number, rng), (node, frame) in zip(fuzzer.cases(), requests(), strict=False):
         sent = damaged_frame(frame, rng)
-        before = charges(node)
-        answer = bench.of(number, answered, node, sent)
+        previous = charges(node)
+        answer = fuzzer.run(number, answer_of, node, sent)
         if answer is None:
             continue
-        known = answer.kind in ("answer", "refusal", "error")
-        bench.unless(known, number, f"answers {answer.kind}")
-        bench.unless(answer.facts["client"] == 0, number, "another client answers")
+        valid_kind = answer.kind in ("answer", "refusal", "error")
+        fuzzer.require(valid_kind, number, f"answers {answer.kind}")
+        fuzzer.require(answer.facts["client"] == 0, number, "another client answers")
         text = str(answer.facts.get("text", ""))
-        bench.unless("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
-        fair = charges(node) == before or (answer.kind == "answer" and frame.kind == "step")
-        bench.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
+        fuzzer.require("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
+        correct = charges(node) == previous or (answer.kind == "answer" and frame.kind == "step")
+        fuzzer.require(correct, number, f"{frame.kind}: charged, and gave {answer.kind}")
         if frame.kind == "join" and answer.kind == "answer":
-            other_run.append(node)  # perhaps with other settings, which it then keeps
+            other_run.append(node)  # possibly with other settings
             continue
-        right = answered(node, frame.to_bytes())
-        # a step that a private client began is never begun again
-        done = private and frame.kind == "step" and answer.kind != "error"
-        bench.unless(
-            right.kind == ("error" if done else "answer") or answer.kind == "answer",
+        reply = answer_of(node, frame.to_bytes())
+        # a private client never repeats a step
+        repeated = private and frame.kind == "step" and answer.kind != "error"
+        fuzzer.require(
+            reply.kind == ("error" if repeated else "answer") or answer.kind == "answer",
             number,
-            f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {right}",
+            f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {reply}",
         )
 
 
 # ------------------------------------------------------------------------------------- the table
 @dataclass(frozen=True)
 class Surface:
-    """One kind of input; `refused` and `accepted` are the least shares of its cases."""
+    """One kind of input, and the least shares of refused and accepted cases."""
 
     cases: int
-    play: Callable[[Faults], None]
+    play: Callable[[Fuzzer], None]
     refused: float = 0.0
     accepted: float = 0.0
 
@@ -593,11 +593,11 @@ SURFACES = {
 
 @pytest.mark.parametrize("step", [STEP, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SURFACES)
-def test_damaged_input_is_refused_in_one_line_or_read_as_promised(
+def test_damaged_input_is_rejected_or_read_correctly(
     name: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # names that are taken for paths must not hit this folder
+    monkeypatch.chdir(tmp_path)  # names may become paths in the current folder
     surface = SURFACES[name]
-    bench = Faults(tmp_path, range(0, surface.cases, step))
-    surface.play(bench)
-    bench.check(surface.refused, surface.accepted)
+    fuzzer = Fuzzer(tmp_path, range(0, surface.cases, step))
+    surface.play(fuzzer)
+    fuzzer.check(surface.refused, surface.accepted)

@@ -24,14 +24,14 @@ def deny_list() -> dict[str, Any]:
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """The path and the tree of each product file."""
+    """Yields the path and the tree of each product file."""
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if path == path.resolve():  # fedsynth/cli is a link to cli
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def public_names(body: list[ast.stmt]) -> Iterator[str]:
-    """The public functions, arguments, classes and attributes of a module or class."""
+    """Yields the public functions, arguments, classes and attributes of a module or class."""
     for node in body:
         if isinstance(node, FUNCTIONS):
             if node.name.startswith("_") and not node.name.startswith("__"):
@@ -44,12 +44,12 @@ def public_names(body: list[ast.stmt]) -> Iterator[str]:
             yield from public_names(node.body)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found = [n.id for one in targets for n in ast.walk(one) if isinstance(n, ast.Name)]
-            yield from (name for name in found if not name.startswith("_"))
+            ids = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            yield from (name for name in ids if not name.startswith("_"))
 
 
 def options(tree: ast.Module) -> Iterator[str]:
-    """The names of options in a module of the command line, as identifiers."""
+    """Yields the names of options in a module of the command line, as identifiers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = OPTION.fullmatch(node.value)
@@ -57,18 +57,18 @@ def options(tree: ast.Module) -> Iterator[str]:
                 yield match[1].replace("-", "_")
 
 
-def refused_name(name: str) -> str | None:
-    """The reason why a public name is refused, or None."""
+def denied_name(name: str) -> str | None:
+    """Returns the reason why a public name is denied, or None."""
     replacement = deny_list()["replaced"].get(name)
     if replacement is not None:
         return f"`{name}`: use `{replacement}`"
-    words = set(name.lower().strip("_").split("_"))
-    if words and words <= set(deny_list()["vague_words"].split()):
+    parts = set(name.lower().strip("_").split("_"))
+    if parts and parts <= set(deny_list()["vague_words"].split()):
         return f"`{name}`: name the thing that it holds or does"
     return None
 
 
-def refused_docstrings(tree: ast.Module) -> Iterator[str]:
+def denied_docstrings(tree: ast.Module) -> Iterator[str]:
     starts = tuple(start + " " for start in deny_list()["docstring_starts"].strip().split("|"))
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED):
@@ -77,28 +77,28 @@ def refused_docstrings(tree: ast.Module) -> Iterator[str]:
                 yield text.splitlines()[0]
 
 
-def faults(path: str, tree: ast.Module) -> dict[str, str]:
-    """By refused name or docstring, the reason."""
-    found = {}
+def problems(path: str, tree: ast.Module) -> dict[str, str]:
+    """Returns the reason for each denied name or docstring."""
+    reasons = {}
     names = list(public_names(tree.body))
     if path.startswith("cli/"):
         names += options(tree)
     for name in names:
-        reason = refused_name(name)
+        reason = denied_name(name)
         if reason is not None:
-            found[name] = f"{path}: {reason}"
-    for line in refused_docstrings(tree):
-        found[line] = f"{path}: begin with a verb or a noun: {line!r}"
-    return found
+            reasons[name] = f"{path}: {reason}"
+    for line in denied_docstrings(tree):
+        reasons[line] = f"{path}: begin with a verb or a noun: {line!r}"
+    return reasons
 
 
-def test_public_names_and_docstrings_are_not_on_the_deny_list() -> None:
+def test_public_names_and_docstrings_avoid_deny_list() -> None:
     trees = dict(modules())
     assert len(trees) > 150
-    found = {key: why for path in trees for key, why in faults(path, trees[path]).items()}
+    reasons = {key: why for path in trees for key, why in problems(path, trees[path]).items()}
     listed = deny_list()["exceptions"]
     new = [
-        why for key, why in found.items() if key not in (*listed["names"], *listed["docstrings"])
+        why for key, why in reasons.items() if key not in (*listed["names"], *listed["docstrings"])
     ]
     assert not new, "\n".join(new)
 
@@ -123,13 +123,13 @@ option("--found-again")
 '''
 
 
-def test_a_bad_sample_is_refused() -> None:
-    found = faults("cli/sample.py", ast.parse(BAD))
-    assert set(found) == {
+def test_denied_sample_is_rejected() -> None:
+    reasons = problems("cli/sample.py", ast.parse(BAD))
+    assert set(reasons) == {
         "Whether a thing is there.",
         "What the clients know.",
         *("LEAST", "Told", "made", "found", "others", "private_plans", "found_again"),
     }
-    assert "release_plans" in found["private_plans"]
+    assert "release_plans" in reasons["private_plans"]
     for name in ("given_norm", "num_clients", "DatasetSpec", "__init__"):
-        assert refused_name(name) is None
+        assert denied_name(name) is None

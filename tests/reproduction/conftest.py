@@ -1,4 +1,4 @@
-"""Small data sets of random pixels in the official files, in the place of the papers' own."""
+"""Small data sets of random pixels in the official formats, instead of the papers' data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.data.conftest import OfficialFiles
 
 @pytest.fixture(scope="session")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with all of them."""
+    """Returns the folder of the data sets."""
     root = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         files = OfficialFiles(root, patch)

@@ -1,5 +1,5 @@
-"""Runs of cells: rows are made once; a budget, a kill in the middle of a run, scaling; and a cell of
-each paper's tables from the preset to the comparison."""
+"""Runs of cells: single rows, time budgets, killed processes and scaling; and one cell of each paper
+from the preset to the comparison."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TABLE = preset("fedprox:synthetic")
 CELLS = TABLE.select(dataset="synthetic(0,0)", note="50 %")[1:]  # FedProx, with mu = 0 and 1
 
 
-class Watches(Observer):
-    """Lists rounds and steps; after the `at`-th round it does something."""
+class Recorder(Observer):
+    """Records rounds and steps; calls `act` after the `at`-th round."""
 
     def __init__(self, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
         self.rounds: list[int] = []
@@ -65,7 +65,7 @@ def end(clock: Clock) -> None:
     clock._end = time.monotonic()
 
 
-def made(
+def run_jobs(
     rows: Rows, jobs: list[Job], clock: Clock | None = None, observer: Observer | None = None
 ) -> list[str]:
     runner = Runner(
@@ -75,8 +75,8 @@ def made(
         watch=lambda settings: nullcontext(observer or Observer()),
     )
     outcomes = list(runner.run(jobs))
-    assert [one.error for one in outcomes] == [None] * len(outcomes)
-    return [one.status for one in outcomes]
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.status for outcome in outcomes]
 
 
 def curves(rows: Rows) -> dict[str, Any]:
@@ -89,66 +89,66 @@ def jobs() -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def whole(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """The rows of a sequence that nothing stops."""
+def complete(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Returns the rows of an uninterrupted sequence."""
     rows = Rows(tmp_path_factory.mktemp("whole"), SCALE)
-    assert made(rows, jobs) == ["finished", "finished"]
+    assert run_jobs(rows, jobs) == ["finished", "finished"]
     return rows
 
 
-def test_rows_say_what_they_are_and_are_made_once(whole: Rows, jobs: list[Job]) -> None:
-    found = whole.all()
-    assert set(found) == {run_hash(job.settings) for job in jobs}
-    row = found[run_hash(jobs[0].settings)]
+def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) -> None:
+    rows = complete.all()
+    assert set(rows) == {run_hash(job.settings) for job in jobs}
+    row = rows[run_hash(jobs[0].settings)]
     assert row["key"].startswith("fedprox:synthetic synthetic(0,0) fedprox (mu = 0) 50 %")
     assert (row["scale"], row["seed"], row["rounds"]) == (SCALE, 0, 10)
     assert len(row["curve"]["test_accuracy"]) == 10
     assert {"commit", "version", "date", "machine", "torch"} <= set(row)
-    assert made(whole, jobs) == ["existing", "existing"]
-    assert whole.folder.name == "scaled-0.05"
-    assert Rows(whole.folder.parent).all() == {}  # scaled rows are none of whole runs
+    assert run_jobs(complete, jobs) == ["existing", "existing"]
+    assert complete.folder.name == "scaled-0.05"
+    assert Rows(complete.folder.parent).all() == {}  # whole runs exclude scaled rows
 
 
-def test_killed_sequences_resume_identically(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
-    """SIGKILL in the second run's third round: catches a run that begins again, and a lost row."""
+def test_killed_runs_resume_identically(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
+    """SIGKILL in the second run's third round neither restarts the run nor loses a row."""
     rows = Rows(tmp_path, SCALE)
-    kills = Watches(13, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    process = FORK.Process(target=made, args=(rows, jobs), kwargs={"observer": kills})
+    killer = Recorder(13, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    process = FORK.Process(target=run_jobs, args=(rows, jobs), kwargs={"observer": killer})
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert len(rows.all()) == 1
-    left = unfinished(rows.run_folder(jobs[1].settings))
-    assert left is not None
-    heard = Watches()
-    assert made(rows, jobs, observer=heard) == ["existing", "finished"]
-    assert heard.rounds[0] in (3, 4)
-    assert heard.rounds[-1] == 10
-    assert curves(rows) == curves(whole)
+    checkpoint = unfinished(rows.run_folder(jobs[1].settings))
+    assert checkpoint is not None
+    recorder = Recorder()
+    assert run_jobs(rows, jobs, observer=recorder) == ["existing", "finished"]
+    assert recorder.rounds[0] in (3, 4)
+    assert recorder.rounds[-1] == 10
+    assert curves(rows) == curves(complete)
 
 
-def test_a_time_budget_stops_after_a_round(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
+def test_time_budget_stops_after_round(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
     clock = Clock()
-    heard = Watches(3, lambda: end(clock))
-    assert made(rows, jobs, clock=clock, observer=heard) == ["stopped", "not begun"]
-    assert heard.rounds == [1, 2, 3]
-    assert made(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
-    again = Watches()
-    assert made(rows, jobs, observer=again) == ["finished", "finished"]
-    assert again.rounds[:2] == [4, 5]
-    assert curves(rows) == curves(whole)
+    recorder = Recorder(3, lambda: end(clock))
+    assert run_jobs(rows, jobs, clock=clock, observer=recorder) == ["stopped", "not begun"]
+    assert recorder.rounds == [1, 2, 3]
+    assert run_jobs(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
+    resumed = Recorder()
+    assert run_jobs(rows, jobs, observer=resumed) == ["finished", "finished"]
+    assert resumed.rounds[:2] == [4, 5]
+    assert curves(rows) == curves(complete)
 
 
-def test_no_round_begins_that_would_end_too_late() -> None:
+def test_rounds_start_only_within_time_budget() -> None:
     assert round_fits(Clock(100), 50, checkpointed=False)
     assert not round_fits(Clock(100), 150, checkpointed=False)
-    assert round_fits(Clock(100), 150, checkpointed=True)  # kept inside the round
+    assert round_fits(Clock(100), 150, checkpointed=True)  # checkpoints inside the round
     assert not round_fits(Clock(0), 0.0, checkpointed=True)
 
 
-def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path) -> None:
-    """Catches: a round of hours that a budget cannot end."""
+def test_condensation_stops_within_round(tmp_path: Path, data_root: Path) -> None:
+    """A time budget must end a round of hours."""
     table = preset("feddm:table2")
     cells = table.select(dataset="mnist", alpha=0.1, method="feddm")
     changes = {
@@ -159,114 +159,114 @@ def test_condensation_is_stopped_inside_a_round(tmp_path: Path, data_root: Path)
     speed = {"data": {"data_root": str(data_root)}}
     short = jobs_of(table, cells, [0], scale=0.05, changes=changes, speed=speed)
     clock = Clock()
-    stops = Watches(act=lambda: end(clock))
+    stops = Recorder(act=lambda: end(clock))
     rows = Rows(tmp_path, 0.05)
-    assert made(rows, short, clock=clock, observer=stops) == ["stopped"]
-    assert [done for _, done in stops.steps] == [10]  # one step of all ten clients
-    assert made(rows, short) == ["finished"]
+    assert run_jobs(rows, short, clock=clock, observer=stops) == ["stopped"]
+    assert [count for _, count in stops.steps] == [10]  # one step of all ten clients
+    assert run_jobs(rows, short) == ["finished"]
 
 
-def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_trained(
+def test_one_shot_methods_stop_within_round_and_share_training(
     tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: an hour of training that a budget cannot end, or that each method does again."""
+    """A time budget must end an hour of training, and other methods must not repeat it."""
     table = preset("fedhydra:table1")
     few = {"local_epochs": 2, "batch": 8}
     small = {"server_epochs": 1, "generator_steps": 2, "generator_batch": 4, "generator_width": 4}
     speed = {"data": {"data_root": str(data_root)}}
-    each = []
+    jobs = []
     for method, more in (("fedavg", {}), ("dense", small)):
         cells = table.select(dataset="mnist", alpha=0.1, method=method)
-        whole = {"partition": {"subset": 1.0}, "method": {**few, **more}}
-        each += jobs_of(table, cells[:1], [0], scale=0.05, changes=whole, speed=speed)
+        changes = {"partition": {"subset": 1.0}, "method": {**few, **more}}
+        jobs += jobs_of(table, cells[:1], [0], scale=0.05, changes=changes, speed=speed)
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     clock = Clock()
-    stops = Watches(act=lambda: end(clock))
+    stops = Recorder(act=lambda: end(clock))
     rows = Rows(tmp_path, 0.05)
-    assert made(rows, each, clock=clock, observer=stops) == ["stopped", "not begun"]
+    assert run_jobs(rows, jobs, clock=clock, observer=stops) == ["stopped", "not begun"]
     assert [phase for phase, _ in stops.steps] == ["local training"]
     training: list[str] = []
     offer = LoopCheckpoints.offer
 
-    def noted(self: LoopCheckpoints, name: str, *rest: Any) -> None:
+    def record(self: LoopCheckpoints, name: str, *rest: Any) -> None:
         training.append(name.split("-")[0])
         offer(self, name, *rest)
 
-    monkeypatch.setattr(LoopCheckpoints, "offer", noted)
-    assert made(rows, each[:1]) == ["finished"]
+    monkeypatch.setattr(LoopCheckpoints, "offer", record)
+    assert run_jobs(rows, jobs[:1]) == ["finished"]
     assert set(training) == {"train"}
     training.clear()
-    assert made(rows, each[1:]) == ["finished"]
+    assert run_jobs(rows, jobs[1:]) == ["finished"]
     assert set(training) == {"distillation"}
     monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
-    assert rows.trained is None  # of code that nobody has named
+    assert rows.trained is None  # the code has uncommitted changes
 
 
-def test_which_rounds_lose_little_when_they_are_cut_off() -> None:
+def test_checkpoints_within_rounds_depend_on_method() -> None:
     private = {"privacy": {"noise_multiplier": 1.0}}
-    for method, more, kept in (
+    for method, more, expected in (
         *(("feddm", {}, True), ("fedavg", {}, True), ("dense", {}, True)),
         ("fedavg", {"model": {"name": "mlp"}}, False),  # its clients are trained in one pass
         *(("fedkf", {}, False), ("fedavg", private, False), ("feddm", private, False)),
     ):
         settings = resolve({"run": {"method": method}, **more})
-        assert checkpointed_inside(settings, dataset_spec("digits")) is kept, (method, more)
+        assert checkpointed_inside(settings, dataset_spec("digits")) is expected, (method, more)
 
 
-def test_a_run_that_another_process_makes_is_left_to_it(jobs: list[Job], tmp_path: Path) -> None:
+def test_runs_claimed_by_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
-    with claimed(rows.run_folder(jobs[0].settings)) as mine:
-        assert mine
-        assert made(rows, jobs[:1]) == ["claimed"]
+    with claimed(rows.run_folder(jobs[0].settings)) as claim:
+        assert claim
+        assert run_jobs(rows, jobs[:1]) == ["claimed"]
 
 
-def test_a_finished_run_without_a_row_is_kept(whole: Rows, jobs: list[Job], tmp_path: Path) -> None:
+def test_finished_run_without_row_is_kept(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path, SCALE)
-    assert made(rows, jobs[:1]) == ["finished"]
+    assert run_jobs(rows, jobs[:1]) == ["finished"]
     (rows.folder / "fedprox-synthetic.jsonl").unlink()
-    heard = Watches()
-    assert made(rows, jobs[:1], observer=heard) == ["finished"]
-    assert heard.rounds == []
+    recorder = Recorder()
+    assert run_jobs(rows, jobs[:1], observer=recorder) == ["finished"]
+    assert recorder.rounds == []
     mark = run_hash(jobs[0].settings)
-    assert curves(rows)[mark] == curves(whole)[mark]
+    assert curves(rows)[mark] == curves(complete)[mark]
 
 
-def test_changed_settings_are_other_runs_and_faster_ones_are_not(jobs: list[Job]) -> None:
+def test_run_hash_ignores_speed_settings(jobs: list[Job]) -> None:
     changed = jobs_of(TABLE, CELLS, [0], scale=SCALE, changes={"method": {"mu": 0.3}})
     fast = jobs_of(TABLE, CELLS, [0], scale=SCALE, speed={"run": {"precision": "bf16"}})
-    marks = [run_hash(one[1].settings) for one in (jobs, changed, fast)]
-    assert marks[0] == marks[2] != marks[1]
+    hashes = [run_hash(sequence[1].settings) for sequence in (jobs, changed, fast)]
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
-def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+def test_invalid_row_lines_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
     with pytest.raises(OutputError, match="a line that is not"):
         Rows(tmp_path).all()
 
 
-def test_what_a_scale_shrinks() -> None:
+def test_scale_reduces_cost_settings() -> None:
     run = {"run": {"method": "feddm", "rounds": 20}, "data": {"dataset": "mnist"}}
     settings = resolve(run)
-    found = scaled(settings, 0.05)
-    assert found["run"] == {"rounds": 1}
-    assert found["method"] == {"iterations": 50, "server_epochs": 25, "min_examples": 1}
-    assert found["partition"] == {"subset": 0.05, "min_size": 1}
+    changes = scaled(settings, 0.05)
+    assert changes["run"] == {"rounds": 1}
+    assert changes["method"] == {"iterations": 50, "server_epochs": 25, "min_examples": 1}
+    assert changes["partition"] == {"subset": 0.05, "min_size": 1}
     assert scaled(settings, 0.001)["partition"]["subset"] == pytest.approx(50 * 10 / 60_000)
     assert scaled(settings, None) == {}
     late = resolve({"run": {"method": "fedfm", "rounds": 100}, "method": {"start_round": 21}})
-    assert scaled(late, 0.1)["method"]["start_round"] == 2  # else it would never begin
-    for wrong in (0.0, 1.0, -1.0):
+    assert scaled(late, 0.1)["method"]["start_round"] == 2  # else it would never start
+    for invalid in (0.0, 1.0, -1.0):
         with pytest.raises(SettingError, match="scale must be above 0"):
-            scaled(settings, wrong)
+            scaled(settings, invalid)
 
 
-# ---------------------------------------------------------------------------- a cell of each paper
+# -------------------------------------------------------------------------- one cell of each paper
 
 
 Changes = dict[str, dict[str, Any]]
 ALL: Changes = {"partition": {"subset": 1.0}}
-SMALL: dict[str, Changes] = {  # networks that a test can wait for
+SMALL: dict[str, Changes] = {  # small networks
     "feddm:table2": {"model": {"width": 8}},
     "fedaf:table1": {"model": {"width": 8}, "method": {"ipc": 2}},
     "fedkf:table5": {"method": {"generator_width": 8}},
@@ -291,7 +291,7 @@ PAPERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", by_family(PAPERS, ("fedprox:synthetic", "feddm:table2", "fedhydra:table1"))
 )
-def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Path) -> None:
+def test_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Path) -> None:
     table = preset(name)
     cells = table.select(**PAPERS[name])
     speed = {"data": {"data_root": str(data_root)}}
@@ -299,15 +299,16 @@ def test_a_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Pat
     jobs = jobs_of(table, cells, [0], scale=0.002, changes=changes, speed=speed)
     assert len(jobs) == 1
     rows = Rows(tmp_path, 0.002)
-    assert made(rows, jobs) == ["finished"]
-    found = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
-    assert len(found) == len(cells[0].numbers)
-    assert all(list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in found)
-    assert all(0 <= value <= 100 for line in found for value in line.values.values())
+    assert run_jobs(rows, jobs) == ["finished"]
+    comparison = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
+    assert len(comparison) == len(cells[0].numbers)
+    assert all(
+        list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in comparison
+    )
+    assert all(0 <= value <= 100 for line in comparison for value in line.values.values())
     assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
 
 
-def test_every_paper_has_a_scaled_cell() -> None:
-    """Catches: a paper whose presets nothing runs."""
+def test_every_paper_has_scaled_cell() -> None:
     papers = {name.partition(":")[0] for name in preset_names()}
     assert papers == {name.partition(":")[0] for name in PAPERS}
