@@ -54,10 +54,11 @@ EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
 
 @dataclass(frozen=True)
 class Frame:
-    """One question or answer.
+    """One request of the server, or one answer of a node.
 
     Args:
-        kind: the kind of question, or "answer", "refusal" or "error".
+        kind: the kind of request, such as "join" or "step". An answer has the kind "answer",
+            "refusal" or "error".
         facts: the fields of the header, as JSON values.
         payload: a packed message. It is empty if the frame carries no message.
     """
@@ -96,7 +97,10 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Facts(BaseModel):
-    """The fields of a received frame that the receiver uses. Other fields are ignored."""
+    """The base class of models that check the fields of received frames.
+
+    A model lists the fields that the receiver uses. All other fields are ignored.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -117,8 +121,9 @@ class Facts(BaseModel):
 
 
 class JoinFacts(Facts):
-    """The fields of a request to join: the server's proposal, and the last completed round if the
-    run is resumed.
+    """The fields of the server's request to join a run.
+
+    The fields are the proposal, and the last completed round if the run is resumed.
     """
 
     proposal: Any = None
@@ -126,7 +131,9 @@ class JoinFacts(Facts):
 
 
 class TermsFacts(Facts):
-    """The settings that the server fixes once all clients have joined: the clients' sizes and σ.
+    """The fields with the settings that the server fixes once all clients have joined.
+
+    These settings are the sizes of the clients and the noise multiplier σ.
 
     σ is checked later, by `ClientRuntime.start`.
     """
@@ -147,7 +154,7 @@ class EndFacts(TermsFacts):
 
 
 class RoundFacts(TermsFacts):
-    """The fields of a question that belongs to a round.
+    """The fields of a server's request that belongs to a round.
 
     Args:
         round: the number of the round.
@@ -165,7 +172,7 @@ class RoundFacts(TermsFacts):
 
 
 class JoinAnswer(Facts):
-    """The fields of a client's answer to the request to join."""
+    """The fields of the client's answer to the server's request to join a run."""
 
     client: Count
     size: Count | None = None
@@ -178,7 +185,8 @@ def history_to_json(history: History | None) -> dict[str, Any] | None:
 
 
 def parse_history(stated: Any) -> History | None:
-    """Reads the ledger history that a client has stated. Returns None if the client stated none.
+    """Reads the ledger history in a client's answer. Returns None if the answer contains no
+    history.
 
     Raises:
         MessageError: if the statement is damaged.
@@ -201,8 +209,9 @@ class JoinedClient:
 
     Attributes:
         size: the number of examples n_k. None with differential privacy.
-        history: the ledger as the client last stated it. None: the client has no ledger.
-        unstated: the (round, exchange) pairs of all steps that were requested since that statement.
+        history: the ledger history in the client's latest answer. None: the client has no ledger.
+        unstated: the (round, exchange) pairs of all steps that were requested since `history` was
+            received.
         node: the transport's number of the client's node. None: the node has not joined this server
             process.
     """
@@ -213,11 +222,13 @@ class JoinedClient:
     node: int | None = None
 
     def update(self, history: History | None) -> None:
-        """Accepts a new statement of the client's ledger. The statement may only add entries to the
-        previous one.
+        """Replaces the client's ledger history by a newer one.
+
+        The newer history may only add entries to the history that the client has sent before.
 
         Raises:
-            MessageError: if the new statement does not continue the previous one.
+            MessageError: if the newer history does not begin with the entries of the previous
+                history.
         """
         previous = self.history
         if previous is not None:
@@ -236,8 +247,9 @@ class JoinedClient:
 
 
 def read_clients(file: Path) -> dict[int, JoinedClient]:
-    """Reads the joined clients, by index. None of them is connected yet. Returns an empty
-    dictionary if the file does not exist.
+    """Reads the file of joined clients, and returns the clients by index.
+
+    No client is connected yet. The dictionary is empty if the file does not exist.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -259,7 +271,7 @@ def read_clients(file: Path) -> dict[int, JoinedClient]:
 
 
 def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
-    """Replaces the file of joined clients and flushes it to the disk.
+    """Writes the clients that have joined the run to a file, and flushes the file to the disk.
 
     Raises:
         OutputError: if the file cannot be written.
@@ -283,8 +295,7 @@ def _digest(clients: Mapping[str, Any]) -> str:
 class Transport(Protocol):
     """Carries the server's messages to the nodes and their answers back.
 
-    A transport identifies each node by a number that it chooses itself. This number is not the
-    client's index.
+    The transport chooses a number for each node. This number is not the client's index.
 
     Attributes:
         run: the name of the run that the messages belong to. The server sets it before it sends
@@ -294,12 +305,12 @@ class Transport(Protocol):
     run: str
 
     def nodes(self) -> Sequence[int]:
-        """Returns the transport's numbers of the nodes that are connected."""
+        """Returns the numbers of the nodes that are connected."""
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
-        """Sends a message to each node, waits, and returns the answers.
+        """Sends a message to each node, waits at most `seconds`, and returns the answers by node.
 
-        If a node does not answer in time, the result contains a reason (text) in place of its
+        If a node does not answer in time, the result contains a text with the reason instead of the
         answer, or no entry for this node.
         """
 
@@ -329,7 +340,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Connection:
-    """The server's connection to the nodes.
+    """The server's connection to the nodes: the transport, the timeouts and the known keys.
 
     Args:
         transport: carries messages to the nodes.

@@ -47,11 +47,11 @@ from fedsynth.validation import to_toml
 
 
 class NetworkedRun:
-    """A run of a federation across nodes.
+    """The server's side of a run, in which the clients are nodes of data owners.
 
     Args:
-        proposal: the proposed run. Its name is replaced by a new name, or by that of the resumed
-            run.
+        proposal: the proposed run. Its name is replaced by a new name, or by the name of the
+            resumed run.
         connection: the connection to the nodes.
         output: the parent folder of run folders.
         observer: receives the progress.
@@ -189,10 +189,11 @@ class NetworkedRun:
         return self.folder.path
 
     def _charged_histories(self) -> list[History]:
-        """Returns the clients' ledgers, including charges that a client made but could not state.
+        """Returns the clients' ledgers, including charges that the server has not been told.
 
-        If a client was asked for a step and never answered again, it may have been charged, and
-        somebody may have seen its upload. The report must include this charge, so it is added here.
+        If a client was asked for a step and never answered again, the client may have been charged,
+        and somebody may have seen its upload. The report must include this charge, so the function
+        adds the charge.
         """
         plan = self.agreed.plan
         if plan is None:
@@ -219,8 +220,9 @@ class NetworkedRun:
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
-    """Loads the public test images of a published data set. Returns None if the server does not
-    have them.
+    """Loads the public test images of a published data set.
+
+    Returns None if the server does not have these images.
     """
     if is_published(proposal.spec):
         with suppress(DataFilesMissingError):
@@ -261,8 +263,9 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
 def _initial_plan(
     start: Start, settings: RunSettings, context: RoundContext, histories: Sequence[History]
 ) -> PrivacyPlan:
-    """Rebuilds the privacy plan with which a resumed run began, from the σ and the ledger lengths
-    of that time.
+    """Rebuilds the privacy plan with which a resumed run began.
+
+    The plan is computed from the σ and the lengths of the ledgers at the beginning of the run.
 
     Raises:
         LedgerError: if a ledger has fewer entries now than when the run began.

@@ -58,10 +58,10 @@ sees it.
 class ClassFolders:
     """An owner's images, in the folder layout of `fedsynth.load_folder`.
 
-    The folder contains CLASS/files, or a manifest whose sites are ignored here. The images are read
-    at the image size of the run. Folders of classes that the owner does not have may be missing.
-    Names that a server sends are only compared with the names of the folders and never used as
-    paths.
+    The folder contains CLASS/files or a manifest. Sites in the manifest are ignored. The images are
+    resized to the image size of the run. Folders of classes that the owner does not have may be
+    missing. Class names that a server sends are only compared with the names of the folders, and
+    never used as paths.
 
     Args:
         folder: the owner's folder.
@@ -70,10 +70,10 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns an objection unless the owner has stated the classes and the image size.
+        """Returns an objection to a run unless the owner has stated the classes and the image size.
 
-        If a server could choose these freely, it would learn from the clients that join which
-        folders and images exist.
+        If a server could choose classes and sizes freely, it would learn which folders and images
+        exist, because only some clients would join.
 
         Args:
             proposal: the server's proposal.
@@ -106,14 +106,17 @@ class ClassFolders:
         return read_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the name of the records in their ledger. It is the same in all runs on these
-        records.
+        """Returns the name by which the ledger identifies these records. The name is the same in
+        all runs.
         """
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
 class DatasetPart:
-    """A part of a published data set for trials. The partition is that of a simulation."""
+    """A part of a published data set, which serves as an owner's records in trials.
+
+    The data set is partitioned as in a simulation.
+    """
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns no objection, because the data set is published."""
@@ -124,7 +127,7 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the server's specification of {spec.name} is not the published one")
+            raise DataError(f"the specification of {spec.name} must be the published specification")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         data = replace(train, may_be_empty=True)
@@ -139,12 +142,12 @@ Source = ClassFolders | DatasetPart
 
 
 class RecordsError(FedsynthError):
-    """Raised if the owner's records or their ledger cannot be used for a run."""
+    """Raised if the owner's records, or the ledger of these records, cannot be used for a run."""
 
 
 @dataclass
 class Node:
-    """A data owner's node.
+    """A data owner's node, which answers the requests of a server.
 
     Args:
         number: the client's index in the federation, from 0.
@@ -188,7 +191,8 @@ class Node:
             LedgerFolder(self.home).check_whole()
 
     def answer(self, run: str, sent: bytes) -> bytes:
-        """Answers a server's frame. An error is also returned as an answer.
+        """Answers a request of the server. If an error occurs, the answer is a frame with this
+        error.
 
         Args:
             run: the name of the run that the message claims to belong to.
@@ -214,8 +218,9 @@ class Node:
     def _locked(self) -> Iterator[None]:
         """Locks the owner's folder, so that only one process answers at a time.
 
-        Each process then sees the state that the previous one left. A question that may be answered
-        only once is therefore answered once, even if several processes receive it.
+        Each process then sees the state that the previous process has stored. A request that may be
+        answered only once is therefore answered once, even if several processes receive the
+        request.
         """
         if not self.home.is_dir():  # nothing is created before the owner has joined a run
             yield
@@ -238,13 +243,12 @@ class Node:
     def _join(self, run: str, request: JoinFacts) -> Frame:
         """Joins a run if the owner allows it.
 
-        This also happens when a client that has already joined is asked again because the server
-        was restarted.
+        The server asks a client again after a restart, so the client may have joined before.
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
             raise MessageError(
-                f"the message is for run {run:.16}, but the proposal is for run {proposal.run}"
+                f"the message is for run {run:.16}, but its proposal is for run {proposal.run}"
             )
         clients = proposal.settings.partition.clients
         if self.number >= clients:
@@ -278,7 +282,8 @@ class Node:
         return answer
 
     def _objections(self, proposal: Proposal) -> list[str]:
-        """Returns the reasons why the client does not take part, or an empty list if it does.
+        """Returns the reasons why the client does not take part in a run. If it does, the list is
+        empty.
 
         The reasons depend only on public values and on what the owner has written (the policy and
         the declaration).
@@ -321,8 +326,9 @@ class Node:
         return []
 
     def _rows_before(self) -> tuple[Release, ...]:
-        """Returns the releases in the current ledger, or none if there is no ledger yet. Creates no
-        files.
+        """Returns the releases in the current ledger, without creating a ledger.
+
+        The result is empty if there is no ledger yet.
         """
         if not self.home.is_dir():
             return ()
@@ -336,8 +342,8 @@ class Node:
     def _session(self, run: str) -> Session:
         """Returns the client's session in a run.
 
-        If another process has answered for this client meanwhile, the session is restored from the
-        files that the other process wrote.
+        If another process has answered for this client since the last request, the session is
+        restored from the files that this process wrote.
 
         Raises:
             MessageError: if the client has not joined the run.
@@ -371,7 +377,7 @@ class Node:
             raise RecordsError(f"cannot use the owner's records: {error}") from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
-        """Ends the run and writes the owner's report."""
+        """Ends the run at the server's request, and writes the owner's privacy report."""
         session.accept(request.terms)
         statement = session.statement()
         folder = session.folder

@@ -1,4 +1,4 @@
-"""The server's communication with data owners' nodes. Each question is one message to each node.
+"""The server's communication with data owners' nodes. Each request is one message to each node.
 
 A node that does not connect, or whose owner declines, does not take part in the run. A client is
 dropped for the current round if it does not answer, sends invalid bytes, or has exhausted its
@@ -56,7 +56,7 @@ class TooFewClientsError(FedsynthError):
 
 
 class NodeExchange:
-    """The server's communication with the nodes of one run.
+    """The server's communication with the nodes of one run: it joins, asks and dismisses clients.
 
     Args:
         proposal: the proposal of the run.
@@ -64,8 +64,8 @@ class NodeExchange:
         device: the device to which uploads are moved.
         file: the file of the clients that have joined the run.
         last_round: the last completed round of a resumed run. 0: the run is new.
-        names: the names of all clients, in order, at the time when a private run began. Empty: the
-            run is new.
+        names: the names that the clients had when a private run began, in the order of the clients.
+            Empty: the run is new.
         note: receives messages for the server's operator.
 
     Attributes:
@@ -150,7 +150,9 @@ class NodeExchange:
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
-        """Asks nodes to join, and notifies the nodes that are refused."""
+        """Asks nodes to join the run, admits the nodes that may join, and tells the others the
+        reason.
+        """
         self._request += 1
         proposal = self._proposal.to_json()
         facts = {"proposal": proposal, "last_round": self._last_round, "number": self._request}
@@ -193,19 +195,19 @@ class NodeExchange:
         client = self.clients.setdefault(number, JoinedClient(stated.size, history))
         if client.size != stated.size:
             raise MessageError(
-                f"client {number} stated {client.size} examples before, and now {stated.size}"
+                f"client {number} joined with {client.size} examples, but now states {stated.size}"
             )
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
 
     def _check_name(self, number: int, history: History | None) -> None:
-        """Checks that a client in a private run states a ledger, and that the ledger has this
-        client's name.
+        """Checks that a client of a private run has sent its ledger history, under the client's
+        name.
 
         Raises:
-            MessageError: if the client states no ledger in a private run, or a ledger with another
-                name.
+            MessageError: if the history is missing in a private run, or has a name that is not the
+                client's.
         """
         if history is None:
             if self._settings.privacy is not None:
@@ -226,28 +228,31 @@ class NodeExchange:
 
     @property
     def never_joined(self) -> dict[int, str]:
-        """The clients that never joined the run and so release nothing, with the reasons."""
+        """Maps each client that never joined the run to the reason.
+
+        These clients release nothing.
+        """
         return {k: reason for k, reason in self.absent.items() if k not in self.clients}
 
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: RunTerms) -> None:
-        """Stores the settings that are agreed once all clients have joined. Each question repeats
-        them.
+        """Stores the settings that the server fixes once all clients have joined.
+
+        Each request to the clients repeats these settings.
         """
         self._terms = terms
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        """Begins a round without asking the clients. A client that cannot take part declines the
-        step instead.
+        """Begins a round without a message to the clients.
+
+        A client that cannot take part declines later, when it receives the request for its step.
         """
         self._lost = dict(self.absent)
         return []
 
     def begin(self, context: RoundContext) -> None:
-        """Does nothing, because a client begins the round when it receives the first question of
-        the round.
-        """
+        """Does nothing: a client begins a round when it receives the first request of the round."""
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
@@ -255,7 +260,8 @@ class NodeExchange:
         """Sends a step to the clients and collects their replies (see `Exchange.step`).
 
         If no client answers and some decline because of their budgets, the run ends regularly. If
-        all clients that answer refuse the request as invalid, the error is the server's.
+        all clients that answer refuse the request as invalid, the method raises an error, because
+        the server made the mistake.
         """
         self._refusals = []
         collect = self._sum if self._settings.method.requires_secure_sum else self._uploads
@@ -267,7 +273,7 @@ class NodeExchange:
         return Replies(refusals=refusals) if refusals else replies
 
     def _facts(self, context: RoundContext) -> dict[str, Any]:
-        """Returns the header fields that all questions of a round have."""
+        """Returns the header fields that all requests of a round contain."""
         participants = list(context.active)
         return {"round": context.round, "participants": participants, **asdict(self._terms)}
 
@@ -308,11 +314,11 @@ class NodeExchange:
         return Replies(lost=lost, rejected=rejected, total=total)
 
     def facts(self, context: RoundContext, clients: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Returns an empty list, because only a simulation asks for these facts."""
+        """Returns an empty list, because only a simulation can read facts from its clients."""
         return []
 
     def histories(self) -> list[History]:
-        """Returns the last stated ledgers of all clients that have ever joined."""
+        """Returns the latest ledger history of each client that has ever joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
 
@@ -334,14 +340,14 @@ class NodeExchange:
     # ------------------------------------------------------------------------------ messages
 
     def _ask(self, questions: Mapping[int, Frame], max_bytes: int = 0) -> dict[int, Frame]:
-        """Asks the clients, and returns the answers that can be used.
+        """Sends a request to each client, and returns the answers that can be used.
 
-        A client that does not answer properly is dropped for the rest of the round, as is a client
-        that refuses. Before a step is sent, the request is written to the file of joined clients,
+        A client that refuses, or whose answer is invalid or missing, is dropped for the rest of the
+        round. Before a request for a step is sent, it is written to the file of joined clients,
         because the client may be charged from then on.
 
         Args:
-            questions: one question for each client.
+            questions: the request for each client.
             max_bytes: the size limit of a payload.
         """
         self._request += 1
@@ -381,11 +387,11 @@ class NodeExchange:
         return answers
 
     def _read(self, number: int, answer: bytes | str, max_bytes: int) -> Frame:
-        """Reads a client's answer or refusal, and stores the ledger that it states.
+        """Reads a client's answer or refusal, and stores the ledger history in it.
 
         Raises:
-            MessageError: if the client did not answer, if the answer is an error, or if the stated
-                ledger does not continue the one that the client stated before.
+            MessageError: if the client did not answer, if the answer is an error, or if the ledger
+                history does not continue the history that the client sent before.
         """
         frame = _frame(answer, max_bytes)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
@@ -405,7 +411,7 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     """Decodes the frame that a node has sent.
 
     Raises:
-        MessageError: if the node has sent no frame, or one above the size limit.
+        MessageError: if the node has sent no frame, or a frame above the size limit.
     """
     if isinstance(answer, str):
         raise MessageError(answer)

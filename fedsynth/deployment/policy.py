@@ -73,7 +73,7 @@ Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Policy:
-    """An owner's policy.
+    """The limits within which a data owner's node takes part in runs.
 
     Args:
         methods: the names of the allowed methods. None: all methods are allowed.
@@ -110,7 +110,7 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("epsilon needs delta, the δ at which the budget holds")
+            raise ValueError("epsilon requires delta. Set delta to the δ at which the budget holds")
         return self
 
     @classmethod
@@ -147,14 +147,14 @@ class Policy:
     def describes_images(self) -> bool:
         """Returns True if the policy states the classes, height, width and channels of the images.
 
-        Whether the images fit a run then follows only from the policy.
+        If so, the policy alone determines whether the images fit a run.
         """
         return None not in (self.classes, self.height, self.width, self.channels)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Returns the reasons why the policy forbids a run, or an empty list if it allows the run.
 
-        The ledger is not considered here. It is checked at each charge.
+        The ledger is not checked by this method, but at each charge.
 
         Args:
             proposal: the proposed run.
@@ -219,7 +219,10 @@ class Policy:
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
-    """Returns True if a value is in a list of allowed values, or between two allowed numbers."""
+    """Returns True if `allowed` contains a value.
+
+    `allowed` is a list of values, or the minimum and the maximum of a number.
+    """
     if [type(item) in (int, float) for item in allowed] == [True, True]:
         return type(value) in (int, float) and allowed[0] <= value <= allowed[1]
     return any(type(item) is type(value) and item == value for item in allowed)
@@ -227,7 +230,9 @@ def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Owner:
-    """Decides on proposals by a policy, by manual approvals, or by both.
+    """Decides for a data owner whether to accept a proposed run.
+
+    The decision follows the owner's policy, the owner's manual approvals, or both.
 
     Args:
         policy: the owner's policy. None: only runs that the owner has approved are accepted.
@@ -240,14 +245,16 @@ class Owner:
 
     @property
     def cap(self) -> EpsilonCap | None:
-        """The budget of all runs together. It applies in addition to each run's own cap."""
+        """The privacy budget of all runs together, which applies in addition to the cap of each
+        run.
+        """
         if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
             return None
         return EpsilonCap(self.policy.epsilon, self.policy.delta)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
-        """Returns the reasons why the owner does not take part in a run, or an empty list if the
-        owner does.
+        """Returns the reasons why the owner refuses a run, or an empty list if the owner accepts
+        it.
         """
         if self.policy is not None:
             objections = self.policy.objections(proposal, identified=identified)
@@ -259,7 +266,7 @@ class Owner:
 
 
 def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] = ()) -> list[str]:
-    """Describes a proposal to the owner, in lines of text.
+    """Describes a proposed run, its releases and their cost in lines of text for the owner.
 
     Args:
         proposal: the server's proposal.
@@ -295,7 +302,7 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
 
 
 def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
-    """Writes the owner's privacy report if the run was private.
+    """Writes the privacy report for the owner at the end of a run, if the run was private.
 
     Args:
         session: the client's session in the run.

@@ -63,8 +63,9 @@ class Proposal:
 
     @property
     def agreement(self) -> str:
-        """A hash of everything that an owner agrees to. Runs with the same settings have the same
-        hash.
+        """The hash that identifies what an owner agrees to: the settings and the specification.
+
+        Runs with equal settings have equal hashes.
         """
         text = json.dumps([agreement(self.settings), asdict(self.spec)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -157,7 +158,7 @@ def _custom_name(spec: DatasetSpec) -> str | None:
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Removes the settings in `LOCAL_SETTINGS` from sections of settings.
+    """Returns the settings without those that each machine chooses itself (`LOCAL_SETTINGS`).
 
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}
@@ -177,12 +178,14 @@ def _stored_proposal(stated: Any) -> Proposal:
 
 
 class State(BaseModel):
-    """The data that the client's next process needs, in addition to the client's memory.
+    """What a client's node stores, so that a new process can continue the run.
+
+    The client's memory is stored in files of its own.
 
     Args:
         proposal: the proposal that the owner has accepted.
         initial_rows: the number of entries in the ledger when the client first joined the run.
-        warnings: the warnings from the trial of the client's step when it joined.
+        warnings: the warnings from the trial step that the client made when it joined.
         sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
         attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
         steps: the (round, exchange) pairs of all steps since the client joined.
@@ -208,11 +211,11 @@ class State(BaseModel):
 
 
 def read_state(folder: Path) -> State | None:
-    """Reads the state in a run's folder. Returns None if no state was written yet.
+    """Reads the client's state from a run's folder. Returns None if no state was written yet.
 
     Raises:
-        CheckpointError: if the state is damaged. A damaged state is not treated as a missing one,
-            because the client may already have answered questions.
+        CheckpointError: if the state is damaged. A damaged state is not treated as a missing state,
+            because the client may already have answered requests.
     """
     if not (folder / STATE).is_file():
         return None
@@ -222,7 +225,7 @@ def read_state(folder: Path) -> State | None:
 
 @contextmanager
 def damage_is_named(folder: Path) -> Iterator[None]:
-    """Converts errors from reading a damaged folder to CheckpointError."""
+    """Converts errors that a damaged folder causes in the `with` block to a CheckpointError."""
     try:
         yield
     except (OSError, ValueError, MessageError) as error:

@@ -75,7 +75,7 @@ _ROUND_FILE = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 
 class Session:
-    """A client's session in one run.
+    """A client's session in one run, which answers the server's requests.
 
     Args:
         node: the owner's node.
@@ -124,22 +124,23 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if this process was the last one that answered for the client."""
+        """Returns True if no other process has answered for the client since this process did."""
         return self._stamp == _stamp(self.folder)
 
     def join(self, last_round: int) -> Frame:
-        """Joins the run after a given round. A new run starts after round 0, and a restarted server
-        after the last round in its checkpoint.
+        """Joins the run, or joins it again after the server was restarted.
 
-        The client continues with the latest memory that it stored up to that round. This memory may
-        be older than the given round, because the client takes part only in some rounds and may
-        have failed in others.
+        `last_round` is 0 for a new run, and the last round in the checkpoint of a restarted server.
+        The client continues with the latest memory that it stored up to this round. This memory may
+        be older than `last_round`, because a client takes part only in some rounds and may fail in
+        others.
 
         Returns:
             The message with which the client joins the run.
 
         Raises:
-            MessageError: if the client no longer stores a memory from that round or an earlier one.
+            MessageError: if the client no longer stores a memory of `last_round` or of an earlier
+                round.
         """
         files = self._files()
         memories = {n for name, n in files.items() if name == f"memory-{n}"}
@@ -159,7 +160,7 @@ class Session:
         return Frame(frames.ANSWER, {"size": joined.size, **self.statement()})
 
     def resume(self) -> None:
-        """Restores the state that another process has stored.
+        """Continues the run from the state that another process has stored.
 
         Raises:
             CheckpointError: if the folder is damaged.
@@ -176,22 +177,23 @@ class Session:
                 self.runtime.memory = self._read(f"memory-{state.memory}")
 
     def statement(self) -> dict[str, Any]:
-        """Returns the field of an answer that states the history of the client's ledger."""
+        """Returns the history of the client's ledger, as a field for an answer to the server."""
         return {"history": history_to_json(self.runtime.history())}
 
     def accept(self, terms: RunTerms) -> None:
-        """Accepts the settings that the server fixes after all clients have joined: the clients'
-        sizes and σ.
+        """Checks and stores the settings that the server fixes after all clients have joined.
 
-        The server repeats these settings in every question of the run. Another σ would not make the
+        These settings are the sizes of the clients and the noise multiplier σ.
+
+        The server repeats the settings in every request of the run. A changed σ would not make the
         ledger wrong, because each charge uses the σ of the noise. But the owner has not agreed to a
-        run with another σ.
+        run with a changed σ.
 
         Raises:
             MessageError: if the settings do not belong to this run, or if σ differs from the σ with
                 which the run began.
-            RequestRefusedError: if other settings were received before, or in the same cases as in
-                `ClientRuntime.start`.
+            RequestRefusedError: if the settings differ from those received before, or in the same
+                cases as in `ClientRuntime.start`.
             LedgerError: in the same cases as in `ClientRuntime.start`.
         """
         if terms == self._terms:
@@ -208,18 +210,20 @@ class Session:
         self.state.sigma = terms.noise_multiplier
 
     def answer(self, frame: Frame) -> Frame:
-        """Answers a question of a round. The answer and the client's state are stored before the
-        method returns.
+        """Answers a request of the server that belongs to a round.
 
-        A repeated question does not need the ledger, because its answer releases nothing new.
+        The answer and the client's state are stored before the method returns.
+
+        If a request is repeated, the stored answer is returned. The ledger is not charged again,
+        because the answer releases nothing new.
 
         Raises:
-            MessageError, RequestRefusedError: if the question is invalid.
+            MessageError, RequestRefusedError: if the request is invalid.
             OSError: if the state cannot be written.
             Exception: any other error. Its text may depend on the owner's records.
         """
         if frame.kind not in frames.EXCHANGE:
-            raise MessageError(f"unknown kind of question: {frame.kind!r:.40}")
+            raise MessageError(f"unknown kind of request: {frame.kind!r:.40}")
         question = RoundFacts.of(frame)
         context = self._context(question)
         phase = question.phase
@@ -240,9 +244,7 @@ class Session:
         return replace(answer, facts={**answer.facts, **self.statement()})
 
     def _context(self, question: RoundFacts) -> RoundContext:
-        """Accepts the agreed settings in a question, and returns the context of the question's
-        round.
-        """
+        """Checks the settings and the round in a request, and returns the context of this round."""
         self.accept(question.terms)
         runtime = self.runtime
         clients = runtime.context.clients
@@ -260,7 +262,8 @@ class Session:
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the settings of the run select other participants for round {question.round}"
+                f"the run's settings select other participants for round {question.round} than the "
+                "server's request"
             )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)
@@ -268,7 +271,7 @@ class Session:
     # ----------------------------------------------------------------------------- an exchange
 
     def _new_answer(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
-        """Computes the answer to a question that was not asked before."""
+        """Computes the answer to a request that the client has not received before."""
         begun = any(number == context.round for number, _ in self.state.steps)
         if frame.kind in (frames.KEYS, frames.STEP) and not begun:
             refusal = self.runtime.prepare(context)
@@ -290,8 +293,9 @@ class Session:
         return _answered(shares)
 
     def _step(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
-        """Computes the client's upload, or returns its refusal. In a secure sum, the upload is
-        masked.
+        """Computes the client's upload, or returns a refusal.
+
+        In a secure sum, the upload is masked.
         """
         method = self.runtime.method
         phase = question.phase
@@ -335,7 +339,9 @@ class Session:
     def _sum_client(
         self, terms: SumTerms, context: RoundContext, state: SumState | None = None
     ) -> SumClient:
-        """Creates the client of a secure sum, with the identity keys of the round's clients."""
+        """Creates this client's side of a secure sum, with the identity keys of the round's
+        clients.
+        """
         identities = self._node.identities
         if identities is not None:
             keys = identities.public_keys
@@ -353,7 +359,8 @@ class Session:
 
     @contextmanager
     def _open_sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
-        """Opens the current secure sum and stores its state afterwards.
+        """Provides the current secure sum to the `with` block, and stores the sum's state
+        afterwards.
 
         No answer leaves the node before the state is stored. Otherwise two uploads could be sent
         under the same masks.
@@ -363,7 +370,7 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise SecureSumError("this client has not begun this secure sum")
+            raise SecureSumError("this client has not begun the requested secure sum")
         client = self._sum_client(terms, context, SumState.from_bytes(read_regular(file)))
         try:
             yield client
@@ -389,9 +396,9 @@ class Session:
             self.state.memory = context.round
 
     def store(self) -> None:
-        """Writes the client's state, and deletes the files of all rounds but the last ones.
+        """Writes the client's state to its file, and deletes the files of old rounds.
 
-        An answer leaves the node only after this.
+        An answer may leave the node only after this method has returned.
 
         Raises:
             OSError: if the state cannot be written.
@@ -408,7 +415,7 @@ class Session:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _files(self) -> dict[str, int]:
-        """Returns the names of all files that belong to a round, with the number of the round."""
+        """Maps the name of each file that belongs to a round to the number of the round."""
         matches = map(_ROUND_FILE.fullmatch, (path.name for path in self.folder.glob("*")))
         return {match[0]: int(match[1]) for match in matches if match}
 
@@ -423,7 +430,7 @@ class Session:
 
 
 class OwnerReporter(Silent):
-    """Passes the messages of a step to the owner."""
+    """An observer that passes the messages of a client's step to the owner."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -438,15 +445,15 @@ def _memory_file(phase: str, context: RoundContext) -> str:
 
 
 def _digest(question: Frame) -> bytes:
-    """Computes a hash of a question, without its number."""
+    """Computes a hash that identifies a repeated request. The request's number is ignored."""
     facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()
 
 
 def _stored_answer(file: Path, question: Frame) -> Frame | None:
-    """Loads the stored answer to exactly this question. Returns None if the question was not asked
-    before.
+    """Loads the stored answer to a request. Returns None if the client has not answered this
+    request.
 
     Raises:
         CheckpointError: if the file is damaged, so that the answer cannot be repeated.
@@ -470,8 +477,9 @@ def _answered(answer: Message | Parcel | Masked | Refusal) -> Frame:
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes whenever the state file is written, or None if there is no file
-    yet.
+    """Returns a value that changes whenever the state file is written.
+
+    Returns None if there is no state file yet.
     """
     try:
         status = (folder / STATE).stat()

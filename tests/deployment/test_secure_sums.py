@@ -204,7 +204,7 @@ def changed(keys: Keys, **fields: Any) -> Keys:
         (lambda keys: {0: keys[0], 1: keys[1]}, "at least 3 of 4 clients"),
         (lambda keys: {**keys, 4: changed(keys[0], client=4)}, "at least 3 of 4 clients"),
         (lambda keys: {**keys, 1: changed(keys[1], mask=MY_KEY)}, "keys of this client"),
-        (lambda keys: {**keys, 2: keys[0]}, "other keys for client 2"),
+        (lambda keys: {**keys, 2: keys[0]}, "another client for client 2"),
         (lambda keys: {**keys, 2: changed(keys[0], client=2)}, "same key"),
         (lambda keys: {**keys, 2: changed(keys[2], channel=MY_KEY)}, "client 2"),
         (lambda keys: {**keys, 2: changed(keys[2], commitment=MY_KEY)}, "client 2"),

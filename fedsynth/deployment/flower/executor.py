@@ -67,12 +67,12 @@ the messages.
 
 
 def to_record(run: str, frame: bytes) -> RecordDict:
-    """Converts a run's name and a frame to Flower's format."""
+    """Packs a run's name and a frame into Flower's message format. `from_record` is the inverse."""
     return RecordDict({RECORD: ConfigRecord({"run": run, "frames": frame})})
 
 
 def from_record(content: RecordDict) -> tuple[str, bytes]:
-    """Reads the run's name and the frame from Flower's format.
+    """Reads the run's name and the frame from a message in Flower's format.
 
     Raises:
         MessageError: if the record is not a message of this package.
@@ -81,9 +81,9 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"a fedsynth message needs run and frames: {error!r:.80}") from None
+        raise MessageError(f"a fedsynth message must have run and frames: {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("a fedsynth message needs run as text and frames as bytes")
+        raise MessageError("in a fedsynth message, run must be text and frames must be bytes")
     return run, frame
 
 
@@ -100,7 +100,7 @@ Answer = Callable[[str, bytes], bytes]
 def serve_tasks(
     address: str, secret: bytes, answer: Answer, is_running: Callable[[], bool]
 ) -> None:
-    """Answers a SuperNode's messages, one at a time.
+    """Answers the messages that a SuperNode has received from the server, one at a time.
 
     Args:
         address: the address of the SuperNode's Runtime API, HOST:PORT on this machine.
@@ -137,10 +137,12 @@ def _client(
 
 
 def _execute(address: str, token: str, answer: Answer) -> None:
-    """Answers one message. Every message gets an answer, because the SuperNode waits for one.
+    """Takes one message from the SuperNode, and sends the node's answer back.
 
-    If the SuperNode has ended in the meantime, the node keeps its answer and sends it when the
-    server asks again.
+    Every message gets an answer, because the SuperNode waits for an answer.
+
+    If the SuperNode has ended in the meantime, the node keeps its answer. It sends this answer when
+    the server repeats the request.
     """
     retry = make_simple_http_retry_invoker()
     retry.max_time = RETRY_SECONDS
@@ -161,10 +163,10 @@ def _execute(address: str, token: str, answer: Answer) -> None:
 
 
 def _reply(message: Message, answer: Answer) -> Message:
-    """Answers a message, or returns an error if the message is not one of this package."""
+    """Answers a message. Returns an error if the message does not come from this package."""
     try:
         if message.has_error():
-            raise MessageError("received an error message instead of a request")
+            raise MessageError("the server sent an error message instead of a request")
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
@@ -176,14 +178,14 @@ app = ClientApp()
 
 @app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def answer(message: Message, context: Context) -> Message:
-    """Answers a message from the server."""
+    """Answers a message from the server, as the entry point of the ClientApp."""
     run, frame = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
     return Message(to_record(run, node.answer(run, frame)), reply_to=message)
 
 
 def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
-    """Creates a node from a configuration.
+    """Creates a data owner's node from Flower's node configuration.
 
     Args:
         config: the node's configuration, as described at the top of this module.

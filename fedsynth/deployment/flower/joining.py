@@ -76,8 +76,9 @@ class ServerConnection:
                 raise SettingError(None, f"the file {path}", "does not exist")
 
     def unreachable(self) -> str:
-        """Tries to connect to the server. Returns the reason if this fails, or an empty string if
-        the server listens.
+        """Tries to connect to the server, and returns the reason if the connection fails.
+
+        The reason is an empty string if the server listens.
         """
         host, _, port = self.server.rpartition(":")
         try:
@@ -132,7 +133,7 @@ def join(
                 deadline = time.monotonic() + wait
                 printed = ""
         if time.monotonic() >= deadline:
-            raise FlowerError(f"no connection to {connection.server} in {wait:g} s: {reason}")
+            raise FlowerError(f"cannot connect to {connection.server} within {wait:g} s: {reason}")
         if reason != printed:
             node.say(f"{reason}. The client tries to connect for {wait:g} s")
             printed = reason
@@ -140,12 +141,13 @@ def join(
 
 
 def run_supernode(node: Node, connection: ServerConnection, *, once: bool) -> tuple[str, bool]:
-    """Runs a SuperNode and answers its messages until the SuperNode ends or the node's work is
-    done.
+    """Runs a SuperNode, and answers the messages that it receives.
+
+    The function returns when the SuperNode has ended or the node's work is done.
 
     Returns:
-        The reason why the SuperNode has ended, and whether the server has accepted it. The reason
-        is empty if the node's work is done.
+        The reason why the SuperNode has ended, and whether the server had accepted the SuperNode.
+        The reason is empty if the node's work is done.
     """
     from fedsynth.deployment.flower.executor import serve_tasks
 

@@ -41,7 +41,10 @@ Extensions = list[tuple[x509.ExtensionType, bool]]
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
-    """Writes ca.crt, server.crt and server.key, and for each client client-NNN and client-NNN.pub.
+    """Writes the keys and certificates of a federation to a folder.
+
+    The files are ca.crt, server.crt and server.key, and for each client client-NNN and
+    client-NNN.pub.
 
     Args:
         folder: the folder for the files. It is created if it does not exist, and it must not

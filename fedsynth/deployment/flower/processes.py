@@ -51,7 +51,9 @@ class FlowerError(FedsynthError):
 
 
 def require_flower() -> None:
-    """Raises a FlowerError that names the extra to install if Flower is not installed."""
+    """Checks that Flower is installed. Otherwise raises a FlowerError with the command that
+    installs it.
+    """
     try:
         import flwr  # noqa: F401
     except ImportError:
@@ -84,8 +86,9 @@ def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> sub
 def listening(
     name: str, arguments: Sequence[str], port: int, home: Path, log: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Runs a SuperLink or SuperNode for the duration of the block, which begins when the process
-    listens.
+    """Runs a SuperLink or SuperNode while the `with` block runs.
+
+    The block begins when the process listens on its port.
 
     Args:
         name: "superlink" or "supernode".
@@ -147,8 +150,10 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware that accepts requests to the Fleet API (`FOR_NODES`) from nodes with a known
-    key, and all other requests only from this machine.
+    """ASGI middleware that decides which requests to a SuperLink are answered.
+
+    Requests to the Fleet API (`FOR_NODES`) are accepted from nodes with a known key. All other
+    requests are accepted only from this machine.
 
     A request is refused before its body is read.
 
@@ -183,9 +188,7 @@ class Gate:
 
 
 def _is_known_node(scope: Scope) -> bool:
-    """Returns True if the headers of a request have a recent signature with a registered node's
-    key.
-    """
+    """Returns True if a registered node has signed the headers of a request recently."""
     from base64 import b64decode
     from binascii import Error
 
@@ -207,8 +210,7 @@ def _is_known_node(scope: Scope) -> bool:
 
 
 def allowed(path: str, client: tuple[str, int] | None) -> bool:
-    """Returns True if a request with this path may be answered, given the address that it comes
-    from.
+    """Decides from the path and the sender's address whether a request may be answered.
 
     >>> allowed("/v1/fleet/pull-messages", ("192.0.2.7", 80))
     True
@@ -226,7 +228,7 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
 
 
 def superlink() -> None:
-    """Runs `flower-superlink`, which only the machine itself can control."""
+    """Runs `flower-superlink`, and ensures that only this machine can control it."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware

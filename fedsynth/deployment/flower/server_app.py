@@ -1,9 +1,9 @@
-"""The ServerApp, which runs a run's rounds over Flower's Grid.
+"""The ServerApp, in which Flower runs the server of a federation.
 
-It is not a Flower Strategy. Strategies average arrays, whereas here the method computes the next
-state from its clients' uploads. Flower starts the app in a separate process on the SuperLink's
-machine. The app's configuration contains the run's settings
-(`fedsynth.deployment.flower.serving.DEFAULTS`).
+The app sends the messages of all rounds over Flower's Grid. It is not a Flower Strategy. Strategies
+average arrays, whereas here the method computes the next state from its clients' uploads. Flower
+starts the app in a separate process on the SuperLink's machine. The app's configuration contains
+the run's settings (`fedsynth.deployment.flower.serving.DEFAULTS`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class GridTransport:
         return sorted(self._grid.get_node_ids())
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        """Sends all messages, and returns the answers that arrive in time. Later answers are
-        discarded.
+        """Sends a message to each node, and returns the answers that arrive within `seconds`.
+
+        Later answers are discarded.
         """
         deadline = time.monotonic() + seconds
         ttl = max(1.0, seconds)
@@ -73,7 +74,7 @@ class GridTransport:
         return answers
 
     def _answer(self, message: Message) -> bytes | str:
-        """Returns a node's answer, or the reason why it cannot be used."""
+        """Returns the frame in a node's answer, or the reason why the answer cannot be used."""
         if message.has_error():
             return f"the node does not answer: {message.error.reason!s:.200}"
         try:
@@ -86,7 +87,7 @@ class GridTransport:
 
 
 class LogObserver(Observer):
-    """Prints a run's messages, which Flower stores in its log."""
+    """Prints the progress messages of a run. Flower stores the printed text in its log."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -97,8 +98,9 @@ class LogObserver(Observer):
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
-    """Runs the configured run. Afterwards it writes the path of the run folder, or the error, to
-    the result file.
+    """Executes the run that the app's configuration describes.
+
+    Afterwards the path of the run folder, or the error, is written to the result file.
     """
     result = str(context.run_config["result"])
     outcome: dict[str, str] = {}

@@ -54,7 +54,7 @@ TLS_FILES = {
 
 
 def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> None:
-    """Writes the folder of a Flower app.
+    """Writes the folder of the Flower app that executes a proposed run.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -100,7 +100,7 @@ class SuperLinkSettings:
         host: "127.0.0.1", or "0.0.0.0" if nodes on other machines connect.
 
     Raises:
-        SettingError: if the host is another one, if nodes on other machines may connect without
+        SettingError: if `host` has another value, if nodes on other machines may connect without
             keys, or if a file in `keys` is missing.
     """
 
@@ -123,7 +123,7 @@ class SuperLinkSettings:
 
     @property
     def public_keys(self) -> list[Path]:
-        """The files of the clients' public keys, in the order of the clients."""
+        """The files with the public keys of the clients, in the order of the clients."""
         if self.keys is None:
             return []
         return [self.keys / f"client-{number:03d}.pub" for number in range(self.clients)]
@@ -152,7 +152,7 @@ class SuperLinkSettings:
 
 @dataclass
 class SuperLink:
-    """A running SuperLink.
+    """A running SuperLink, on which `fedsynth server` starts a run.
 
     Args:
         settings: the settings of the SuperLink.
@@ -165,7 +165,7 @@ class SuperLink:
     clients: dict[int, int] = field(default_factory=dict)
 
     def register(self) -> None:
-        """Registers the public keys of all nodes. Other nodes cannot connect.
+        """Registers the public keys of all nodes. Nodes without a registered key cannot connect.
 
         Raises:
             FlowerError: if Flower does not register a key, for example because the file contains
@@ -223,13 +223,13 @@ class SuperLink:
         if "error" in outcome:
             raise OutputError(f"the run failed: {outcome['error']}")
         if "folder" not in outcome:
-            raise FlowerError("the run did not finish. See the messages of the server above")
+            raise FlowerError("the run did not finish. The server's messages above give the reason")
         return Path(outcome["folder"])
 
 
 @contextmanager
 def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
-    """Runs a SuperLink with the registered keys of its nodes for the duration of the block.
+    """Runs a SuperLink while the `with` block runs. The keys of its nodes are already registered.
 
     Args:
         settings: the settings of the SuperLink.

@@ -91,7 +91,7 @@ class SumClient:
         state: the state of the same sum from an earlier process. None: the sum begins.
 
     Raises:
-        SecureSumError: if the state belongs to another sum.
+        SecureSumError: if the state belongs to another secure sum than `terms`.
     """
 
     def __init__(
@@ -115,8 +115,9 @@ class SumClient:
         self._channel_key = primitives.key_of(state.channel_key)
 
     def _next(self, step: int) -> None:
-        """Checks that the requests come in order and only once. A second answer could reveal a mask
-        that the first answer did not.
+        """Checks that each request comes once and in the right order.
+
+        A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.state.step != step:
             raise SecureSumError(f"client {self.number} received a request out of order")
@@ -136,8 +137,10 @@ class SumClient:
         return keys
 
     def share(self, roster: Roster) -> Sealed:
-        """Splits the client's secrets into shares, and returns one encrypted share for each other
-        client. The server cannot read them.
+        """Splits the client's secrets into shares, and returns an encrypted share for each other
+        client.
+
+        The server cannot read the shares.
 
         Raises:
             SecureSumError: if there are too few clients, if a key occurs twice, or if a client has
@@ -171,7 +174,7 @@ class SumClient:
         public: set[bytes] = set()
         for k, keys_of in keys.items():
             if k != keys_of.client:
-                raise SecureSumError(f"the server sent other keys for client {k}")
+                raise SecureSumError(f"the server sent keys of another client for client {k}")
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
             raise SecureSumError("the server sent the same key for two clients")
@@ -188,8 +191,9 @@ class SumClient:
                 raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """Returns the key that encrypts one message between two clients, and the context to which
-        the message is bound.
+        """Returns the key that encrypts one message between two clients.
+
+        The second value is the context to which the message is bound.
         """
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
         key = primitives.common(
@@ -224,7 +228,8 @@ class SumClient:
                 raise SecureSumError(f"the secret shares of client {k} have a wrong length")
 
     def mask(self, vector: IntVector) -> Masked:
-        """Adds all masks to the client's vector, and returns the result.
+        """Adds all masks to the client's vector, so that the server can read only the sum of all
+        vectors.
 
         Args:
             vector: uint64 [n], as `FixedPoint.encode` returns it.
@@ -245,8 +250,10 @@ class SumClient:
         return Masked(masked)
 
     def unmask(self, present: Present) -> Shares:
-        """Returns one share for each client. For a present client, it is a share of the client's
-        self mask. For a failed client, it is a share of the key of its pairwise masks.
+        """Returns shares of other clients' secrets, with which the server removes the masks.
+
+        The result has one share for each client. The share of a present client belongs to its self
+        mask. The share of a failed client belongs to the key of its pairwise masks.
 
         Raises:
             SecureSumError: if too few clients are present, or if a client is listed that never took

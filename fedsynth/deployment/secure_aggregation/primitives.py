@@ -74,14 +74,14 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
-            raise SecureSumError(f"{self} is not a fixed-point encoding")
+            raise SecureSumError(f"{self} is not a valid fixed-point encoding")
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
             raise SecureSumError(
                 f"a sum of {self.clients} values up to {self.bound:g} overflows {BITS} bits"
             )
 
     def encode(self, vector: npt.ArrayLike) -> IntVector:
-        """Encodes a vector as uint64 [n].
+        """Encodes a vector of real numbers as integers modulo 2^64, uint64 [n].
 
         Raises:
             SecureSumError: if a coordinate is not finite, or if it is beyond the bound and `wraps`
@@ -111,8 +111,9 @@ SHARE_BYTES = 66
 
 
 def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]:
-    """Splits a secret into one share for each holder. Any `threshold` of the shares give the
-    secret.
+    """Splits a secret into one share for each holder.
+
+    Any `threshold` shares suffice to reconstruct the secret.
 
     Args:
         secret: 32 bytes.
@@ -161,7 +162,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError("a share of a secret was changed")
+        raise SecureSumError("the shares do not give a secret, because a share was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -202,22 +203,24 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
 
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Derives a key for one purpose from a secret (HKDF-SHA256)."""
+    """Derives a key from a secret (HKDF-SHA256). Each purpose gets another key."""
     info = b"fedsynth secure sum " + purpose + b" " + about
     return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
 
 
 def mask(key: bytes, length: int) -> IntVector:
-    """Computes a mask from the ChaCha20 key stream, uint64 [length]. The key must not be used for
-    anything else.
+    """Computes a mask of random integers from a key (ChaCha20's key stream), uint64 [length].
+
+    The key must not be used for anything else.
     """
     stream = Cipher(ChaCha20(key, _ZERO), mode=None).encryptor().update(bytes(8 * length))
     return np.frombuffer(stream, "<u8").astype(np.uint64)
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypts bytes for one other client, so that no other party can read or change them
-    (ChaCha20-Poly1305).
+    """Encrypts bytes for another client (ChaCha20-Poly1305).
+
+    No other party can read the bytes, or change them unnoticed.
 
     Args:
         key: the key. It encrypts only this message.
@@ -231,21 +234,20 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
     """Decrypts bytes that `seal` has encrypted.
 
     Raises:
-        SecureSumError: if the bytes were changed in transit, or are for another client.
+        SecureSumError: if the bytes were changed in transit, or are meant for another client.
     """
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
     except InvalidTag:
-        raise SecureSumError("received secret shares that were changed in transit") from None
+        raise SecureSumError("the received secret shares were changed in transit") from None
 
 
 def signed_mask(
     key: X25519PrivateKey, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
 ) -> IntVector:
-    """Computes the pairwise mask that the first client of a pair adds to its vector, uint64
-    [length].
+    """Computes the mask that the first client of `pair` adds to its vector, uint64 [length].
 
-    The mask is negative if the first client has the larger index. The masks of the two clients
+    The mask is negated if the first client has the larger index. The masks of the two clients
     therefore cancel in the sum.
 
     Args:
@@ -268,7 +270,7 @@ Secret = Annotated[Key, Field(repr=False)]
 
 
 class Parcel(BaseModel):
-    """A message whose fields are checked when it is created."""
+    """The base class of the messages of a secure sum. Fields are checked on creation."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
@@ -312,7 +314,7 @@ class Keys(Parcel):
     signature: Annotated[bytes, Field(max_length=64)] = b""
 
     def signed(self, sum_name: bytes) -> bytes:
-        """Returns the bytes that the signature covers."""
+        """Returns the bytes that the client signs with its identity key."""
         return b"fedsynth keys %s %d " % (sum_name, self.client) + (
             self.mask + self.channel + self.commitment
         )
@@ -329,18 +331,22 @@ class Roster(Parcel):
 
 
 class Sealed(Parcel):
-    """Encrypted shares, either one for each receiver or one from each sender.
+    """Encrypted shares that the server passes on between clients.
+
+    A message contains the shares of one sender for each receiver, or of each sender for one
+    receiver.
 
     Args:
-        of: the encrypted shares, by client.
+        of: the encrypted shares, by receiver or by sender.
     """
 
     of: dict[Index, bytes]
 
 
 class Present(Parcel):
-    """The clients whose masked vectors have arrived. With this message, the server asks for shares
-    that remove the masks.
+    """The server's list of the clients whose masked vectors have arrived.
+
+    With this message, the server asks each client for shares that remove the masks.
 
     Args:
         clients: the indices of the clients, ascending.
@@ -350,8 +356,9 @@ class Present(Parcel):
 
 
 class Shares(Parcel):
-    """The shares that one client sends so that the server can remove masks. For each client it
-    contains one share, never both kinds.
+    """The shares with which the server removes masks, as one client sends them.
+
+    The message contains one share for each client: of the self mask or of the key, and never both.
 
     Args:
         seeds: for each present client, a share of the seed of its self mask.
@@ -363,8 +370,9 @@ class Shares(Parcel):
 
 
 class SumState(Parcel):
-    """A client's state in one secure sum. It contains secrets, so its file may be read only by the
-    client.
+    """A client's state in one secure sum.
+
+    The state contains secrets, so only the client may read the state's file.
 
     Args:
         number: the index of the client.
@@ -372,7 +380,7 @@ class SumState(Parcel):
         mask_key: the client's private key for pairwise masks.
         channel_key: the client's private key for encrypted messages to other clients.
         seed: the seed of the client's self mask.
-        step: the number of questions that the client has received.
+        step: the number of requests that the client has received.
         keys: the public keys of all clients.
         shares: the shares that this client holds, including those of its own secrets, by client.
     """
@@ -388,7 +396,7 @@ class SumState(Parcel):
 
 
 class Masked:
-    """The masked vector of a client.
+    """A client's vector with all masks added, as it is sent to the server.
 
     Args:
         vector: uint64 [n].
@@ -406,9 +414,9 @@ class Masked:
         """Decodes a vector from received bytes.
 
         Raises:
-            SecureSumError: if the last number is incomplete.
+            SecureSumError: if the bytes end within a number.
         """
         try:
             return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
         except ValueError:
-            raise SecureSumError("received an incomplete masked vector") from None
+            raise SecureSumError("the received masked vector is incomplete") from None

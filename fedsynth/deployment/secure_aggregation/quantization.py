@@ -33,8 +33,8 @@ NAME_DIGITS = 32
 
 @dataclass(frozen=True)
 class UploadLayout:
-    """The encoding of an upload as integers modulo 2^64. A sum of such vectors is decoded to a
-    message.
+    """Encodes uploads of one type as vectors of integers modulo 2^64, and decodes sums of these
+    vectors.
 
     Args:
         kind: the type of the message.
@@ -87,8 +87,10 @@ class UploadLayout:
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
-    """Represents an upload that the server has seen only masked. It has the length of the vector,
-    from which the server computes the data volume of a round.
+    """Stands for an upload that the server has seen only with masks.
+
+    The object contains the length of the vector, from which the server computes the data volume of
+    a round.
     """
 
     length: int = public("the settings determine the size of an upload")
@@ -103,7 +105,7 @@ class MaskedUpload(Message):
 
 
 def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:
-    """Returns the encoding of the uploads in one exchange. All of it is public.
+    """Returns the encoding of the uploads in one exchange of a round. The encoding is public.
 
     Args:
         method: a method whose server sees only sums of uploads.
@@ -131,7 +133,9 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
 def sum_terms(
     method: Method, phase: str, context: RoundContext, name: str, agreed: str
 ) -> SumTerms:
-    """Returns the parameters of the secure sum in one exchange, which all parties can compute.
+    """Returns the parameters of the secure sum in one exchange.
+
+    All parties compute these parameters themselves.
 
     Clients are identified by their positions among the clients of the round.
 

@@ -82,7 +82,9 @@ class SumServer:
     def _usable(
         self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
-        """Returns the usable messages, in the order of the clients.
+        """Excludes clients whose messages cannot be used, and returns the other messages.
+
+        The messages are in the order of the clients.
 
         Raises:
             SecureSumError: if there are too few usable messages.
@@ -100,8 +102,9 @@ class SumServer:
         return usable
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
-        """Collects the keys of all clients into one message for all clients. A client that states
-        the index of another client is excluded.
+        """Collects the keys of all clients into one message, which is sent to all clients.
+
+        A client that states the index of another client is excluded.
 
         Raises:
             SecureSumError: if too few clients have sent usable keys.
@@ -110,7 +113,7 @@ class SumServer:
         return Roster(keys=self._keys)
 
     def relay(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
-        """Returns for each client the shares that the other clients have made for it.
+        """Sorts the clients' encrypted shares by receiver, so that the server can pass them on.
 
         A client that has not made a share for every other client is excluded, because the masks
         would not cancel.
@@ -129,8 +132,9 @@ class SumServer:
         return relayed
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
-        """Returns a message that lists the clients whose masked vectors can be used. A client is
-        excluded if its vector has the wrong length.
+        """Returns the message that lists the clients whose masked vectors can be used.
+
+        A client is excluded if its vector has the wrong length.
 
         Raises:
             SecureSumError: if too few vectors can be used.
@@ -148,7 +152,7 @@ class SumServer:
         """Removes the masks, and returns the sum of the present clients' vectors, uint64 [n].
 
         Raises:
-            SecureSumError: if there are too few shares, or wrong ones. The sum is then not
+            SecureSumError: if there are too few shares, or if a share is wrong. The sum is then not
                 computed.
         """
         answers = self._usable(shares, lambda k, _: k in self.masked, "shares of masks")
@@ -172,7 +176,9 @@ class SumServer:
         return total
 
     def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Reconstructs a client's secret from shares, given as {holder: {client: share}}."""
+        """Reconstructs a client's secret from the shares {holder: {client: share}} that others have
+        sent.
+        """
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
         return combine(of_client, self.terms.threshold)
 
@@ -191,15 +197,15 @@ answers.
 
 @dataclass
 class SecureStep:
-    """One exchange with a secure sum.
+    """The server's side of one exchange in which the uploads are added by a secure sum.
 
     Args:
         method: a method whose server sees only sums of uploads.
         phase: the exchange of the round, "first" or "main".
         context: the context of the round.
-        facts: the header fields of all questions in this exchange.
+        facts: the header fields that all requests in this exchange contain.
         agreement: the hash of the run's settings.
-        ask: asks the clients.
+        ask: a function that sends requests to the clients and returns their answers.
 
     Attributes:
         rejected: maps each client whose answer cannot be used to the reason.
@@ -222,8 +228,9 @@ class SecureStep:
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
-        """Computes the sum over the remaining clients. Returns None if too few clients remain, and
-        reveals nothing in this case.
+        """Computes the sum of the uploads of all clients that do not fail.
+
+        Returns None if too few clients remain. The server then learns nothing about the uploads.
 
         Args:
             clients: the clients that are asked.
@@ -267,16 +274,16 @@ class SecureStep:
         max_bytes: int,
         relayed: Mapping[int, Sealed] | None = None,
     ) -> dict[int, P]:
-        """Asks the clients a question, and returns the received answers.
+        """Sends one kind of request to the clients, and returns the answers that can be used.
 
-        Questions and answers are indexed by the clients' positions in the round.
+        Requests and answers are indexed by the clients' positions in the round.
 
         Args:
-            kind: the kind of the question.
-            payloads: the payload of each client's question.
+            kind: the kind of the request.
+            payloads: the payload of the request to each client.
             expected: the type of the answers.
             max_bytes: the size limit of an answer.
-            relayed: the other clients' shares for each client, if the question brings them.
+            relayed: the other clients' shares for each client, if the request contains shares.
         """
         active = self.context.active
         questions = {}

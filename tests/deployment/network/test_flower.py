@@ -137,7 +137,7 @@ def test_a_stranger_and_a_second_client_with_a_key_are_refused(
         check=False,
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "no connection to 127.0.0.1" in done.stderr
+    assert "cannot connect to 127.0.0.1" in done.stderr
     assert why in done.stderr
     assert not list(home.glob("*.jsonl"))
 
