@@ -240,7 +240,7 @@ class JoinedClient:
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
                 raise MessageError(
-                    f"the ledger must begin with the {rows} entries that the client stated before"
+                    f"the ledger must begin with the {rows} entries that the client sent before"
                 )
         self.history = history
         self.unstated = []

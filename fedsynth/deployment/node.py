@@ -374,7 +374,7 @@ class Node:
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(f"cannot use the owner's records: {error}") from None
+            raise RecordsError(f"cannot use the owner's records or their ledger: {error}") from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run at the server's request, and writes the owner's privacy report."""

@@ -211,12 +211,12 @@ class NodeExchange:
         """
         if history is None:
             if self._settings.privacy is not None:
-                raise MessageError(f"client {number} must state a ledger in a private run")
+                raise MessageError(f"client {number} must send its ledger history in a private run")
             return
         name = self._names[number]
         if self._resumed and history.client != name:
             raise MessageError(
-                f"client {number} was named {name!r} when the run began, and now "
+                f"client {number} was named {name!r} when the run began, but now "
                 f"{history.client!r:.80}"
             )
         other_names = set(self._names) - {name}

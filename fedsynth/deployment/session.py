@@ -146,7 +146,7 @@ class Session:
         memories = {n for name, n in files.items() if name == f"memory-{n}"}
         last = max((number for number in memories if number <= last_round), default=0)
         if last_round and not last and len(memories) >= STORED_ROUNDS:
-            raise MessageError(f"this client has no stored state of round {last_round} or before")
+            raise MessageError(f"this client has no stored state of round {last_round} or earlier")
         for number in memories:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -200,7 +200,7 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(f"the run has {clients} clients, got {len(terms.sizes)} sizes")
+            raise MessageError(f"the server must send {clients} sizes, got {len(terms.sizes)}")
         if self.state.sigma not in (None, terms.noise_multiplier):
             raise MessageError(
                 f"the noise multiplier must be {self.state.sigma:g}, as in earlier rounds of the run"
@@ -252,7 +252,7 @@ class Session:
         participants = tuple(question.participants)
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(
-                f"the numbers of the participants must be ascending and below {clients}"
+                f"the indices of the participants must be ascending and below {clients}"
             )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(

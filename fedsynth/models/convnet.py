@@ -54,7 +54,8 @@ product and a fold."""
 
 
 class _Saved(NamedTuple):
-    """The tensors that a block keeps from the forward pass for its VJP.
+    """The tensors of the forward pass that a block of the ConvNet needs for its backward pass
+    (VJP).
 
     `normalised` and `mask` have shape [N, h, 2, w, 2, C], and `a` and `b` have shape [N, h, w, C].
     h and w are the height and width after pooling.
@@ -67,7 +68,8 @@ class _Saved(NamedTuple):
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
-    """Sums over the pixels and multiplies by `factor`. Returns [N, 1, C].
+    """Sums the values of each channel over the pixels, and multiplies the sums by `factor`: [N, 1,
+    C].
 
     The sum is a matrix product, which on a CPU is several times faster than `sum`.
     """
@@ -76,14 +78,14 @@ def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
-    """Sums over each 2×2 window and multiplies by `factor`. Returns [N, h, w, C]."""
+    """Sums the values in each 2×2 window, and multiplies the sums by `factor`: [N, h, w, C]."""
     x = x_NPC.view(len(x_NPC), h, 2, w, 2, -1)
     sums: Tensor = x[:, :, 0, :, 0] + x[:, :, 0, :, 1] + x[:, :, 1, :, 0] + x[:, :, 1, :, 1]
     return factor * sums
 
 
 def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Computes the VJP of a convolution with respect to its input, in channels-last layout."""
+    """Computes the gradient of a convolution with respect to its input, in channels-last layout."""
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
@@ -98,7 +100,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
 ) -> tuple[Tensor, _Saved]:
-    """Applies instance norm, ReLU and pooling to the output of a convolution.
+    """Computes a block's layers after the convolution: instance norm, ReLU and pooling.
 
     Returns the pooled activations [N, h, w, C], and the tensors that the VJP needs, in `precision`.
     """
@@ -123,7 +125,11 @@ def _between(
 
 
 def _back(g_VNhwC: Tensor, saved: _Saved) -> Tensor:
-    """Maps g [V, N, h, w, C] after pooling to dx [V, N, h, 2, w, 2, C] before the instance norm."""
+    """Propagates gradients back through the pooling, ReLU and instance norm of one block.
+
+    The gradients g [V, N, h, w, C] are with respect to the output of the pooling, and the result dx
+    [V, N, h, 2, w, 2, C] is with respect to the input of the norm.
+    """
     v, n, h, w, c = g_VNhwC.shape
     mean = _pixel_sums((g_VNhwC * saved.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
     along = _pixel_sums((g_VNhwC * saved.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
@@ -137,7 +143,9 @@ Back = Callable[[Tensor, _Saved], Tensor]
 
 @functools.cache
 def _parts(compiled: bool) -> tuple[Between, Back]:
-    """Returns the functions `_between` and `_back`, compiled by torch.compile if requested."""
+    """Returns the functions `_between` and `_back`. If `compiled` is true, torch.compile compiles
+    them.
+    """
     if not compiled:
         return _between, _back
     return torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False)
@@ -255,7 +263,7 @@ NORMS = tuple(_NORM_LAYERS)
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """Creates a norm layer. Its kind is one of `NORMS`.
+    """Creates a norm layer of a given kind, which is one of `NORMS`.
 
     Raises:
         UnknownNameError: no norm has this name.
@@ -269,7 +277,8 @@ class ConvNet(EmbeddingNetwork):
     """The ConvNet, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: the network has more blocks than the image can be halved.
+        SettingError: the image is too small for `depth` blocks, because each block halves the
+            image.
         UnknownNameError: no norm has this name.
     """
 
@@ -317,10 +326,10 @@ class ConvNet(EmbeddingNetwork):
     ) -> tuple[Tensor, VectorJacobian] | None:
         """Computes the embeddings h_w(x) and a function for their vector-Jacobian product.
 
-        This is several times faster than autograd. Weights get no gradients. The method requires
-        instance norm, float32 weights, and an image whose sides can be halved evenly in each block.
-        It returns None if the norm or the image size does not fit. The arguments are those of
-        `fedsynth.models.convnet.block_chain_vjp`.
+        The method is several times faster than autograd, but computes no gradients of the weights.
+        It requires instance norm, float32 weights, and an image whose sides can be halved evenly in
+        each block. It returns None if the norm or the image size does not fit. The arguments are
+        those of `fedsynth.models.convnet.block_chain_vjp`.
         """
         if not self.halves_evenly or not isinstance(self.features[1], InstanceNorm):
             return None

@@ -16,7 +16,7 @@ from fedsynth.errors import OutputError
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """Copies all parameters of a network into one vector [P]."""
+    """Copies all parameters of a network into one new vector [P]."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -98,4 +98,4 @@ def require_finite(network: nn.Module) -> None:
     """
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
-            raise OutputError(f"the training has diverged, because {name} is not finite")
+            raise OutputError(f"the training has diverged, because the weight {name} is not finite")

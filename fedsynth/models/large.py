@@ -32,7 +32,7 @@ from fedsynth.privacy.dpsgd import group_norm_twin
 
 
 class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's block, without the in-place addition."""
+    """torchvision's basic block of a ResNet, without the in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -40,7 +40,7 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's bottleneck block, without the in-place addition."""
+    """torchvision's bottleneck block of a ResNet, without the in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))

@@ -5,11 +5,11 @@ the last layer of any network (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 
 code). The head computes h ↦ W₂·relu(W₁h), where W₁ is a square matrix. The output of the head is
 the embedding. A new linear layer maps the embedding to the logits.
 
-In condensation, one pass may contain the images of several clients. Distribution matching with
-batch norm uses the statistics of the current batch, which consists of one client's real images or
-of its synthetic images. If a pass contains several clients, `GroupedBatchNorm` normalises each
-image only by the statistics of its group of images. Real and synthetic images are never in one
-pass. Running statistics are neither used nor updated.
+In condensation, one forward pass may contain the images of several clients. Distribution matching
+with batch norm uses the statistics of the current batch. This batch should contain only the real
+images of one client, or only its synthetic images. If a pass contains several clients,
+`GroupedBatchNorm` therefore normalises each image only by the statistics of its group of images.
+Real and synthetic images are never in one pass. Running statistics are neither used nor updated.
 
 `batch_statistics` computes the mean and variance of each channel, with gradients, in few passes
 over memory. `torch.var_mean` with autograd needs ten times as long on a CPU (docs/speed.md).
@@ -65,8 +65,9 @@ def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) ->
 
 
 class Projected(EmbeddingNetwork):
-    """A network with a projection head, which maps normalised images [N, C, H, W] to logits
-    [N, classes].
+    """A network with MOON's projection head between its embedding and its last layer.
+
+    The network maps normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
         body: a network with `embed` and `classifier`. The classifier is removed from it.
@@ -96,9 +97,11 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """States which images of the next pass share statistics.
+    """Tells the batch norms of a network which images form a group in the next forward pass.
 
-    All batch norms of a network use the same object.
+    Each `GroupedBatchNorm` normalises the images of a group by the group's own statistics.
+
+    All batch norms of a network use one object.
     """
 
     def __init__(self) -> None:
@@ -108,21 +111,24 @@ class SharedStatistics(nn.Module):
 
     @staticmethod
     def of(network: nn.Module) -> SharedStatistics:
-        """Returns the object that the batch norms of a network use.
+        """Returns the `SharedStatistics` object of a network, which all its batch norms use.
 
         `with_grouped_statistics` must have made the network.
         """
         return next(layer for layer in network.modules() if isinstance(layer, SharedStatistics))
 
     def assign(self, group_N: Tensor, groups: int) -> None:
-        """Sets the group of each image in the next pass: integers [N] in [0, groups)."""
+        """Sets the group of each image in the next forward pass.
+
+        The groups are integers [N] in [0, groups).
+        """
         self.group_N = group_N
         members = (torch.arange(groups, device=group_N.device)[:, None] == group_N[None, :]).float()
         self.weights_GN = members / members.sum(dim=1, keepdim=True).clamp_min(1)
 
 
 class GroupedBatchNorm(nn.Module):
-    """Batch norm that normalises each group of images by the statistics of this group.
+    """A batch norm that normalises each group of images by the statistics of this group alone.
 
     The input is [N, C, H, W] or [N, C]. The affine parameters are shared with `layer`.
     """
@@ -145,7 +151,7 @@ class GroupedBatchNorm(nn.Module):
         return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
-        """Returns, for each image, the mean over the images of its group, [N, C]."""
+        """Averages values over each group of images. Each image gets its group's mean, [N, C]."""
         return (self.shared.weights_GN @ values_NC)[self.shared.group_N]
 
 
@@ -157,7 +163,8 @@ def has_batch_norm(network: nn.Module) -> bool:
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
     """Returns a copy of a network in which each batch norm is a `GroupedBatchNorm`.
 
-    The order of the parameters stays the same. A network without batch norm is returned itself.
+    The order of the parameters stays the same. A network without batch norm is not copied, but
+    returned unchanged.
     """
     if not has_batch_norm(network):
         return network
@@ -195,7 +202,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Computes the gradient from ∂mean/∂x = 1/n and ∂variance/∂x = 2·(x − mean)/n.
 
-        The kernel of batch norm, called with a variance of 1, computes this sum.
+        The sum of both terms is computed by the kernel of batch norm, called with a variance of 1.
         """
         x, mean = ctx.saved_tensors
         n = x.numel() // x.shape[1]

@@ -1,4 +1,6 @@
-"""Models on a fixed feature map: `FeatureLinear`, which fedstats computes, and `OnFeatures`, which
+"""Models whose inputs are the features of a fixed feature map.
+
+`FeatureLinear` is the model that the method fedstats computes. `OnFeatures` is a network that other
 methods train.
 
 The embedding of `FeatureLinear` is z = clip₁(T(φ(x) − m)/R), where φ and R belong to a
@@ -41,7 +43,8 @@ from fedsynth.models.small import Linear
 class Root(NamedTuple):
     """The matrices that whiten one block of features.
 
-    A block Z [channels, cells] becomes the product channels·Z·cells.
+    The block is a matrix Z [channels, cells]. Whitening replaces Z by the matrix product
+    channels·Z·cells.
     """
 
     channels: Tensor
@@ -49,8 +52,9 @@ class Root(NamedTuple):
 
 
 class FeatureLinear(EmbeddingNetwork):
-    """A linear model on fixed features, which maps normalised images [N, C, H, W] to logits
-    [N, classes].
+    """A linear model on the features of a fixed feature map.
+
+    The model maps normalised images [N, C, H, W] to logits [N, classes].
 
     Only the last layer has parameters. The centre and the whitening matrices are buffers.
 
@@ -133,7 +137,9 @@ class Embedding:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
     def same(self, other: Embedding) -> bool:
-        """Returns True if all constants are equal to those of `other`."""
+        """Returns True if this embedding and `other` have equal constants, and so are the same
+        function.
+        """
         if self.radius != other.radius or len(self.roots) != len(other.roots):
             return False
         return all(map(torch.equal, self._tensors(), other._tensors()))
@@ -145,7 +151,8 @@ class Embedding:
 def embedded(
     features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
 ) -> Tensor:
-    """Computes the embeddings z = clip₁(T(φ − m)/R), [N, d]. Their norms are at most 1.
+    """Computes the embeddings z = clip₁(T(φ − m)/R) from features φ: [N, d], with norms of at most
+    1.
 
     Args:
         features_Nd: the features φ.
@@ -163,8 +170,10 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """Applies the whitening matrices to each row. The result for a row, to the last bit, does not
-    depend on the other rows."""
+    """Applies the whitening matrices to each row of features.
+
+    The result for a row does not depend on the other rows, to the last bit.
+    """
     blocks = []
     start = 0
     for channels, cells in roots:
@@ -176,7 +185,9 @@ def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
 
 
 class OnFeatures(EmbeddingNetwork):
-    """A network on a fixed feature map, which returns logits [N, classes].
+    """A trainable network whose input is a fixed feature map of the images.
+
+    The network returns logits [N, classes].
 
     The input is normalised images [N, C, H, W], or vectors z [N, d] that were computed before. The
     feature map is not part of the network's state, so it is never sent.
@@ -205,7 +216,10 @@ class OnFeatures(EmbeddingNetwork):
 
     @property
     def linear(self) -> bool:
-        """True if the model is linear. The embedding is then z, which training does not change."""
+        """True if the model is linear.
+
+        The embedding of a linear model is z, which training does not change.
+        """
         return isinstance(self.hidden, nn.Identity)
 
     def vectors(self, features_Nd: Tensor) -> Tensor:
@@ -215,7 +229,7 @@ class OnFeatures(EmbeddingNetwork):
     def embed(self, x: Tensor) -> Tensor:
         """Computes the embeddings [N, embedding_size].
 
-        They are the output of the hidden layer, or z if the model is linear.
+        The embeddings are the output of the hidden layer, or z if the model is linear.
         """
         z = x
         if x.dim() == 4:
@@ -230,9 +244,10 @@ class OnFeatures(EmbeddingNetwork):
         return self(self.vectors(features_Nd))
 
     def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns p − y [N, classes] and z [N, d] of a linear model.
+        """Returns the two factors of each example's gradient in a linear model: p − y and z.
 
-        For each example, their outer product is the gradient of the cross-entropy.
+        The outer product of p − y [N, classes] and z [N, d] is the gradient of the cross-entropy,
+        for each example.
         """
         z = self.embed(x)
         p = row_product(z, self.classifier.weight).softmax(dim=1)
@@ -240,9 +255,10 @@ class OnFeatures(EmbeddingNetwork):
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:
-    """Returns the number of values in one input of a network.
+    """Returns the number of values that a network takes for one image.
 
-    These are the coordinates of z for a model on features, and otherwise the pixels of an image.
+    The values are the coordinates of z for `OnFeatures`, and the pixels of the image for all other
+    networks.
     """
     if isinstance(network, OnFeatures):
         return network.feature_map.dimension
@@ -250,25 +266,27 @@ def input_size(network: nn.Module, spec: DatasetSpec) -> int:
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Raises an error if a model's embedding is fixed, although a method needs a learned embedding.
+    """Checks that a model has a learned embedding, because a method needs this.
 
     Raises:
         SettingError: the model is a linear model on features.
     """
     if isinstance(model, OnFeatures) and model.linear:
-        reason = f"must be mlp if model.features is set, because {method} learns an embedding"
+        reason = f"must be 'mlp' if model.features is set, because {method} learns an embedding"
         raise SettingError("model", "name", reason)
 
 
 def is_softmax_regression(network: nn.Module) -> bool:
-    """Returns whether a network is one linear layer, `classifier`, on an embedding without
-    parameters."""
+    """Returns True if a network is softmax regression: one linear layer on an embedding without
+    parameters.
+    """
     return type(network) is Linear or (type(network) is OnFeatures and network.linear)
 
 
 def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
-    """Computes the gradient of the mean cross-entropy of a linear classifier, and writes the
-    gradient into `layer.weight.grad` and `layer.bias.grad` in place.
+    """Computes the gradient of the mean cross-entropy of a linear classifier in closed form.
+
+    The gradient is written into `layer.weight.grad` and `layer.bias.grad` in place.
 
     >>> layer = nn.Linear(1, 2)
     >>> for p in layer.parameters():
@@ -294,8 +312,10 @@ def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
-    """Computes the gradient of the weighted cross-entropy of many linear classifiers with respect
-    to their weights.
+    """Computes the gradients of many linear classifiers at once, in closed form.
+
+    The loss of each classifier is a weighted cross-entropy, and the gradient is with respect to its
+    weights.
 
     Args:
         flat_AP: for each learner, the weights [classes·D], followed by the bias [classes] if the

@@ -1,4 +1,4 @@
-"""Builds and checks the custom models of users."""
+"""Builds the models that users have written, and checks that runs can use them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ names."""
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
     """Returns a name for a custom model.
 
-    For a class or function, this is its own name. For a module, the name of its class is followed
-    by a hash of the module's structure and weights.
+    The name of a class or function is its Python name. The name of a module is the name of its
+    class, followed by a hash of the module's structure and weights.
     """
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
@@ -69,7 +69,7 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
 def optional_arguments(
     build: Callable[..., nn.Module], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Selects the settings of `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
+    """Selects the settings in `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
     parameters = inspect.signature(build).parameters
     return {key: settings[key] for key in OPTIONAL_ARGUMENTS if key in parameters}
 
@@ -77,16 +77,17 @@ def optional_arguments(
 def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     """Checks that a network maps images of a given shape to logits [N, classes].
 
-    If the network has `embed` and `classifier` but no `embedding_size`, the attribute is set.
+    If the network has `embed` and `classifier`, its attribute `embedding_size` is set if it is
+    missing.
 
     Raises:
         SettingError: the network does not return such logits, or the output of `embed` does not fit
             `classifier`.
     """
     if not isinstance(network, nn.Module):
-        raise _refused(name, "does not return a torch.nn.Module")
+        raise _refused(name, f"must return a torch.nn.Module, got {type(network).__name__}")
     if next(network.parameters(), None) is None:
-        raise _refused(name, "has no parameters")
+        raise _refused(name, "must have at least one parameter")
     training = network.training
     features = None
     with _refusing(name, f"cannot take images of {_size(shape)}"), torch.no_grad():
@@ -110,8 +111,8 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     """Tests a network before a run: copies it, saves and loads it, and trains the copy.
 
-    An error that would otherwise occur in a later round, after privacy budget was spent, then
-    occurs before the first round.
+    Without this test, an error in these operations could end the run in a later round, after
+    privacy budget was spent.
 
     Raises:
         SettingError: one of these operations fails.
@@ -132,7 +133,7 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         reason = f"must return logits [N, {classes}] in training, but returns {list(logits.shape)}"
         raise _refused(name, reason)
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
-        raise _refused(name, "changes the names or shapes in the state_dict in training")
+        raise _refused(name, "must not change the names or shapes in its state_dict in training")
 
 
 def check_state(name: str, state: Mapping[str, Any]) -> None:
@@ -144,16 +145,16 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
     owners: dict[int, str] = {}
     for key, value in state.items():
         if fault := _fault(value):
-            raise _refused(name, f"has a state that cannot be saved: {key} {fault}")
+            raise _refused(name, f"cannot be saved, because {key} in its state_dict {fault}")
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                reason = f"has tied weights. {key} and {owner} must be separate tensors"
+                reason = f"must not have tied weights. Make {key} and {owner} separate tensors"
                 raise _refused(name, reason)
 
 
 def _fault(value: Any) -> str:
-    """Describes the reason for which an entry of a state cannot be saved, or returns ""."""
+    """Describes why an entry of a network's state cannot be saved, or returns an empty string."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} instead of a tensor"
     if nn.parameter.is_lazy(value) or value.device.type == "meta":
@@ -172,8 +173,8 @@ def refuse_dependence(
 ) -> None:
     """Raises an error if a network's output for an image depends on other images.
 
-    The influence of one example would then have no bound, which differential privacy requires. The
-    test uses public random images.
+    Differential privacy requires a bound on the influence of one example. There is no bound if one
+    image changes the outputs for other images. The test uses public random images.
 
     Args:
         name: the name of the model.
@@ -200,7 +201,7 @@ def refuse_dependence(
 
 @contextmanager
 def _refusing(name: str, reason: str) -> Iterator[None]:
-    """Converts any error in the code of a model to a SettingError."""
+    """Converts errors that the user's model raises in the `with` block to a SettingError."""
     try:
         yield
     except FedsynthError:

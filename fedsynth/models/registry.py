@@ -62,9 +62,10 @@ class _Architecture:
 
 
 def _large(name: str) -> Callable[..., nn.Module]:
-    """Returns a function that builds a network of `fedsynth.models.large`.
+    """Returns a function that builds one of the networks in `fedsynth.models.large`.
 
-    The module is imported only then, because importing torchvision takes longer than torch.
+    The function imports this module when it is called, because importing torchvision takes longer
+    than importing torch.
     """
 
     def build(image_shape: Shape, classes: int, norm: str) -> nn.Module:
@@ -97,9 +98,10 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The settings of the network. All of them are public.
+    """The settings of the network that a run trains. All these settings are public.
 
-    The server and the clients have the same architecture, unless `clients` names others.
+    The server and the clients have the same architecture, unless `clients` names other
+    architectures for the clients.
 
     Args:
         name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
@@ -117,10 +119,10 @@ class ModelSettings:
         projection: the size of a projection head before the last layer, or 0 for none. MOON uses
             256. The output of the head is then the embedding.
         features: a fixed feature map whose output is the input of the network, or FILE.py:NAME for
-            your own. The network must be "linear" or "mlp". FedStats has its feature map as a
-            setting of the method, which the command-line option then sets. The vector of each image
-            is computed once. Its norm is at most 1, so learning rates must be larger than for
-            networks on images.
+            a map that you have written. The network must be "linear" or "mlp". With FedStats, the
+            feature map is a setting of the method, and the command-line option sets that setting.
+            The vector of each image is computed once. Its norm is at most 1, so learning rates must
+            be larger than for networks on images.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
@@ -161,7 +163,7 @@ class ModelSettings:
         if self.features not in feature_names():
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
-            reason = f"must be {' or '.join(ON_FEATURES)} if model.features is set"
+            reason = f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set"
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
             raise SettingError("model", "projection", "must be 0 if model.features is set")
@@ -219,7 +221,7 @@ def register_model(
         reason = f"must be a new name, but {name!r} is a built-in architecture"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        reason = "must be a module, or a function that returns a module"
+        reason = "must be a torch.nn.Module, or a function that returns a module"
         raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(
         builder(name, model), norms, True, isinstance(model, nn.Module), source
@@ -244,22 +246,25 @@ def register_model_file(setting: str) -> ModelSettings:
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
-    """Registers a model under a generated name, and returns the settings that select it."""
+    """Registers a model under a generated name, and returns the settings that select this model."""
     return register_model(own_name(model), model)
 
 
 def model_source(settings: ModelSettings) -> OwnCode | None:
-    """Returns the file from which the architecture was loaded, or None."""
+    """Returns the user's file from which the architecture was loaded.
+
+    Returns None if the architecture does not come from a file.
+    """
     return _MODELS[settings.name].source
 
 
 def has_given_weights(settings: ModelSettings) -> bool:
-    """Returns True if the network starts with weights that the user provided."""
+    """Returns True if the run starts with the weights of a module that the user registered."""
     return _MODELS[settings.name].given_weights
 
 
 def is_own_model(settings: ModelSettings) -> bool:
-    """Returns True if a user registered the architecture."""
+    """Returns True if the architecture is not built in, but was registered by a user."""
     return _MODELS[settings.name].custom
 
 
@@ -292,7 +297,8 @@ def usual_depth(image_shape: Shape) -> int:
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """Builds the network for a data set. If `features` is set, it is a network on a feature map.
+    """Builds the network for a data set. If `features` is set, the network's input is a feature
+    map.
 
     Raises:
         SettingError: `build_model` refuses the settings, or the feature map does not support the
@@ -307,7 +313,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """Returns the feature map of the network. Errors name the setting `model.features`."""
+    """Returns the feature map that the setting `model.features` names."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -315,7 +321,7 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """Returns the entries of the privacy report about the network's feature map.
+    """Returns what the privacy report states about the network's feature map.
 
     Each entry names an item and the reason for which it is public. The dictionary is empty if the
     network has no feature map.
@@ -339,7 +345,7 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
 
 
 def count_parameters(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
-    """Counts the parameters of a built-in network without allocating memory for them."""
+    """Counts the parameters of a built-in network without allocating memory for its weights."""
     with forked_rng(0, "counting"), torch.device("meta"):
         return parameter_count(_build(settings, image_shape, classes))
 

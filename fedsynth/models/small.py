@@ -1,5 +1,6 @@
-"""Small networks: softmax regression, a network with one hidden layer, LeNet-5 (LeCun et al. 1998),
-the CNNs of FedHydra, and ResNet-8 (He et al. 2016).
+"""Small networks: softmax regression, a network with one hidden layer, and small CNNs.
+
+The CNNs are LeNet-5 (LeCun et al. 1998), the CNNs of FedHydra, and ResNet-8 (He et al. 2016).
 
 LeNet-5 has its common form, with 5×5 convolutions of 6 and 16 channels, ReLU, max pooling, and
 hidden layers of 120 and 84 units. It pads images of 28×28 to 32×32. It has 61,706 parameters for
@@ -21,10 +22,12 @@ from fedsynth.models.layers import EmbeddingNetwork, require_size
 
 
 def aligned(pixels: int) -> int:
-    """Returns the padded input width of a linear layer for images with `pixels` pixels.
+    """Returns the number of inputs that a linear layer has for images with `pixels` pixels.
 
-    With this width, all rows of a batch begin at multiples of 16 bytes. Otherwise kernels would sum
-    some rows in another order (`fedsynth.features.feature_map`).
+    The inputs beyond the pixels are padding.
+
+    With padding, all rows of a batch begin at multiples of 16 bytes. Otherwise kernels would add
+    the values of some rows in a different order (`fedsynth.features.feature_map`).
 
     >>> aligned(64), aligned(81)
     (64, 96)
@@ -59,8 +62,10 @@ class Linear(EmbeddingNetwork):
 
 
 class Mlp(EmbeddingNetwork):
-    """A network with one hidden layer, which maps normalised images [N, C, H, W] to logits
-    [N, classes]."""
+    """A network with one hidden layer.
+
+    The network maps normalised images [N, C, H, W] to logits [N, classes].
+    """
 
     dense = True
 

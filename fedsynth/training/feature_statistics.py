@@ -1,5 +1,4 @@
-"""Augmentation of feature maps by resampled channel statistics, and soft histograms of embeddings
-(FedFA+, TPAMI 2024).
+"""The two parts of FedFA+ (TPAMI 2024): augmentation of feature maps, and histograms of embeddings.
 
 An augmentation layer computes the mean μ and the standard deviation σ of each channel of an image.
 The layer replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ). The variance Σ̂² = (γ + 1) ⊙ Σ²
@@ -23,7 +22,9 @@ MOMENTUM = 0.99
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """Computes γ [C] from the statistics [M, C] that M clients have accumulated.
+    """Computes how strongly each channel is augmented, γ [C].
+
+    `means_MC` [M, C] are the statistics that M clients have accumulated.
 
     γ is proportional to (1 + 1/Σ²)⁻¹, where Σ² is the variance of a channel's statistic across
     clients, and is scaled to a mean of 1. If all clients have equal statistics, γ is 1 for every
@@ -36,9 +37,9 @@ def modulation(means_MC: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Augmentation:
-    """An augmentation layer for the output of one stage of a network.
+    """Resamples the channel statistics of the feature maps that one stage of a network returns.
 
-    The layer also accumulates the channel statistics of the batches that it sees.
+    The layer augments a batch at random, and accumulates the channel statistics of all batches.
 
     Args:
         gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
@@ -96,8 +97,10 @@ def _moved(running_C: Tensor, batch_C: Tensor) -> Tensor:
 
 @contextmanager
 def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
-    """Applies augmentation layers to the outputs of the named submodules while the context is
-    active."""
+    """Applies augmentation layers to a network while the `with` block runs.
+
+    `layers` maps the name of each submodule to the layer that changes its output.
+    """
     handles = [
         network.get_submodule(name).register_forward_hook(
             lambda module, inputs, out, layer=layer: layer(out)
@@ -128,8 +131,9 @@ def channels(
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
-    """Computes a differentiable histogram of each feature over a batch, [D, bins], whose rows sum
-    to 1.
+    """Computes a differentiable histogram of each feature over a batch.
+
+    The result is [D, bins], and its rows sum to 1.
 
     A sigmoid maps each feature z to s in (0, 1), so that clients need not agree on a range. The
     bins divide this interval into equal parts. The membership of s in the bins is softmax((w·s +
@@ -144,9 +148,11 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 
 
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
-    """Computes ½(KL(p‖q) + KL(q‖p)), averaged over the features.
+    """Computes the symmetric KL divergence of two histograms, averaged over the features.
 
-    Because of the average, the weight of this loss does not depend on the number of features.
+    For each feature, the divergence is ½(KL(p‖q) + KL(q‖p)).
+
+    The average makes the weight of this loss independent of the number of features.
     """
     p, q = p_DL.clamp_min(EPS), q_DL.clamp_min(EPS)
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

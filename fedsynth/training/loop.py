@@ -1,7 +1,7 @@
 """Long loops that report progress and resume from checkpoints.
 
-A run that is killed inside a round can continue each long loop after the last saved step, and need
-not restart the round (docs/decisions/resuming.md).
+A run that is killed inside a round can continue each long loop after its last saved step. It need
+not repeat the whole round (docs/decisions/resuming.md).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LoopCheckpointer(Protocol):
     repeated.
 
     Attributes:
-        shared: a checkpointer that several runs use together, or None. The name of a loop that is
-            saved there must include everything that the loop depends on.
+        shared: a checkpointer that several runs use together, or None. The name of a loop in a
+            shared checkpointer must include everything that the loop depends on.
     """
 
     @property
@@ -50,15 +50,15 @@ class LoopCheckpointer(Protocol):
         """
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Records the tensors of a finished loop.
+        """Keeps the tensors of a finished loop for the next checkpoint.
 
-        The next checkpoint includes these tensors, because the run may be interrupted in a later
-        loop of the same round.
+        The run may be interrupted in a later loop of the same round, and must then not repeat the
+        finished loop.
         """
 
 
 class NullCheckpointer:
-    """A checkpointer that saves nothing, so a killed round starts from its beginning."""
+    """A checkpointer that saves nothing. If a run is killed, it repeats the current round."""
 
     shared: LoopCheckpointer | None = None
 
@@ -120,7 +120,7 @@ def resumable(
 
 
 def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
-    """Restores a checkpoint, and returns the number of finished steps.
+    """Restores a loop's state from a checkpoint, and returns the number of finished steps.
 
     Returns 0 and changes nothing if there is no checkpoint, or if a tensor is missing or has a
     different shape.
@@ -136,8 +136,10 @@ def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> i
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """Returns all tensors of a loop's state, where the name of each tensor begins with the name of
-    the object to which it belongs."""
+    """Returns all tensors of a loop's state, so that they can be saved.
+
+    The name of each tensor begins with the name of the object to which the tensor belongs.
+    """
     named: dict[str, Tensor] = {}
     for name, part in state.items():
         if isinstance(part, Tensor):
@@ -163,7 +165,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
-    """Restores in place the state that `named_tensors` returned.
+    """Copies the tensors that `named_tensors` returned back into a loop's state, in place.
 
     Tensors whose names do not belong to an object of `state` are ignored.
     """

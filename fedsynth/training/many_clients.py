@@ -66,7 +66,8 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Returns whether many copies of a network can be trained together with the same result.
+    """Returns True if training many copies of a network together has the result of separate
+    training.
 
     This is the case if the network has only dense layers that neither mix examples nor draw random
     numbers. A layer class from outside torch must declare this by `dense = True`, because its
@@ -80,7 +81,7 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
-    """Returns whether training many clients together is faster than one after another.
+    """Returns True if training many clients together is faster than training one after another.
 
     Args:
         model: the network of each client.
@@ -91,8 +92,7 @@ def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
 
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
-    """Estimates how many bytes of memory each additional learner needs when learners train
-    together.
+    """Estimates the memory in bytes that each additional learner needs if learners train together.
 
     Args:
         model: the network of each learner.
@@ -112,8 +112,9 @@ def train_together(
     labels: Callable[[Tensor], Tensor],
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
-    """Trains the models of all learners in place, with the same result as `train_on` for each of
-    them.
+    """Trains the models of all learners together, in place.
+
+    The result is that of `train_on` for each learner, up to rounding.
 
     Args:
         learners: at least one learner. All models must have the same architecture, must be on the
@@ -194,10 +195,12 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """Returns the next batches of all queues as example indices [S, A, B], and the weight of each
-    example in the mean of its batch.
+    """Takes the next batches of all learners, so that the learners can be trained together.
 
-    The weight is 0 for padding and for queues without a batch in that step.
+    Returns the indices of the examples [S, A, B], and the weight of each example in the mean of its
+    batch.
+
+    The weight is 0 for padding, and for a learner that has no batch left in a step.
     """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0
@@ -213,8 +216,7 @@ def _finish(
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
 ) -> None:
-    """Takes the remaining steps of one learner separately, and writes the weights into the
-    learner's model."""
+    """Trains one learner alone for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
     load_flat(learner.model, flat)
     remaining = queue.take(queue.steps)
@@ -236,8 +238,11 @@ def _finish(
 def _stacked_pulls(
     penalties: Sequence[Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P] of the learners'
-    pulls, or None if no learner has a penalty."""
+    """Joins the penalties of all learners, which must be `Pull`, into matrices.
+
+    Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P]. Returns None if no
+    learner has a penalty.
+    """
     if all(penalty is None for penalty in penalties):
         return None
     weights_K1 = flat_KP.new_zeros(len(flat_KP), 1)
@@ -248,15 +253,17 @@ def _stacked_pulls(
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear
         elif penalty is not None:
-            raise ValueError("the penalty of a learner must be a Pull")
+            raise ValueError("the penalty of each learner must be None or a Pull")
     return weights_K1, centers_KP, linear_KP
 
 
 def _gradients(
     network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_AB: Tensor, share_AB: Tensor
 ) -> Tensor:
-    """Computes the gradient of each learner's mean cross-entropy with respect to the learner's
-    weights, [A, P]."""
+    """Computes the gradient of each learner's mean cross-entropy, [A, P].
+
+    The gradient is with respect to the learner's weights.
+    """
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
         x_MD = network.embed(x_ABCHW.flatten(0, 1))  # type: ignore[operator]

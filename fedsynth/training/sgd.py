@@ -119,7 +119,10 @@ class MomentumSgd:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Returns the velocity v as a tuple of one tensor of zeros."""
+        """Creates the state of the optimiser, which is the velocity v.
+
+        The velocity is a tuple of one tensor of zeros.
+        """
         return (torch.zeros_like(w),)
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
@@ -140,7 +143,7 @@ Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Settings of training in shuffled minibatches.
+    """The settings of training by minibatch SGD on shuffled examples.
 
     Args:
         epochs: number of passes over the data.
@@ -160,7 +163,9 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """The penalty ⟨linear, w⟩ + weight/2·‖w − center‖², which FedProx, FedDyn and SCAFFOLD use.
+    """A penalty on the weights w of a network, which FedProx, FedDyn and SCAFFOLD add to the loss.
+
+    The penalty is ⟨linear, w⟩ + weight/2·‖w − center‖².
 
     `train_on` adds the gradient of this penalty in closed form, without automatic differentiation.
     DP-SGD calls the object like any other `Penalty`. The vectors have shape [P], as returned by
@@ -176,7 +181,7 @@ class Pull:
         return torch.dot(self.linear, flat) + self.weight / 2 * (flat - self.center).square().sum()
 
     def add_gradient(self, grad: Tensor, flat: Tensor) -> None:
-        """Adds linear + weight·(w − center) to `grad` in place."""
+        """Adds the gradient of the penalty, linear + weight·(w − center), to `grad` in place."""
         grad.add_(self.linear).add_(flat - self.center, alpha=self.weight)
 
 
@@ -195,7 +200,7 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains `model` in place.
+    """Trains a network by minibatch SGD, in place.
 
     On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
@@ -354,13 +359,15 @@ def _cross_entropy(
 
 
 def batches_of(examples: int, batch: int) -> int:
-    """Returns the number of batches in one pass over the examples, including a last batch that may
-    not be full."""
+    """Returns the number of batches in one pass over the examples.
+
+    The last batch counts even if it is not full.
+    """
     return -(-examples // batch)
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns the total number of steps of a training, which is 0 if there are no examples."""
+    """Returns the total number of steps of a training. It is 0 if there are no examples."""
     if not examples:
         return 0
     if settings.steps is not None:
@@ -369,8 +376,10 @@ def steps_of(settings: SgdSettings, examples: int) -> int:
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:
-    """Projects `flat_P` in place onto the ball ‖flat − center‖₂ ≤ radius, without waiting for the
-    device."""
+    """Projects weights onto a ball around `center`, in place: ‖flat − center‖₂ ≤ radius.
+
+    The function does not wait for the device.
+    """
     offset = flat_P - center
     scale = (radius / torch.linalg.vector_norm(offset).clamp_min(1e-12)).clamp_max(1.0)
     torch.addcmul(center, offset, scale, out=flat_P)

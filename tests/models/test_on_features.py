@@ -132,7 +132,7 @@ def test_methods_train_on_features_or_refuse_them(method: str) -> None:
         return
     name = "mlp" if method in NEED_LEARNED_EMBEDDING else "linear"
     if method in NEED_LEARNED_EMBEDDING:
-        with pytest.raises(SettingError, match=r"model\.name must be mlp"):
+        with pytest.raises(SettingError, match=r"model\.name must be 'mlp'"):
             simulate(settings_of(method), data=few)
     assert simulate(settings_of(method, name=name), data=few).accuracy is not None
 
@@ -140,7 +140,7 @@ def test_methods_train_on_features_or_refuse_them(method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "convnet", "features": "pixels"}, "linear or mlp"),
+        ({"name": "convnet", "features": "pixels"}, "'linear' or 'mlp'"),
         ({"features": "whitened-scatering"}, "whitened-scattering"),
         ({"name": "mlp", "features": "pixels", "projection": 8}, "projection"),
     ],

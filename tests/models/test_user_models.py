@@ -106,10 +106,10 @@ class Mismatched(Net):
     [
         (failing_builder, "no luck$"),
         (lambda image_shape, classes: 3, "torch.nn.Module"),
-        (lambda image_shape, classes: nn.Flatten(), "no parameters"),
+        (lambda image_shape, classes: nn.Flatten(), "at least one parameter"),
         (lambda image_shape, classes: flat(image_shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
-        (3, "must be a module, or a function"),
+        (3, "must be a torch.nn.Module, or a function"),
         (Mismatched, r"but returns \[2, 5\]"),
     ],
 )
@@ -172,7 +172,7 @@ class NoGradients(Net):
         (ExtraState, "_extra_state"),
         (with_fault(rename), "saved and loaded"),
         (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
-        (GrowingBuffers, "changes the names"),
+        (GrowingBuffers, "change the names"),
         (NoGradients, "cannot be trained"),
         (with_parameter(torch.zeros(2, dtype=torch.complex64)), "torch.complex64"),
         (with_parameter(torch.zeros(2, dtype=torch.float64)), "torch.float64"),

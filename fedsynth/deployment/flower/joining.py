@@ -70,7 +70,7 @@ class ServerConnection:
         if not host or not port.isdigit():
             raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
-            raise SettingError(None, "--ca", "must be set for a remote server or with --key")
+            raise SettingError(None, "--ca", "must be set if the server is remote or --key is set")
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
                 raise SettingError(None, f"the file {path}", "does not exist")

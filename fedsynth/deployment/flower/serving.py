@@ -114,7 +114,7 @@ class SuperLinkSettings:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
         if self.keys is None:
             if self.host != LOCALHOST:
-                raise SettingError(None, "--keys", "must be set for nodes on other machines")
+                raise SettingError(None, "--keys", "must be set if nodes on other machines connect")
             return
         for path in [*map(self.keys.joinpath, TLS_FILES.values()), *self.public_keys]:
             if not path.is_file():

@@ -215,7 +215,7 @@ class SumClient:
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.state.keys):
-            raise SecureSumError("received secret shares from clients without keys")
+            raise SecureSumError("the server passed on secret shares from clients without keys")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
                 f"the sum needs secret shares of {self.terms.threshold} clients, got "
@@ -225,7 +225,7 @@ class SumClient:
             key, about = self._channel(k, k, self.number)
             self.state.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.state.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"the secret shares of client {k} have a wrong length")
+                raise SecureSumError(f"the secret shares of client {k} have the wrong length")
 
     def mask(self, vector: IntVector) -> Masked:
         """Adds all masks to the client's vector, so that the server can read only the sum of all

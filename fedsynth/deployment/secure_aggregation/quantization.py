@@ -121,7 +121,7 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
     for name, plan in method.sum_releases(phase, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"the field {name} needs a fixed size for a secure sum")
+            raise SecureSumError(f"the field {name} must have a fixed size in a secure sum")
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
