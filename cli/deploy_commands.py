@@ -93,7 +93,7 @@ def server(
 
     if resume is not None:
         if config is not None or any(chosen.values()):
-            raise OptionError("--resume keeps all settings of the run. Remove the others")
+            raise OptionError("a resumed run keeps its settings. Remove --config and all settings")
         config = resume / "config.toml"
     proposal = _proposal(chosen, config, spec)
     if keys is None and not insecure:

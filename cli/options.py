@@ -63,7 +63,7 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
         twice = merged.setdefault(section, {}).keys() & values.keys()
         if twice:
             raise OptionError(
-                f"{section}.{min(twice)} is set twice, by an option and by --set. Remove --set"
+                f"{section}.{min(twice)} is set twice, by an option and by --set. Set it once"
             )
         merged[section].update(values)
     return merged
@@ -121,7 +121,7 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     if "features" not in method_class(method).__dataclass_fields__:
         return options
     if "features" in options.get("method", {}):
-        raise OptionError("features is set twice, by --features and by --set. Remove --set")
+        raise OptionError("features is set twice, by --features and by --set. Set it once")
     options = copy.deepcopy(options)
     options.setdefault("method", {})["features"] = options["model"].pop("features")
     return options

@@ -337,7 +337,7 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
     sections = given.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError(
-            "either --epsilon or --sigma is required. The plan computes σ or ε from it"
+            "set --epsilon, from which the plan computes σ, or --sigma, from which it computes ε"
         )
     plans = costs_by_mechanism(sections)
     if as_json:

@@ -162,7 +162,7 @@ def distill(
 
     sections = given.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError("--set accepts only settings of the method in this command")
+        raise OptionError("--set accepts only settings of the method here, as KEY=VALUE")
     run = chosen["run"]
     root = chosen["data"].get("data_root")
     files = list(map(expand_home, split_names(models)))
@@ -236,7 +236,7 @@ def describe(
     path = output or description.path
     if path.exists():
         raise OptionError(
-            f"{path} already exists. Remove this file, or choose another with --output"
+            f"{path} already exists. Remove this file, or name a new file with --output"
         )
     path.write_text(description.toml, "utf-8")
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")

@@ -67,7 +67,7 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            "must be own in a deployment, because each upload would have only "
+            "must be 'own' in a run over a network, because each upload would have only "
             f"1/{shares} of the noise without secure aggregation"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
@@ -140,7 +140,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
-            "clients' images come from this data set. Set method.proxy=noise or another data set"
+            "clients' images come from this data set. Set method.proxy=noise or name another one"
         )
 
 

@@ -186,7 +186,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"must be the code {short_repr(stated)}, but the file that you named is {source.label}",
+            f"must be the code {short_repr(stated)}, but the file you named has {source.label}",
         )
 
 

@@ -246,15 +246,15 @@ class RunSettings:
         if not 0 <= self.robust_share < 0.5:
             yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
         if self.sampling == "size" and self.privacy is not None:
-            reason = "because other sampling reveals how many examples each client has"
-            yield "run", "sampling", f"must be uniform with differential privacy, {reason}"
+            reason = "because sampling by size reveals how many examples each client has"
+            yield "run", "sampling", f"must be 'uniform' with differential privacy, {reason}"
         if self.sampling == "size" and self.participation == 1:
-            reason = "must be uniform if run.participation is 1, because all clients then take part"
+            reason = "must be 'uniform' if run.participation is 1, because all clients take part"
             yield "run", "sampling", reason
         method = self.method
         if self.robust != "none":
             if method.robust_refusal:
-                yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
+                yield "run", "robust", f"must be 'none' with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
                 reason = f"needs at least {FEWEST} clients in a round, got {active}"

@@ -121,7 +121,7 @@ class FeatureMap:
             raise self._wrong("blocks", reason)
 
     def _wrong(self, key: str, reason: str) -> SettingError:
-        return SettingError(None, key, f"of features {self.name!r} {reason}")
+        return SettingError(None, key, f"of the feature map {self.name!r} {reason}")
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
         """Returns the vectors [N, d] of the images, float32.

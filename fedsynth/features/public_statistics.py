@@ -115,7 +115,7 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     elif not constants(vectors)[1] > 0:
         reason = "must not return the same vector for half of the images"
     if reason:
-        raise SettingError(None, "function", f"of features {name!r} {reason}")
+        raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
     return map_of_vectors(name, image_shape, function, vectors)
 
 

@@ -141,8 +141,8 @@ def _check(shape: Shape) -> None:
         raise SettingError(
             "method",
             "features",
-            "based on random processes needs grey or colour images of at least "
-            f"{MIN_SIDE}×{MIN_SIDE} pixels, got images of shape {shape}",
+            f"cannot be based on random processes for images of shape {shape}. These features "
+            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels",
         )
 
 

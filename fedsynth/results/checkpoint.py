@@ -187,7 +187,7 @@ class CheckpointFolder:
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
             raise CheckpointError(
-                f"the checkpoint in {self.path} belongs to other settings or data"
+                f"the settings or data differ from those of the run that wrote {self.path}"
             )
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):

@@ -112,9 +112,9 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     """
     for key in facts:
         if key in ROW:
-            raise UnaccountedReleaseError(f"the metric name {key!r} is reserved")
+            raise UnaccountedReleaseError(f"the metric name {key!r} is reserved for fedsynth")
         if declared is not None and key not in declared:
-            raise UnaccountedReleaseError(f"the metric {key!r} must be in `Method.metric_privacy`")
+            raise UnaccountedReleaseError(f"`Method.metric_privacy` must declare metric {key!r}")
     return facts
 
 
@@ -165,7 +165,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
-            raise UnaccountedReleaseError(f"the metric {key!r} must be in `Method.metric_privacy`")
+            raise UnaccountedReleaseError(f"`Method.metric_privacy` must declare metric {key!r}")
         if not declared[key].may_be_shown:
             hidden[key] = value
         elif not declared[key].fits(value):

@@ -117,7 +117,8 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         raise PrivacyError(
-            f"{RESUMED} names round {resumed[-1]}, but must not exceed round {limit}"
+            f"{RESUMED} states that the run was resumed after round {resumed[-1]}, but the last "
+            f"round after which the run can have been resumed is {limit}"
         )
     summary = None
     if (folder / SUMMARY).exists():

@@ -273,7 +273,7 @@ class RunCheckpoints:
         """
         config = read_sections(run.path / "config.toml")
         if without_place(config) != without_place(self._settings.to_mapping()):
-            raise CheckpointError(f"{run.path / 'config.toml'} has other settings than this run")
+            raise CheckpointError(f"{run.path / 'config.toml'} differs from this run's settings")
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
         checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:

@@ -376,7 +376,7 @@ def resumed_rounds(folder: Path) -> list[int]:
         return []
     rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
-        raise PrivacyError(f"{RESUMED}: the round numbers must not decrease")
+        raise PrivacyError(f"{RESUMED} is damaged: its round numbers must not decrease")
     return rounds
 
 

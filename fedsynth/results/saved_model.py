@@ -159,7 +159,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
-            raise OutputError("the images have too many pixels or classes")
+            raise OutputError("the images of the model have too many pixels or classes")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
@@ -169,7 +169,7 @@ class Architecture:
         count = architecture.count() or 0
         if count > parameters:
             raise OutputError(
-                f"the network has {count:,} parameters, but the file contains {parameters:,}"
+                f"the network needs {count:,} parameters, but the file contains only {parameters:,}"
             )
         return architecture
 
@@ -257,8 +257,8 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: the network has other outputs for public images than when the "
-            f"file was written. Probably {parts} has other built-in weights on this machine"
+            f"{file} cannot be used: the outputs of the network for public images differ from "
+            f"those in the file. Probably {parts} had other weights when the file was written"
         )
     return network.eval()
 
@@ -395,7 +395,7 @@ def _architecture(
     settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.folder is not None:
         raise OutputError(
-            f"the run in {folder} used custom images, but does not contain their specification. "
+            f"the run in {folder} used custom images, whose specification is not in this folder. "
             "Pass spec=load_folder(…).train.spec for the same images"
         )
     return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

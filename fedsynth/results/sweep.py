@@ -157,7 +157,7 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
             raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
         if name not in names:
             raise SweepError(
-                f"no run of the sweep has the method {name!r}. The methods are {', '.join(names)}"
+                f"no run of the sweep has the method {name!r}. Its methods are {', '.join(names)}"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
@@ -165,7 +165,7 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
         raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
     cells = [_cell(shared, methods.get(method, {}), *values) for method, *values in points]
     if len({cell.key for cell in cells}) < len(cells):
-        raise SweepError("two runs of the grid have the same settings")
+        raise SweepError("two runs of the grid have the same settings. Remove repeated values")
     return cells
 
 
@@ -196,7 +196,7 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
         first = names.setdefault(setting_of(name), name)
         if first != name:
             raise SweepError(
-                f"{first!r} and {name!r} in the grid are the same setting. Remove one of them"
+                f"{first!r} and {name!r} in the grid are the same setting. Remove {name!r}"
             )
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
@@ -239,7 +239,7 @@ def setting_of(name: str) -> tuple[str, str]:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
         raise SweepError(
-            f"{name!r} in the grid must begin with one of the sections {', '.join(SECTIONS)}"
+            f"{section!r} of {name!r} is not a section. The sections are {', '.join(SECTIONS)}"
         )
     return section, key
 

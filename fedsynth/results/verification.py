@@ -451,11 +451,13 @@ def _owner_problems(
     owner = read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER}: the run has no client {number} or no round {rounds}")
+        raise PrivacyError(
+            f"the run has no client {number} or no round {rounds}, which {OWNER} names"
+        )
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report must belong to one client of a run over a network")
+        raise PrivacyError("the report must be that of exactly one client of a run over a network")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
-        raise PrivacyError("the client in the report differs from the client in the run's files")
+        raise PrivacyError(f"the report's client differs from that in {run_folder.PRIVATE_START}")
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
@@ -486,7 +488,7 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
-        raise PrivacyError(f"the run began with σ = {stated}, but its settings state {configured}")
+        raise PrivacyError(f"the run began with σ = {stated}, but config.toml states {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
@@ -526,7 +528,7 @@ def unfinished_report(
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                "the ledgers are in another folder. Name this folder with --ledger DIR"
+                f"the run's ledgers are not in {folder}. State their folder with --ledger DIR"
             )
         histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
         plan = private_run.rebuild_plan(

@@ -216,7 +216,7 @@ def test_methods_support_or_refuse_robust_rules(name: str) -> None:
         "model": {"width": 4, "depth": 2, **({"norm": "batch"} if name == "fedbn" else {})},
     }
     if method_class(name).robust_refusal:
-        with pytest.raises(SettingError, match=rf"run.robust must be none with {name}"):
+        with pytest.raises(SettingError, match=rf"run.robust must be .none. with {name}"):
             resolve(sections)
         return
     result = simulate(resolve({**sections, "method": {"local_steps": 2, "batch": 64}}))

@@ -117,7 +117,7 @@ def test_run_keys_depend_on_settings_but_not_device(make_sweep: SweepFactory) ->
         ("[grid]\nalpha = 0.1\n", "alpha must be a list of numbers"),
         ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
         ("[grid]\nalpah = [1]\n", "the run alpah=1 are invalid: .*alpah"),
-        ('[grid]\n"modle.width" = [1]\n', "must begin with one of the sections"),
+        ('[grid]\n"modle.width" = [1]\n', "'modle' of 'modle.width' is not a section"),
         ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has the method"),
         ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has the method"),
         ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are the same setting"),

@@ -377,7 +377,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         all_of(write("resumed.json", '{"after_rounds": [1]}'), put("events", [RESUMED.to_json()])),
         "lacks a resumption that resumed.json states",
     ),
-    (write("resumed.json", '{"after_rounds": [2]}'), "names round 2"),
+    (write("resumed.json", '{"after_rounds": [2]}'), "was resumed after round 2"),
     (fifo("resumed.json"), "resumed.json"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "run's summary"),

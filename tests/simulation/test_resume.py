@@ -408,12 +408,12 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
     given = sections("fedavg")
     settings = resolve(given)
     folder = cut(given, tmp_path)
-    with pytest.raises(CheckpointError, match="other settings"):
+    with pytest.raises(CheckpointError, match="differs from this run.s settings"):
         resumed(sections("fedavg", run={"rounds": 4}), tmp_path)
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
-    with pytest.raises(CheckpointError, match="belongs to other settings or data"):
+    with pytest.raises(CheckpointError, match="settings or data differ"):
         simulate(settings, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="not a run folder"):
         simulate(settings, resume=tmp_path)

@@ -166,7 +166,7 @@ def test_an_encoder_with_other_weights_is_found_out(
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
     register_features(name, other)  # as a file does that loads weights which have changed
-    with pytest.raises(OutputError, match=r"other outputs for public .*enc.py:encoder@"):
+    with pytest.raises(OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
         load_model(share)
     del registry._CUSTOM[name]
     with pytest.raises(OutputError, match="from a custom file that is not loaded"):
