@@ -408,7 +408,7 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
     given = sections("fedavg")
     settings = resolve(given)
     folder = cut(given, tmp_path)
-    with pytest.raises(CheckpointError, match="differs from this run.s settings"):
+    with pytest.raises(CheckpointError, match="differs from this run's settings"):
         resumed(sections("fedavg", run={"rounds": 4}), tmp_path)
     train, test = load_dataset("digits")
     images = train.images.clone()
