@@ -48,7 +48,7 @@ ALLOWED_WAITS = {  # with the reason
     ("data/images.py", "_constants"): "pixel constants, once for each data set",
 }
 
-SMALL_SECTIONS: dict[str, dict[str, Any]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "run": {"memory_gb": 1.0},
     "partition": {"clients": 2, "subset": 0.1},
     "model": {"width": 4, "depth": 1},
@@ -60,12 +60,9 @@ FEW_STEPS = {
 HALF = {"sample_rate": 0.5, "noise_multiplier": 4.0}
 
 
-def small_case(name: str, is_private: bool, **sections: Any) -> recorded.Sections:
+def small(name: str, is_private: bool, **sections: Any) -> recorded.Sections:
     """Returns a minimal case, mostly of two rounds."""
-    merged = {
-        key: {**SMALL_SECTIONS.get(key, {}), **sections.get(key, {})}
-        for key in {*SMALL_SECTIONS, *sections}
-    }
+    merged = {key: {**SMALL.get(key, {}), **sections.get(key, {})} for key in {*SMALL, *sections}}
     if not is_private:
         merged["partition"] = {"local_test": 0.2, **merged["partition"]}
     else:
@@ -81,22 +78,20 @@ def small_case(name: str, is_private: bool, **sections: Any) -> recorded.Section
 
 
 CASES = {
-    **{f"{name}, open": small_case(name, False) for name in METHODS},
-    **{f"{k}, private": small_case(k, True) for k in METHODS if method_class(k).dp_mechanisms},
-    "feddm, gradient": small_case("feddm", True, privacy={"mechanism": "gradient"}),
-    "feddm, features": small_case("feddm", True, privacy={"mechanism": "features"}),
-    "feddm, siamese, inside the ball": small_case(
+    **{f"{name}, open": small(name, False) for name in METHODS},
+    **{f"{k}, private": small(k, True) for k in METHODS if method_class(k).dp_mechanisms},
+    "feddm, gradient": small("feddm", True, privacy={"mechanism": "gradient"}),
+    "feddm, features": small("feddm", True, privacy={"mechanism": "features"}),
+    "feddm, siamese, inside the ball": small(
         "feddm", False, method={"augment": "siamese", "perturbation": "ball"}
     ),
-    "feddm, batch norm": small_case("feddm", False, model={"norm": "batch"}),
-    "feddm, distributions": small_case("feddm", False, method={"matching": "sinkhorn"}),
-    "fedaf, rows": small_case("fedaf", False, method={"distance": "rows"}),
-    "fedavg, on features": small_case("fedavg", False, model={"features": "pixels"}),
-    "fedavg, on features, private": small_case("fedavg", True, model={"features": "pixels"}),
-    "moon, on features, private": small_case(
-        "moon", True, model={"features": "pixels", "name": "mlp"}
-    ),
-    "fedavg, in one pass": small_case(
+    "feddm, batch norm": small("feddm", False, model={"norm": "batch"}),
+    "feddm, distributions": small("feddm", False, method={"matching": "sinkhorn"}),
+    "fedaf, rows": small("fedaf", False, method={"distance": "rows"}),
+    "fedavg, on features": small("fedavg", False, model={"features": "pixels"}),
+    "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
+    "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
+    "fedavg, in one pass": small(
         "fedavg", False, model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
     ),
 }
@@ -193,7 +188,7 @@ MIXES: dict[str, Callable[[Tensor], object]] = {
 def test_mixed_devices_are_detected(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU accepts these operations."""
     break_optimiser(monkeypatch, MIXES[mix])
-    sections = small_case("fedavg", False)
+    sections = small("fedavg", False)
     monkeypatch.setitem(recorded.CASES, "here", sections)
     recorded.run("here", monkeypatch)
     with pytest.raises(DeviceMixError):
@@ -214,9 +209,7 @@ def trained_weights(device: torch.device | str, radius: float | None) -> list[Te
 
 
 @pytest.mark.parametrize("radius", [None, 0.5])
-def test_recorded_steps_train_like_the_cpu(
-    radius: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_equal_cpu(radius: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded graph repeats its operations on the same memory."""
     recordings: list[object] = []
     original = cuda_graphs.recorded

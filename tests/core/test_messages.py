@@ -91,18 +91,16 @@ def test_shared_tensors_are_serialised_separately() -> None:
 
 
 @dataclass(frozen=True)
-class TextMessage(Message):
+class Text(Message):
     text: Any = public("a test's")
 
 
 def test_unsupported_field_values_are_rejected() -> None:
     for value in ("words", float("nan"), float("inf"), [torch.ones(1)]):
-        with pytest.raises(MessageError, match=r"TextMessage\.text must be"):
-            TextMessage(value).to_bytes()
-    with pytest.raises(MessageError, match=r"TextMessage\.text is missing"):
-        TextMessage.from_bytes(
-            TextMessage(None).to_bytes()
-        )  # only a field whose default is None may be None
+        with pytest.raises(MessageError, match=r"Text\.text must be"):
+            Text(value).to_bytes()
+    with pytest.raises(MessageError, match=r"Text\.text is missing"):
+        Text.from_bytes(Text(None).to_bytes())  # only a field whose default is None may be None
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
 SCORED = Scored({"w": torch.ones(2)}, score=0.5).to_bytes()
 
 
-def with_header(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
+def edited(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
     """Returns `good` with a changed JSON header and optionally another version."""
     length = struct.unpack("<Q", good[:8])[0]
     outer = json.loads(good[8 : 8 + length])
@@ -150,30 +148,30 @@ def with_shape(shape: list[int]) -> bytes:
         (struct.pack("<Q", 2**63) + b"{}", "not a valid fedsynth message"),
         (struct.pack("<Q", 20_000) + b"[" * 20_000, "not a valid fedsynth message"),
         (GOOD[:-1], "message is damaged"),
-        (with_header(type="Words"), "expected a message of type ModelParameters, got 'Words'"),
-        (with_header(numbers={}), r"ModelParameters\.weight is missing"),
-        (with_header(numbers={"weight": "3"}), "finite number"),
-        (with_header(numbers={"weight": True}), "finite number"),
-        (with_header(numbers={"weight": float("nan")}), "finite number"),
-        (with_header(numbers={"weight": 2**64}), "finite number"),
-        (with_header(numbers={"weight": 10**400}), "finite number"),
-        (with_header(parts=" " * 2**23), "the header has 8"),
-        (with_header(numbers={"weight": 3, "more": 1}), "unexpected entry 'more'"),
-        (with_header(numbers=[3]), "mappings `numbers`"),
-        (with_header(keys={"parameters": []}), r"unexpected entry 'parameters\.w'"),
-        (with_header(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
-        (with_header(keys={"parameters": ["w", "w"]}), "exactly once"),
-        (with_header(keys={"parameters": "w"}), "exactly once"),
-        (with_header(keys={}), r"ModelParameters\.parameters is missing"),
-        (with_header(version="1"), "not a valid fedsynth message"),
-        (with_header(none=None), "mappings `numbers`"),
-        (with_header(none={"weight": 1}), "mappings `numbers`"),
-        (with_header(none=["weight"]), "unexpected entry 'weight'"),
-        (with_header(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
-        (with_header(none=[["weight"]]), "unexpected entry"),
-        (with_header(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
+        (edited(type="Words"), "expected a message of type ModelParameters, got 'Words'"),
+        (edited(numbers={}), r"ModelParameters\.weight is missing"),
+        (edited(numbers={"weight": "3"}), "finite number"),
+        (edited(numbers={"weight": True}), "finite number"),
+        (edited(numbers={"weight": float("nan")}), "finite number"),
+        (edited(numbers={"weight": 2**64}), "finite number"),
+        (edited(numbers={"weight": 10**400}), "finite number"),
+        (edited(parts=" " * 2**23), "the header has 8"),
+        (edited(numbers={"weight": 3, "more": 1}), "unexpected entry 'more'"),
+        (edited(numbers=[3]), "mappings `numbers`"),
+        (edited(keys={"parameters": []}), r"unexpected entry 'parameters\.w'"),
+        (edited(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
+        (edited(keys={"parameters": ["w", "w"]}), "exactly once"),
+        (edited(keys={"parameters": "w"}), "exactly once"),
+        (edited(keys={}), r"ModelParameters\.parameters is missing"),
+        (edited(version="1"), "not a valid fedsynth message"),
+        (edited(none=None), "mappings `numbers`"),
+        (edited(none={"weight": 1}), "mappings `numbers`"),
+        (edited(none=["weight"]), "unexpected entry 'weight'"),
+        (edited(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
+        (edited(none=[["weight"]]), "unexpected entry"),
+        (edited(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
         (
-            with_header(numbers={}, keys={"parameters": ["w"], "weight": []}),
+            edited(numbers={}, keys={"parameters": ["w"], "weight": []}),
             "weight has the wrong type",
         ),
     ],
@@ -186,18 +184,14 @@ def test_malformed_messages_are_rejected(sent: bytes, match: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sent", "match"),
     [
-        (AnchorState, with_header(STATE, none=[]), r"AnchorState\.seen is missing"),
+        (AnchorState, edited(STATE, none=[]), r"AnchorState\.seen is missing"),
         *(
-            (AnchorState, with_header(STATE, none=["seen", "has_anchor", name]), "unexpected entry")
+            (AnchorState, edited(STATE, none=["seen", "has_anchor", name]), "unexpected entry")
             for name in ("has_anchor", "anchors", "cache")
         ),
-        (
-            AnchorState,
-            with_header(STATE, none=["seen"], numbers={"has_anchor": 1}),
-            "wrong type int",
-        ),
-        (Scored, with_header(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
-        (Scored, with_header(SCORED, none=["count"]), "unexpected entry 'count'"),
+        (AnchorState, edited(STATE, none=["seen"], numbers={"has_anchor": 1}), "wrong type int"),
+        (Scored, edited(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
+        (Scored, edited(SCORED, none=["count"]), "unexpected entry 'count'"),
         (ServerState, STATE, "expected a message of type ServerState, got 'AnchorState'"),
     ],
 )
@@ -215,7 +209,7 @@ def test_tensors_in_place_of_numbers_are_rejected() -> None:
         parameters: Mapping[str, Tensor] = released()
         weight: Tensor = released()
 
-    forged = with_header(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
+    forged = edited(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
     with pytest.raises(MessageError, match=r"ModelParameters\.weight has the wrong type Tensor"):
         ModelParameters.from_bytes(forged)
 

@@ -37,9 +37,9 @@ from tests.methods.tiny_problem import (
     TwoLayers,
     context,
     cross_entropy,
+    descend,
     embeddings,
-    flat_weights,
-    gradient_descent,
+    flat,
     label_losses,
     softmax,
 )
@@ -65,9 +65,7 @@ def run_rounds(
 ) -> list[Array]:
     """Returns the global model after each round; training clients in one pass changes nothing."""
     with patch("fedsynth.training.many_clients.FEW", 1):
-        runs = [
-            tiny.run_rounds(method, network, device, active, grouped) for grouped in (True, False)
-        ]
+        runs = [tiny.run_rounds(method, network, device, active, g) for g in (True, False)]
     grouped, separate = ([weight_matrix(model) for model in models] for models, *_ in runs)
     np.testing.assert_allclose(grouped, separate, atol=2e-6)
     return grouped
@@ -87,7 +85,7 @@ def gradient(W: Array, examples: Tensor) -> Array:
     return np.asarray((softmax(x @ W.T) - np.eye(3)[y]).T @ x / len(x))
 
 
-def train_locally(
+def fit(
     W: Array, k: int, steps: int = 3, extra: Callable[[Array], Array] = lambda W: W * 0
 ) -> Array:
     for _ in range(steps):
@@ -103,7 +101,7 @@ def assert_close(actual: list[Array], expected: list[Array]) -> None:
 def fedavg_rounds(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
     W, out = START, []
     for _ in range(2):
-        local_models = [train_locally(W, k, extra=lambda V: decay * V) for k in range(3)]
+        local_models = [fit(W, k, extra=lambda V: decay * V) for k in range(3)]
         W = np.average(local_models, axis=0, weights=weights)
         out.append(W)
     return out
@@ -126,7 +124,7 @@ def test_special_cases_equal_fedavg(device: torch.device) -> None:
 def test_fedavgm_equals_numpy(device: torch.device) -> None:
     W, v, expected = START, START * 0, []
     for _ in range(2):
-        v = 0.9 * v + (W - sum(n * train_locally(W, k) for k, n in enumerate(SIZES)) / 9)
+        v = 0.9 * v + (W - sum(n * fit(W, k) for k, n in enumerate(SIZES)) / 9)
         W = W - 0.8 * v
         expected.append(W)
     assert_close(run_rounds(FedAvgM(**FULL, server_lr=0.8), device), expected)
@@ -138,11 +136,11 @@ def test_fedprox_averages_partial_work_of_stragglers(device: torch.device) -> No
     assert len(epochs) == 2
     assert all(1 <= passes <= 3 for passes in epochs.values())
     proximal = lambda V: 0.7 * (V - START)  # noqa: E731
-    models = [train_locally(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
+    models = [fit(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
     assert_close(run_rounds(method, device, (ALL,)), [np.average(models, axis=0, weights=SIZES)])
     (on_time,) = set(range(3)) - set(epochs)
     dropping = FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
-    assert_close(run_rounds(dropping, device, (ALL,)), [train_locally(START, on_time)])
+    assert_close(run_rounds(dropping, device, (ALL,)), [fit(START, on_time)])
     with pytest.raises(SettingError, match="stragglers"):
         FedAvg(stragglers=0.5, local_steps=3)
     all_dropped = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
@@ -179,7 +177,7 @@ def test_scaffold_with_absent_client_equals_numpy(device: torch.device) -> None:
     for ids in active:
         ys, change = [], START * 0
         for k in ids:
-            y = train_locally(x, k, extra=lambda V, d=c - controls[k]: d)  # type: ignore[misc]
+            y = fit(x, k, extra=lambda V, d=c - controls[k]: d)  # type: ignore[misc]
             c_k = controls[k] - c + (x - y) / (3 * 0.5)
             change = change + c_k - controls[k]
             controls[k] = c_k
@@ -195,9 +193,7 @@ def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
     active, alpha = (ALL, (1, 2)), 0.3
     W, h, g, expected = START, START * 0, [START * 0] * 3, []
     for ids in active:
-        models = {
-            k: train_locally(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids
-        }  # type: ignore[misc]
+        models = {k: fit(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids}  # type: ignore[misc]
         for k in ids:
             g[k] = g[k] - alpha * (models[k] - W)
         h = h - alpha / 3 * sum(models[k] - W for k in ids)
@@ -216,13 +212,7 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
             difference = probabilities(V, k) - probabilities(teacher, k)
             return np.asarray(0.8 / 2 * difference.T @ X[PARTS[k].numpy()] / SIZES[k])
 
-        W = (
-            sum(
-                n * train_locally(W, k, extra=lambda V, k=k: distil(V, k))
-                for k, n in enumerate(SIZES)
-            )
-            / 9
-        )  # type: ignore[misc,assignment]
+        W = sum(n * fit(W, k, extra=lambda V, k=k: distil(V, k)) for k, n in enumerate(SIZES)) / 9  # type: ignore[misc,assignment]
         past.append(W)
         expected.append(W)
     assert_close(run_rounds(FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
@@ -232,7 +222,7 @@ def test_qffl_equals_numpy(device: torch.device) -> None:
     W, q, L, expected = START, 0.5, 2.0, []
     for _ in range(2):
         F = [loss(W, k) + 1e-10 for k in range(3)]
-        delta = [L * (W - train_locally(W, k)) for k in range(3)]
+        delta = [L * (W - fit(W, k)) for k in range(3)]
         h = [q * f ** (q - 1) * (d**2).sum() + L * f**q for f, d in zip(F, delta, strict=True)]
         W = W - sum(f**q * d for f, d in zip(F, delta, strict=True)) / sum(h)
         expected.append(W)
@@ -255,13 +245,13 @@ def test_moon_equals_numpy(device: torch.device) -> None:
             contrast = float(np.log(to_global / (to_global + to_last)).mean())
             return cross_entropy(w, x, y) - 2.0 * contrast
 
-        last = [gradient_descent(w_t, partial(loss, k=k)) for k in range(3)]
+        last = [descend(w_t, partial(loss, k=k)) for k in range(3)]
         w_t = np.average(last, axis=0, weights=SIZES)
         expected.append(w_t)
     models, *_ = tiny.run_rounds(Moon(**FULL, mu=2.0), partial(TwoLayers, False), device)
-    np.testing.assert_allclose([flat_weights(model) for model in models], expected, atol=5e-5)
+    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
     plain, *_ = tiny.run_rounds(Moon(**FULL, mu=0.0), partial(TwoLayers, False), device)
-    assert np.abs(flat_weights(plain[1]) - expected[1]).max() > 0.01  # the term has an effect
+    assert np.abs(flat(plain[1]) - expected[1]).max() > 0.01  # the term has an effect
 
 
 def test_fedbn_equals_numpy(device: torch.device) -> None:
@@ -277,12 +267,12 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
             def loss(w: Array, x: Array = x, y: Array = y) -> float:
                 return cross_entropy(w[:24], x * w[24:28] + w[28:], y)
 
-            trained.append(gradient_descent(np.concatenate([shared, norms[k]]), loss))
+            trained.append(descend(np.concatenate([shared, norms[k]]), loss))
         shared, norms = np.mean(trained, axis=0)[:24], [w[24:] for w in trained]
         expected.append(shared)
     method = FedBN(**FULL)
     models, state, memories = tiny.run_rounds(method, partial(TwoLayers, True), device)
-    np.testing.assert_allclose([flat_weights(model) for model in models], expected, atol=5e-5)
+    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
     assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
     for k in range(3):
         personal = tiny.as_arrays(method.personal_parameters(state.parameters, memories[k]))
@@ -302,11 +292,9 @@ def test_solo_clients_keep_their_models(device: torch.device) -> None:
     for k in range(3):
         w = tiny.START
         for _ in range(2):
-            w = gradient_descent(
-                w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]])
-            )  # type: ignore[misc]
-        np.testing.assert_allclose(flat_weights(tiny.as_arrays(memories[k])), w, atol=5e-5)
-    np.testing.assert_allclose(flat_weights(models[1]), tiny.START, atol=1e-6)
+            w = descend(w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
+        np.testing.assert_allclose(flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
+    np.testing.assert_allclose(flat(models[1]), tiny.START, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["qffl", "fedbn", "solo"])

@@ -61,9 +61,9 @@ from tests.methods.tiny_problem import (
     TwoLayers,
     X,
     cross_entropy,
+    descend,
     embeddings,
-    flat_weights,
-    gradient_descent,
+    flat,
     label_losses,
     logits,
     softmax,
@@ -84,7 +84,7 @@ def run_rounds(
 ) -> tuple[list[Array], Any]:
     """Returns the global model after each round, and the last state."""
     models, state, _ = tiny.run_rounds(method, TwoLayers, device, active)
-    return [flat_weights(model) for model in models], state
+    return [flat(model) for model in models], state
 
 
 def assert_close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
@@ -92,9 +92,7 @@ def assert_close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
     assert np.abs(expected[-1] - START).max() > 0.01  # training has moved the weights
 
 
-def trained_model(
-    w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive"
-) -> Array:
+def fit(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive") -> Array:
     """Returns client k's model after three steps from w, guided by optional anchors."""
     x, y = X[PARTS[k]], LABELS[PARTS[k]]
 
@@ -109,7 +107,7 @@ def trained_model(
         anchor_loss = label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
         return plain + 0.7 * float(anchor_loss.mean())
 
-    return gradient_descent(w, loss)
+    return descend(w, loss)
 
 
 def class_means(models: dict[int, Array], previous: Array | None = None) -> Array:
@@ -129,7 +127,7 @@ def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
     w, expected, anchors = START, [], None
     for ids in ((0, 1, 2), (0,)):
         anchors = class_means(dict.fromkeys(ids, w), anchors)
-        models = [trained_model(w, k, anchors, kind) for k in ids]
+        models = [fit(w, k, anchors, kind) for k in ids]
         w = np.average(models, axis=0, weights=[SIZES[k] for k in ids])
         expected.append(w)
     models, state = run_rounds(method, device, ((0, 1, 2), (0,)))
@@ -139,10 +137,10 @@ def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
 
 def test_fedfm_lite_computes_anchors_after_training(device: torch.device) -> None:
     """Round 1 is FedAvg; each client's features come from its trained model."""
-    models = [trained_model(START, k) for k in range(3)]
+    models = [fit(START, k) for k in range(3)]
     first = np.average(models, axis=0, weights=SIZES)
     anchors = class_means(dict(enumerate(models)))
-    second = np.average([trained_model(first, k, anchors) for k in range(3)], axis=0, weights=SIZES)
+    second = np.average([fit(first, k, anchors) for k in range(3)], axis=0, weights=SIZES)
     method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
     assert method.first_request(AnchorState({}), context(1, device)) is None
     assert_close(run_rounds(method, device)[0], [first, second])
@@ -182,13 +180,11 @@ def latent_generator() -> LatentGenerator:
         return LatentGenerator(3, 3)
 
 
-def generator_guided_loss(
-    w: Array, x: Array, y: Array, target: Array, drawn: Array, drawn_labels: Any
-) -> float:
+def guided_loss(w: Array, x: Array, y: Array, target: Array, z_g: Array, y_g: Any) -> float:
     """Returns w's loss on the labels, the generator's averaged answers and its embeddings."""
     p = softmax(logits(w, embeddings(w, x)))
     kl = -(target * np.log(p)).sum(1).mean()  # and a constant
-    ce = label_losses(logits(w, drawn), drawn_labels).mean()
+    ce = label_losses(logits(w, z_g), y_g).mean()
     return cross_entropy(w, x, y) + DECAY * float(0.8 * kl + 0.5 * ce)
 
 
@@ -219,19 +215,12 @@ def test_second_fedgen_round_equals_numpy(device: torch.device) -> None:
         for _ in range(3):
             target = softmax(logits(w, pool)).reshape(3, POOL, 3).mean(1)[y]
             even = torch.ones(3, device=device)
-            drawn_labels = torch.multinomial(even, 4, replacement=True, generator=draws)
-            drawn = generate(drawn_labels, draws)
+            y_g = torch.multinomial(even, 4, replacement=True, generator=draws)
+            z_g = generate(y_g, draws)
 
-            step = partial(
-                generator_guided_loss,
-                x=x,
-                y=y,
-                target=target,
-                drawn=drawn,
-                drawn_labels=drawn_labels.cpu().numpy(),
-            )
-            w = gradient_descent(w, step, steps=1)
-        actual = flat_weights(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
+            step = partial(guided_loss, x=x, y=y, target=target, z_g=z_g, y_g=y_g.cpu().numpy())
+            w = descend(w, step, steps=1)
+        actual = flat(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
         np.testing.assert_allclose(actual, w, atol=5e-5)
         assert upload.counts.tolist() == np.bincount(y, minlength=3).tolist()  # type: ignore[attr-defined]
 
@@ -357,7 +346,7 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
 
     net, pi = network(), None
     gammas: Any = [[None, None], [None, None]]
-    averages: Any = [[[None, None], [None, None]] for _ in parts]
+    ema: Any = [[[None, None], [None, None]] for _ in parts]
     for number in (1, 2):
         models: list[Any] = []
         for k, part in enumerate(parts):
@@ -373,10 +362,8 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
                     statistics = [h.mean((2, 3)), (h.var((2, 3), correction=0) + 1e-6).sqrt()]
                     new = []
                     for i, s in enumerate(statistics):
-                        average, batch_mean = averages[k][stage][i], s.detach().mean(0)
-                        averages[k][stage][i] = (
-                            batch_mean if average is None else 0.99 * average + 0.01 * batch_mean
-                        )
+                        old, mean = ema[k][stage][i], s.detach().mean(0)
+                        ema[k][stage][i] = mean if old is None else 0.99 * old + 0.01 * mean
                         gamma = gammas[stage][i]
                         wide = (2 if gamma is None else gamma + 1) * (s.var(0, correction=0) + 1e-6)
                         new.append(s + torch.randn(s.shape, generator=noise) * wide.sqrt())
@@ -398,7 +385,7 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
         pi = torch.stack(histograms).mean(0)
         for stage in (0, 1):
             for i in (0, 1):
-                gammas[stage][i] = modulation(torch.stack([averages[k][stage][i] for k in (0, 1)]))
+                gammas[stage][i] = modulation(torch.stack([ema[k][stage][i] for k in (0, 1)]))
         a, b = (model.state_dict() for model in models)
         net = network({name: (a[name] + b[name]) / 2 for name in a})
     state: Any = server.state

@@ -60,17 +60,14 @@ def run_rounds(
 def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
     """Computes the rounds equation by equation: (w, pixels of each client)."""
     x, y = normalise(data().images, SPEC), torch.tensor(LABELS)
-    client_classes = [[0, 1, 2], [0, 1]]
+    C = [[0, 1, 2], [0, 1]]
     model, images, V = context().architecture, {}, None
     for number in range(1, count + 1):
         ctx, net = context(number), model
         with torch.no_grad():
             z = net(x)
         # Eq. 5
-        v = [
-            {c: z[part][y[part] == c].mean(0) for c in client_classes[k]}
-            for k, part in enumerate(PARTS)
-        ]
+        v = [{c: z[part][y[part] == c].mean(0) for c in C[k]} for k, part in enumerate(PARTS)]
         # Eq. 8
         average = {
             c: torch.stack([v[k][c] for k in (0, 1) if c in v[k]]).mean(0) for c in (0, 1, 2)
@@ -82,11 +79,9 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
             if k not in images:
                 generator = torch_generator(0, "averaged start images", k)
                 starts = []
-                for c in client_classes[k]:
-                    class_images = x[part[y[part] == c]]
-                    drawn = class_images[
-                        torch.randint(len(class_images), (4,), generator=generator)
-                    ]
+                for c in C[k]:
+                    x_c = x[part[y[part] == c]]
+                    drawn = x_c[torch.randint(len(x_c), (4,), generator=generator)]
                     starts.append(drawn.view(2, 2, 1, 8, 8).mean(1))
                 images[k] = torch.stack(starts)
             S, velocity = images[k].clone(), torch.zeros_like(images[k])
@@ -95,7 +90,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
                 w: Any = next(draws)
                 leaf = S.clone().requires_grad_()
                 loss = torch.zeros(())
-                for i, c in enumerate(client_classes[k]):
+                for i, c in enumerate(C[k]):
                     h, real = w.embed(leaf[i]), w.embed(x[part[y[part] == c]])
                     loss = loss + (h.mean(0) - real.mean(0)).square().sum()  # Eq. 4
                     if V is not None:
@@ -108,16 +103,13 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
             images[k] = S
             pixels.append(denormalise(S.flatten(0, 1), SPEC))
         V = average
-        soft = [
-            {c: torch.softmax(v[k][c] / method.temperature, 0) for c in client_classes[k]}
-            for k in (0, 1)
-        ]
+        soft = [{c: torch.softmax(v[k][c] / method.temperature, 0) for c in C[k]} for k in (0, 1)]
         # Eq. 12
         R = {
             c: torch.stack([soft[k][c] for k in (0, 1) if c in soft[k]]).mean(0) for c in (0, 1, 2)
         }
         union = normalise(torch.cat(pixels), SPEC)
-        labels = torch.cat([torch.tensor(client_classes[k]).repeat_interleave(2) for k in (0, 1)])
+        labels = torch.cat([torch.tensor(C[k]).repeat_interleave(2) for k in (0, 1)])
         model = context().architecture
         model.load_state_dict(net.state_dict())
         optimiser = torch.optim.SGD(model.parameters(), method.server_lr, method.server_momentum)
@@ -125,16 +117,14 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         for _ in range(method.server_epochs):
             order = torch.randperm(len(labels), generator=shuffle).split(method.server_batch)
             for part in order:
-                logits, targets = model(union[part]), labels[part]
-                loss = nn.functional.cross_entropy(logits, targets)
+                logits, truth = model(union[part]), labels[part]
+                loss = nn.functional.cross_entropy(logits, truth)
                 if method.server_matching != "minibatch":
-                    logits, targets = model(union), labels
-                present = targets.unique().tolist()
+                    logits, truth = model(union), labels
+                present = truth.unique().tolist()
                 share = 1 if method.matching_reduction == "sum" else 1 / len(present)
                 for c in present:
-                    t = torch.softmax(
-                        logits[targets == c].mean(0) / method.temperature, 0
-                    )  # Eq. 13
+                    t = torch.softmax(logits[truth == c].mean(0) / method.temperature, 0)  # Eq. 13
                     kl = (R[c] * (R[c] / t).log()).sum() + (t * (t / R[c]).log()).sum()
                     loss = loss + method.global_weight * share * kl / 2  # Eqs. 14, 15
                 optimiser.zero_grad()
@@ -220,16 +210,14 @@ def test_logits_of_absent_clients_persist() -> None:
     """Round 1 has only client 0, round 2 only client 1, who lacks class 2."""
     for method in (FAST, replace(FAST, knowledge_from="first-phase")):
         server = Server(method, context().architecture.state_dict())
-        class_logits = []
+        rows = []
         for number, k in ((1, 0), (2, 1)):
             clients = ExactClientView([k], data(), [PARTS[k]])
             play_round(server, [clients], {}, replace(context(number), participants=(k,)))
             state: Any = server.state
-            class_logits.append(
-                (state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone())
-            )
-        assert class_logits[0][0] == class_logits[1][0] == [0, 1, 2]
-        assert torch.equal(class_logits[0][1], class_logits[1][1])
+            rows.append((state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone()))
+        assert rows[0][0] == rows[1][0] == [0, 1, 2]
+        assert torch.equal(rows[0][1], rows[1][1])
 
 
 def private_upload(sigma: float) -> tuple[CondensedSet, list[Any]]:

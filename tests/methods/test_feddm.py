@@ -80,9 +80,9 @@ def test_private_clients_send_every_class(mechanism: str) -> None:
 
 
 def test_private_start_is_independent_of_the_data() -> None:
-    still, ctx = replace(FAST, iterations=1, image_lr=0.0), round_context(NOISY)
+    fixed, ctx = replace(FAST, iterations=1, image_lr=0.0), round_context(NOISY)
     first, other = (
-        upload(still, ctx, private_client(still, ctx, part=part)).images for part in PARTS
+        upload(fixed, ctx, private_client(fixed, ctx, part=part)).images for part in PARTS
     )
     assert torch.equal(first, other)
 
@@ -144,9 +144,7 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float]) -> None:
         velocity = [torch.zeros_like(s) for s in S]
         start = flatten(model)
         for t in range(4):
-            if (
-                method.networks_per_round and t % method.networks_per_round == 0
-            ):  # back to the first
+            if method.networks_per_round and t % method.networks_per_round == 0:  # from the first
                 generator = torch_generator(0, "parameter perturbation", number)
             w: Any = base.load(model.state_dict())
             set_weights(w, start, torch.empty_like(start).normal_(generator=generator))
@@ -160,10 +158,8 @@ def test_two_rounds_equal_plain_torch(change: dict[str, float]) -> None:
                 loss = h_loss + method.logit_weight**2 * z_loss
                 gradients += torch.autograd.grad(loss, leaf)
             for i, gradient in enumerate(gradients):
-                client_gradients = [
-                    gradients[j] for j in segments.of(int(segments.position[i])).tolist()
-                ]
-                norm = float(torch.stack(client_gradients).norm())  # of all images of a client
+                rows = [gradients[j] for j in segments.of(int(segments.position[i])).tolist()]
+                norm = float(torch.stack(rows).norm())  # of all images of a client
                 if method.image_clip and norm > method.image_clip:
                     gradient = gradient * method.image_clip / norm
                 velocity[i] = method.image_momentum * velocity[i] + gradient
@@ -229,13 +225,10 @@ class SingleCheckpoint(NullCheckpointer):
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_interrupted_loop_ends_with_the_same_images(step: int) -> None:
     """A broken version would compute the real means only in the first M steps."""
-    checkpointer = SingleCheckpoint(step)
-    method, ctx = (
-        replace(FAST, iterations=7, networks_per_round=3),
-        round_context(keeper=checkpointer),
-    )
+    store = SingleCheckpoint(step)
+    method, ctx = replace(FAST, iterations=7, networks_per_round=3), round_context(keeper=store)
     complete = client_uploads(method, ctx, clients(0, 1))
-    assert checkpointer.stored is not None
+    assert store.stored is not None
     repeated = client_uploads(method, ctx, clients(0, 1))
     assert all(torch.equal(a.images, b.images) for a, b in zip(complete, repeated, strict=True))
 

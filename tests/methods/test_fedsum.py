@@ -238,9 +238,7 @@ def test_classes_below_the_noise_floor_are_excluded() -> None:
     assert synthetic is not None
     assert synthetic[1].tolist() == [0, 0]
     start_images = method.broadcast(initial_state(ctx), ctx).images
-    assert torch.equal(
-        state.images[2:], start_images[2:]
-    )  # images of missing classes are unchanged
+    assert torch.equal(state.images[2:], start_images[2:])  # missing classes are unchanged
     assert method.facts(state, ctx) == {"condensed_classes": 1}
 
 
@@ -304,8 +302,8 @@ def test_start_images_depend_only_on_the_seed(start_from: str) -> None:
     images = method.broadcast(initial_state(ctx), ctx).images
     assert torch.equal(images, method.broadcast(initial_state(ctx), ctx).images)
     assert not torch.equal(images, method.broadcast(initial_state(other), other).images)
-    later_state = replace(
+    stepped = replace(
         initial_state(ctx), images=images + 1, condensed=torch.ones(10, dtype=torch.bool)
     )
-    assert torch.equal(method.broadcast(later_state, ctx).images, images + 1)
-    assert torch.equal(replace(method, restart=True).broadcast(later_state, ctx).images, images)
+    assert torch.equal(method.broadcast(stepped, ctx).images, images + 1)
+    assert torch.equal(replace(method, restart=True).broadcast(stepped, ctx).images, images)

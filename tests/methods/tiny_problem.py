@@ -91,13 +91,13 @@ class TwoLayers(nn.Module):
         return logits
 
 
-def flat_weights(parameters: dict[str, Array]) -> Array:
+def flat(parameters: dict[str, Array]) -> Array:
     """Returns [24]: A, W and b of `TwoLayers`."""
     names = ("body.weight", "classifier.weight", "classifier.bias")
     return np.concatenate([parameters[name].ravel() for name in names])
 
 
-START = flat_weights(as_arrays(TwoLayers().state_dict()))
+START = flat(as_arrays(TwoLayers().state_dict()))
 
 
 def embeddings(w: Array, x: Array) -> Array:
@@ -122,7 +122,7 @@ def cross_entropy(w: Array, x: Array, y: npt.NDArray[np.int64]) -> float:
     return float(label_losses(logits(w, embeddings(w, x)), y).mean())
 
 
-def gradient_descent(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
+def descend(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
     """Takes steps of gradient descent at a rate of 0.5, by central differences."""
     for _ in range(steps):
         unit = np.eye(len(w)) * 1e-5

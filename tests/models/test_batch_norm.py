@@ -59,10 +59,8 @@ def test_groups_are_normalised_separately(kind: Any, shape: tuple[int, ...]) -> 
     actual = grouped(x)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     v = torch.randn(shape, generator=draws)
-    (actual_gradient,), (expected_gradient,) = (
-        torch.autograd.grad(output, x, v) for output in (actual, expected)
-    )
-    torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-3, rtol=1e-3)
+    (dx,), (dx_torch,) = (torch.autograd.grad(output, x, v) for output in (actual, expected))
+    torch.testing.assert_close(dx, dx_torch, atol=1e-3, rtol=1e-3)
 
 
 def test_real_and_synthetic_images_never_share_statistics() -> None:
@@ -74,10 +72,8 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
     )
     segments = clients.segments(1)
     matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
-    features = NetworkFeatures(
-        with_grouped_statistics(net), 0.7, None, statistics_S=segments.position
-    )
-    actual = matcher.gradient(0, features, S)
+    maps = NetworkFeatures(with_grouped_statistics(net), 0.7, None, statistics_S=segments.position)
+    actual = matcher.gradient(0, maps, S)
     expected = []
     net.train()
     for position, (zeros, ones) in enumerate((([0, 10, 20], [1, 11]), ([30], [31, 41, 51]))):
@@ -125,9 +121,7 @@ def nonlinear_sum(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("shape", "last"), [((5, 3), False), ((4, 3, 2, 5), True)])
-def test_batch_statistics_equal_torch(
-    shape: tuple[int, ...], last: bool, device: torch.device
-) -> None:
+def test_statistics_equal_torch(shape: tuple[int, ...], last: bool, device: torch.device) -> None:
     """Compares features and feature maps, in both memory formats."""
     draws = torch.Generator().manual_seed(1)
     x = (torch.randn(shape, generator=draws, dtype=torch.float64) * 2 + 1).to(device)

@@ -44,7 +44,7 @@ def network() -> ConvNet:
         return ConvNet((1, 8, 8), 10, width=6, depth=2).requires_grad_(False)
 
 
-def exact_matcher(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatcher:
+def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatcher:
     data = digits(LABELS, device=device)
     data.images[8:] = 255  # far from client 0's images
     clients = ExactClientView(ids, data, [PARTS[k] for k in ids])
@@ -52,12 +52,12 @@ def exact_matcher(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> Ex
     return ExactMatcher(clients, batches)
 
 
-def start_images(device: torch.device = CPU) -> Tensor:
+def synthetic(device: torch.device = CPU) -> Tensor:
     draws = torch.Generator().manual_seed(1)
     return torch.randn(5, IPC, 1, 8, 8, generator=draws).to(device)
 
 
-def features_of(device: torch.device = CPU) -> NetworkFeatures:
+def features(device: torch.device = CPU) -> NetworkFeatures:
     return NetworkFeatures(network().to(device), 1.0, None)
 
 
@@ -102,11 +102,9 @@ def test_gradient_matches_the_oracle(matching: str, oracle: Any, device: torch.d
     """Along the gradient, the oracle's sum over unequal segments changes by the squared norm. A
     client's gradient does not depend on other clients. Regression: a Sinkhorn schedule that
     starts from the spread of all segments."""
-    S, net = start_images(device), network().to(device).double()
-    gradient = DistributionMatcher(exact_matcher(device), matching, 0.5).gradient(
-        0, features_of(device), S
-    )
-    clients = ExactClientView([0, 1], exact_matcher(device).clients.data, PARTS)
+    S, net = synthetic(device), network().to(device).double()
+    gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, features(device), S)
+    clients = ExactClientView([0, 1], exact(device).clients.data, PARTS)
     segments = clients.segments(1)
 
     def cloud(images: Tensor) -> Array:
@@ -126,29 +124,27 @@ def test_gradient_matches_the_oracle(matching: str, oracle: Any, device: torch.d
     expected = float(gradient.double().square().sum())
     tolerance = 5e-2 if matching == "sinkhorn" else 1e-3
     assert slope / (2 * step) == pytest.approx(expected, rel=tolerance)
-    single = DistributionMatcher(exact_matcher(device, [0]), matching, 0.5).gradient(
-        0, features_of(device), S[:3]
+    single = DistributionMatcher(exact(device, [0]), matching, 0.5).gradient(
+        0, features(device), S[:3]
     )
     torch.testing.assert_close(single, gradient[:3], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("matching", ["gaussian", "sinkhorn"])
 def test_wide_blur_is_mean_matching(matching: str, device: torch.device) -> None:
-    S = start_images(device)
-    expected = exact_matcher(device).gradient(0, features_of(device), S)
-    actual = DistributionMatcher(exact_matcher(device), matching, 30.0).gradient(
-        0, features_of(device), S
-    )
+    S = synthetic(device)
+    expected = exact(device).gradient(0, features(device), S)
+    actual = DistributionMatcher(exact(device), matching, 30.0).gradient(0, features(device), S)
     assert (actual - expected).norm() < 0.02 * expected.norm()
 
 
 def test_columns_can_exclude_the_logits() -> None:
     """Without logits the classifier has no influence."""
-    matcher, gradients = DistributionMatcher(exact_matcher(), "energy", 1.0, 24), []
+    matcher, gradients = DistributionMatcher(exact(), "energy", 1.0, 24), []
     for factor in (1, 3):
         net = network()
         net.classifier.weight.mul_(factor)
-        gradients.append(matcher.gradient(0, NetworkFeatures(net, 1.0, None), start_images()))
+        gradients.append(matcher.gradient(0, NetworkFeatures(net, 1.0, None), synthetic()))
     torch.testing.assert_close(*gradients)
 
 
@@ -193,12 +189,10 @@ def test_point_distance_is_the_expectation_over_directions() -> None:
     u = torch.randn(1, 10, generator=GENERATOR).double().requires_grad_()
     v = torch.randn(1, 10, generator=GENERATOR).double()
     directions = next(unit_directions(200_000, 10, GENERATOR)).double()
-    distance = collaborative_distance(
-        u, v, torch.zeros(1), distance="point", directions_PC=directions
-    )
+    point = collaborative_distance(u, v, torch.zeros(1), distance="point", directions_PC=directions)
     mean = (directions @ (u - v)[0]).abs().mean()
-    assert distance.item() == pytest.approx(mean.item(), rel=0.01)
-    a, b = torch.autograd.grad(distance, u)[0], torch.autograd.grad(mean, u)[0]
+    assert point.item() == pytest.approx(mean.item(), rel=0.01)
+    a, b = torch.autograd.grad(point, u)[0], torch.autograd.grad(mean, u)[0]
     assert (a - b).norm() < 0.02 * a.norm()
 
 
