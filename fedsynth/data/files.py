@@ -45,7 +45,7 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Describes the first error that pydantic found in untrusted values, with the invalid key."""
+    """Describes the first error that pydantic found in untrusted values, and names the key."""
     fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = ".".join(map(str, fault["loc"]))[:80]
     return one_line(f"{place}: {fault['msg']}".removeprefix(": "), 300)

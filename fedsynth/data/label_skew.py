@@ -34,7 +34,9 @@ _INTEGER_TOLERANCE = 1e-6
 
 
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Draws counts [K, C] by the rule `dirichlet` or `quantity` of NIID-Bench.
+    """Draws how many examples each client gets of each class, by a Dirichlet rule of NIID-Bench.
+
+    The rule is `dirichlet` or `quantity`, and the result is a matrix of counts [K, C].
 
     Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, a client that
     already has N/K examples or more gets no example of the next class. The whole partition is drawn
@@ -65,7 +67,7 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
 def dirichlet_once(
     sizes: IntArray, settings: PartitionSettings, rng: Rng, *, masked: bool = False
 ) -> IntArray:
-    """Draws counts [K, C] once, with Dirichlet shares of each class.
+    """Draws Dirichlet shares of each class once, and returns the counts of examples [K, C].
 
     For each class c, the shares are p ~ Dir(α·1_K), and the n_c examples are cut at
     ⌊cumsum(p)·n_c⌋. If `masked` is true, clients that already have N/K examples or more get the
@@ -112,7 +114,7 @@ def missing_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> I
 
 
 def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts [K, C] in which few classes dominate at each client (FedFM's NIID-2).
+    """Returns counts [K, C] in which a few classes dominate at each client (FedFM's NIID-2).
 
     All clients have N/K examples. A client has share·N/(K·m) examples of each of its m dominant
     classes, where m is `dominant_classes` and the share is `dominant_share`. Its other examples are
@@ -159,7 +161,7 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
 
 
 def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Draws counts [K, C] by the rule of FedKF's public code.
+    """Draws counts [K, C] by the rule `dirichlet-dominant` of FedKF's public code.
 
     For each class, p ~ Dir(α·1) over the clients. The largest share goes to a random client that
     has not yet received the largest share of a class. When every client has received one, all are

@@ -204,7 +204,7 @@ def _find(
 
 
 def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
-    """Checks that no file is both a training image and a test image.
+    """Checks that no image file is in both the training set and the test set.
 
     A warning gives the number of people who have images in both sets.
 

@@ -182,7 +182,7 @@ def image_grid_png(
 
 
 def _widest(texts: Sequence[str] | Numbers) -> float:
-    """Returns the largest width of the texts, in pixels."""
+    """Returns the width in pixels of the widest text."""
     return max(map(_FONT.getlength, texts))
 
 

@@ -2,24 +2,24 @@
 
 A frame is a JSON header, preceded by its length (8 bytes, little-endian). In requests and replies,
 one packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and
-nothing in them is executed. The server asks, and the node answers each frame with one frame:
+nothing in them is executed. The server sends requests, and the node answers each frame with one
+frame:
 
-    question  fields of the question          fields of the answer
+    request   fields of the request           fields of the answer
     join      {proposal, last_round}          answer {size, history}, or refusal {reason, kind}
     refused   {reason}                        answer {}
     keys, shares, step, unmask                answer, or refusal; for a step also {history}
               {round, participants, phase, sizes, noise_multiplier}; for a secure sum also {sum}
     end       {rounds, sizes, noise_multiplier}     answer {history}
 
-Every question has a {number}. Every answer repeats this number and states its {client}. A frame of
+Every request has a {number}. Every answer repeats this number and states its {client}. A frame of
 kind "error" has a {text}. Each message to a node takes seconds, whatever its size. Therefore each
-question of a round also carries the settings agreed for the run, and the answer to a step also
-carries the ledger that the server's report needs.
+request in a round also carries the settings that the server fixed when all clients had joined. The
+answer to a step also carries the ledger history that the server's report needs.
 
 The server stores the clients that have joined in a file, which persists across restarts. A client
-that does not come back after a restart cannot state its ledger any more. Therefore, before the
-server asks a client for a step, it writes the client's last stated ledger and the request to this
-file.
+that does not come back after a restart can no longer send its ledger history. Therefore, before the
+server asks a client for a step, it writes the client's latest history and the request to this file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ANSWER, REFUSAL, ERROR = "answer", "refusal", "error"
 JOIN, REFUSED, END = "join", "refused", "end"
 KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
 EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
-"""The questions of one exchange, in order. Without a secure sum, only `STEP` is asked."""
+"""The requests of one exchange, in order. Without a secure sum, only `STEP` is sent."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Frame:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise MessageError(f"the header of the frame is not valid: {error!r:.80}") from None
         if not (isinstance(kind, str) and isinstance(facts, dict)):
-            raise MessageError("the fields kind and facts of a frame must be text and an object")
+            raise MessageError("a frame must have text as kind and an object as facts")
         return cls(kind, facts, sent[end:])
 
 

@@ -1,4 +1,4 @@
-"""A run across data owners' nodes: its rounds, its checkpoints and its outputs.
+"""The server's side of a run across data owners' nodes: rounds, checkpoints and outputs.
 
 The module corresponds to `fedsynth.simulation.run`, but the server here sees no partition, no
 records and no client's test split. Its checkpoint contains only its own state and metrics. The
@@ -189,7 +189,8 @@ class NetworkedRun:
         return self.folder.path
 
     def _charged_histories(self) -> list[History]:
-        """Returns the clients' ledgers, including charges that the server has not been told.
+        """Returns the clients' ledgers, including charges that a client could not report to the
+        server.
 
         If a client was asked for a step and never answered again, the client may have been charged,
         and somebody may have seen its upload. The report must include this charge, so the function

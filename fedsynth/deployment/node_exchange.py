@@ -56,7 +56,7 @@ class TooFewClientsError(FedsynthError):
 
 
 class NodeExchange:
-    """The server's communication with the nodes of one run: it joins, asks and dismisses clients.
+    """The server's communication with the nodes of one run, from the first request to the last.
 
     Args:
         proposal: the proposal of the run.
@@ -146,7 +146,7 @@ class NodeExchange:
 
     @property
     def _present(self) -> list[int]:
-        """The clients that have joined this server process."""
+        """The clients whose nodes have joined since this server process started."""
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
@@ -257,7 +257,8 @@ class NodeExchange:
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """Sends a step to the clients and collects their replies (see `Exchange.step`).
+        """Asks the clients for one step of the method, and collects their replies (see
+        `Exchange.step`).
 
         If no client answers and some decline because of their budgets, the run ends regularly. If
         all clients that answer refuse the request as invalid, the method raises an error, because

@@ -1,5 +1,6 @@
-"""A server's proposal to data owners, which contains the settings of a run and public facts about
-its data, and the state that a client stores after it has accepted a proposal.
+"""A server's proposal of a run to data owners, and the state that a client stores in the run.
+
+The proposal contains the settings of the run and public facts about its data.
 
 A proposal is untrusted input. Nothing in it names a file, a device or a ledger on the owner's
 machine, and the owner's records are not read before the proposal was checked
@@ -49,7 +50,7 @@ RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A run as a server proposes it.
+    """A run that a server proposes to data owners.
 
     Args:
         run: the name of the run, 16 hexadecimal digits. A restarted server keeps this name.

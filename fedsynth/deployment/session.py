@@ -1,16 +1,17 @@
 """A client's session in one run at a data owner's node.
 
-The session answers the server's questions (`fedsynth.deployment.frames`) and stores its state in
-files. Whatever a question states, the client uses the settings that its owner accepted, and charges
-its ledger first. The files never leave the machine, and other processes can continue from them. The
-client's memory after each of the last rounds is stored, so that a server which resumes from a
-checkpoint finds the memory of that round.
+The session answers the server's requests (`fedsynth.deployment.frames`) and stores its state in
+files. Whatever a request contains, the client uses the settings that its owner accepted, and
+charges its ledger first. The files never leave the machine. After a restart, another process
+continues from the files. The client's memory (the tensors that it keeps between rounds) is stored
+for several rounds. If a server resumes from an older checkpoint, the client still has the memory of
+that round.
 
     HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
     HOME/runs/RUN/memory-ROUND           the client's memory after that round
     HOME/runs/RUN/first-ROUND            the client's memory after the first exchange of that round
-    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    the client's answer to that question. If the
-                                         server repeats the question, this answer is sent again,
+    HOME/runs/RUN/answer-ROUND-EXCHANGE-REQUEST    the client's answer to that request. If the
+                                         server repeats the request, this answer is sent again,
                                          which costs nothing and releases nothing new.
     HOME/runs/RUN/sum.json               the state of an unfinished secure sum, with its secrets
 """
@@ -388,7 +389,7 @@ class Session:
         self.state.steps.add((context.round, phase))
 
     def _store_memory(self, phase: str, context: RoundContext) -> None:
-        """Stores the client's memory after a step."""
+        """Stores the client's memory, which are the tensors that it keeps between rounds."""
         memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
             self._write(_memory_file(phase, context), ClientMemory(memory).to_bytes())
@@ -424,7 +425,7 @@ class Session:
         write_whole(self.folder / name, content, secret=True)
 
     def _read(self, name: str) -> Memory:
-        """Loads a stored memory to the client's device."""
+        """Loads a stored memory of the client onto the client's device."""
         stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
         return stored.to(self.runtime.context.device).memory
 

@@ -1,4 +1,4 @@
-"""The ConvNet that papers on dataset condensation use.
+"""The ConvNet that papers on dataset condensation use, with a fast gradient for images.
 
 It has `depth` blocks of a 3×3 convolution, a norm, ReLU and 2×2 average pooling, and then one
 linear layer. `embed` computes the papers' h_w, the output before the linear layer, and `classifier`
@@ -100,7 +100,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
 ) -> tuple[Tensor, _Saved]:
-    """Computes a block's layers after the convolution: instance norm, ReLU and pooling.
+    """Applies the layers of a block that follow the convolution: instance norm, ReLU and pooling.
 
     Returns the pooled activations [N, h, w, C], and the tensors that the VJP needs, in `precision`.
     """
@@ -158,7 +158,10 @@ def block_chain_vjp(
     *,
     compiled: bool = False,
 ) -> tuple[Tensor, VectorJacobian]:
-    """Computes the embeddings [N, D] of images, and a function for their vector-Jacobian product.
+    """Computes the embeddings [N, D] of images, and a function that returns gradients of the
+    images.
+
+    The function computes the vector-Jacobian product of the embeddings.
 
     The network is a chain of blocks with frozen weights. Heights and widths must be even in each
     block. No autograd graph is built.
@@ -324,7 +327,8 @@ class ConvNet(EmbeddingNetwork):
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False
     ) -> tuple[Tensor, VectorJacobian] | None:
-        """Computes the embeddings h_w(x) and a function for their vector-Jacobian product.
+        """Computes the embeddings h_w(x), and a function for the vector-Jacobian product of the
+        embeddings.
 
         The method is several times faster than autograd, but computes no gradients of the weights.
         It requires instance norm, float32 weights, and an image whose sides can be halved evenly in

@@ -200,7 +200,8 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Computes the gradient from ∂mean/∂x = 1/n and ∂variance/∂x = 2·(x − mean)/n.
+        """Computes the gradient with respect to x, by ∂mean/∂x = 1/n and ∂variance/∂x = 2·(x −
+        mean)/n.
 
         The sum of both terms is computed by the kernel of batch norm, called with a variance of 1.
         """

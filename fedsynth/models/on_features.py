@@ -266,7 +266,7 @@ def input_size(network: nn.Module, spec: DatasetSpec) -> int:
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Checks that a model has a learned embedding, because a method needs this.
+    """Checks that a method that learns an embedding has a model with a learned embedding.
 
     Raises:
         SettingError: the model is a linear model on features.

@@ -1,4 +1,4 @@
-"""Long loops that report progress and resume from checkpoints.
+"""Loops over many steps, which report progress and resume from checkpoints.
 
 A run that is killed inside a round can continue each long loop after its last saved step. It need
 not repeat the whole round (docs/decisions/resuming.md).
@@ -18,7 +18,7 @@ Tensors = Callable[[], Mapping[str, Tensor]]
 
 
 class LoopCheckpointer(Protocol):
-    """Saves checkpoints of the long loops within a round.
+    """Saves checkpoints within a round, so that a killed run can continue long loops.
 
     Checkpoints are saved for the loops of clients without differential privacy and for the loops of
     the server. The loops of a private client are never saved, because its releases must not be
@@ -41,7 +41,7 @@ class LoopCheckpointer(Protocol):
         """
 
     def offer(self, name: str, completed: int, tensors: Tensors) -> None:
-        """Saves a checkpoint after a step if one is due.
+        """Saves a checkpoint of a loop after a step, if a checkpoint is due.
 
         Args:
             name: the name of the loop.
@@ -63,7 +63,7 @@ class NullCheckpointer:
     shared: LoopCheckpointer | None = None
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns None."""
+        """Returns None, because no checkpoints are saved."""
         return None
 
     def offer(self, name: str, completed: int, tensors: Tensors) -> None:

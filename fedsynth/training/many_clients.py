@@ -1,4 +1,4 @@
-"""Local training of many clients in the same sequence of steps.
+"""Trains the models of many clients together, which is faster for small dense networks.
 
 The weights of all clients are the rows of one matrix, and each step updates all rows. A step of a
 small dense network spends most of its time in Python and in kernel launches, so training a hundred
@@ -48,7 +48,7 @@ DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GE
 
 @dataclass(frozen=True)
 class Learner:
-    """The local training of one client.
+    """What is needed to train the model of one client: network, examples and settings.
 
     Args:
         model: the network, which is trained in place.
@@ -167,7 +167,7 @@ def train_together(
 
 
 class _Queue:
-    """The remaining batches of a learner."""
+    """The batches on which a learner still has to be trained."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -176,7 +176,9 @@ class _Queue:
         self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
-        """Returns the next batches as example indices [S, B], with S at most `limit`.
+        """Removes the next batches from the queue, at most `limit`.
+
+        Returns the indices of their examples [S, B].
 
         A batch that is not full is padded with −1.
         """
@@ -238,7 +240,7 @@ def _finish(
 def _stacked_pulls(
     penalties: Sequence[Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Joins the penalties of all learners, which must be `Pull`, into matrices.
+    """Joins the penalties of all learners into matrices. Each penalty must be a `Pull` or None.
 
     Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P]. Returns None if no
     learner has a penalty.

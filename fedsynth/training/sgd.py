@@ -1,4 +1,4 @@
-"""Minibatch SGD on a dataset in memory, for clients and for servers.
+"""Trains networks by minibatch SGD on a dataset in memory, for clients and for servers.
 
 Training many clients at once is in `many_clients.py`. On a GPU, a step is recorded once as a CUDA
 graph and then replayed, so that launching many small kernels from Python does not slow down

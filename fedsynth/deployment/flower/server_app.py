@@ -32,7 +32,7 @@ app = ServerApp()
 
 
 class GridTransport:
-    """Carries messages over Flower's Grid.
+    """Carries the server's messages to the nodes and their answers back, over Flower's Grid.
 
     Args:
         grid: the Grid.
@@ -115,7 +115,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
-    """Creates the run that a configuration describes."""
+    """Creates the run that the app's configuration describes."""
     nodes = json.loads(str(config["clients"]))
     clients = {int(node): int(client) for node, client in nodes.items()}
     timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))

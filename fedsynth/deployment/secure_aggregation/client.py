@@ -78,7 +78,7 @@ class Identities:
 
 
 class SumClient:
-    """One client in one secure sum.
+    """The client's side of one secure sum, which makes keys, shares and the masked vector.
 
     The methods are called once each, in the order `keys`, `share`, `receive`, `mask`, `unmask`.
     Another process can continue the sum from the stored `state`.
@@ -250,7 +250,7 @@ class SumClient:
         return Masked(masked)
 
     def unmask(self, present: Present) -> Shares:
-        """Returns shares of other clients' secrets, with which the server removes the masks.
+        """Returns shares of the clients' secrets, with which the server removes the masks.
 
         The result has one share for each client. The share of a present client belongs to its self
         mask. The share of a failed client belongs to the key of its pairwise masks.

@@ -2,21 +2,21 @@
 and in the end the sum.
 
 `SumServer` computes the sum from the clients' messages. `SecureStep` asks the clients for these
-messages. The exchange has four questions instead of one (`fedsynth.deployment.secure_aggregation`),
-and clients may fail before each question:
+messages. The exchange has four requests instead of one (`fedsynth.deployment.secure_aggregation`),
+and clients may fail before each request:
 
     keys      The client answers with its public keys for this sum.
-    shares    The question brings the other clients' keys. The client answers with shares of its
+    shares    The request contains the other clients' keys. The client answers with shares of its
               secrets, encrypted for each other client.
-    step      The question brings the other clients' shares. The client computes the step, which is
-              charged as usual, and answers with its masked upload.
-    unmask    The question lists the clients whose uploads have arrived. The client answers with
+    step      The request contains the other clients' shares. The client computes the step, which
+              is charged as usual, and answers with its masked upload.
+    unmask    The request lists the clients whose uploads have arrived. The client answers with
               one share for each client, with which the server removes the masks.
 
-Each question is answered once per sum, and a sum belongs to one exchange of one round. If the same
-upload could be requested twice with different clients present, the difference of the two sums would
-reveal it. During the exchange, the server holds public keys, encrypted shares, masked vectors, and
-shares that remove masks. It keeps only the sum.
+Each request is answered once per sum, and a sum belongs to one exchange of one round. If the server
+could request an upload twice with different clients present, the difference of the two sums would
+reveal the upload. During the exchange, the server holds public keys, encrypted shares, masked
+vectors, and shares that remove masks. It keeps only the sum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class SumServer:
-    """The server of one secure sum.
+    """The server's side of one secure sum, which collects messages and computes the sum.
 
     The methods are called in the order `roster`, `relay`, `present`, `sum`. Clients may fail before
     each of these exchanges. A client whose message cannot be used is excluded from the sum.
@@ -190,7 +190,7 @@ may have this size for each client.
 P = TypeVar("P", Keys, Sealed, Masked, Shares)
 
 Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
-"""A function that maps (each client's question, the size limit of an answer) to the received
+"""A function that maps (each client's request, the size limit of an answer) to the received
 answers.
 """
 
