@@ -90,7 +90,7 @@ class MessageError(FedsynthError):
 
 
 class UploadRejectedError(FedsynthError):
-    """Raised for an upload that a client of the method may not send.
+    """Raised by the server for an upload that does not have the form that the method requires.
 
     Args:
         field: the invalid field of the message, or the invalid tensor in the message.

@@ -83,7 +83,7 @@ def unloaded_file(
     for other in labels:
         if other.partition("@")[0] == file:
             return SettingError(
-                section, key, f"must be {label}, but the file that you named is {other}"
+                section, key, f"must be {label}, but the file you named has the code {other}"
             )
     setting = {"features": "model.features"}.get(key, f"{section}.{key}")
     return SettingError(

@@ -112,7 +112,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"selects only {active} clients in each round, but the noise needs more than {shares}. "
+            f"selects only {active} clients in each round, but more than {shares} must add noise. "
             f"Set method.honest below {active}, increase run.participation, or set "
             "method.aggregation=own"
         )

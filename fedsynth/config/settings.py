@@ -81,7 +81,7 @@ class ReportSettings:
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = (
                 f"must name the sites of all {clients} clients, separated by commas, got "
-                f"{len(self._sites)}"
+                f"{len(self._sites)} names"
             )
             raise SettingError("report", "sites", reason)
 

@@ -113,7 +113,7 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
         reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
     elif not constants(vectors)[1] > 0:
-        reason = "must not return the same vector for half of the images"
+        reason = "must not return the same vector for half of the public random images"
     if reason:
         raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
     return map_of_vectors(name, image_shape, function, vectors)

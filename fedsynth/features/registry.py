@@ -258,9 +258,7 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
     1
     """
     if name in _BUILT_IN:
-        reason = (
-            f"of custom features cannot be {name!r}, because the package has a map with this name"
-        )
+        reason = f"of a custom feature map cannot be {name!r}, because a built-in map has this name"
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = (build, source)
     for cached in [key for key in _BUILT if key[0] == name]:

@@ -204,8 +204,9 @@ Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
 
 def _breakable(text: object) -> Markup:
-    """Returns HTML in which lines may break after dots, underscores and equals signs, but not
-    within words.
+    """Converts text to HTML in which a line may break after a dot, an underscore or an equals sign.
+
+    A line does not break within a word.
     """
     return Markup(re.sub(r"([._=])(?=\w)", r"\1<wbr>", str(escape(printable(str(text))))))
 
@@ -327,7 +328,10 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields plots of AMP, WLP and FM, which are measured on the clients' own test splits."""
+    """Yields plots that show how well and how evenly the model works for the clients.
+
+    The metrics AMP, WLP and FM are measured on the clients' own test splits.
+    """
     for key in ("amp", "wlp", "fm"):
         yield from _curve(runs, names, f"local.{key}", "rounds")
 

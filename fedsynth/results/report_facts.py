@@ -1,7 +1,7 @@
-"""The facts that a private run's report states in addition to the ledgers.
+"""Collects the facts that a private run's report states in addition to the ledgers.
 
-They are the public items, the accesses to private data and the versions of the software. They follow
-from the public plan. This module never reads data.
+These facts are the public items, the accesses to private data and the versions of the software.
+They are computed from the public plan of the run. This module never reads data.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def start_facts(
 def privacy_section(
     plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True
 ) -> figures.Promise:
-    """Returns the privacy section of summary.json.
+    """Returns the section "privacy" of summary.json, which states the privacy guarantee of a run.
 
     Args:
         plan: the run's plan.
@@ -430,7 +430,7 @@ IN_SIMULATION = "in the folder simulation_only and some error messages, and outs
 
 
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[figures.Access]:
-    """Returns all accesses to private data that the report states.
+    """Returns the list of all accesses to private data, which the privacy report contains.
 
     Args:
         plan: the run's plan.
@@ -477,7 +477,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[fi
 
 
 def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
-    """Returns in words how often a client releases a quantity, such as "2 releases a round"."""
+    """Describes how often a client releases a quantity, for example "2 releases a round"."""
     if plan.run.method.same_releases_every_round:
         return f"{pluralize(release.steps, 'release')} a round"
     rounds = sum(release in plan.round_plans(number + 1) for number in range(plan.run.rounds))
@@ -488,7 +488,7 @@ DATA_PATHS = ("folder", "test_folder", "declaration", "data_root")
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Returns the versions of the packages, and a hash of all settings.
+    """Returns the versions of the software that made a run, and a hash of all settings of the run.
 
     For custom images, the hash does not cover paths, because a path could be guessed from a hash.
     """

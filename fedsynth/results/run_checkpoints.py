@@ -277,7 +277,7 @@ class RunCheckpoints:
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
         checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "A new start would charge the ledgers twice"
+            reason = "If the run began again, it would charge its ledgers twice"
             raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
         return checkpoint
 

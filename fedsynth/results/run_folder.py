@@ -148,7 +148,9 @@ class RunFolder:
                 raise OutputError(f"another process is still writing into {self.path}") from None
 
     def release(self) -> None:
-        """Unlocks the folder. Nothing may be written into it afterwards."""
+        """Unlocks the folder, so that another process can resume the run. This object must not
+        write files afterwards.
+        """
         self._lock.close()
 
     @property
@@ -224,11 +226,13 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """True if the folder contains the initial state of a private run."""
+        """True if the run is private and has written its initial state, privacy_start.json, into
+        the folder.
+        """
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
-        """Appends the metrics of a round."""
+        """Appends the metrics of a finished round to the files that contain metrics."""
         for name, line in _lines(row).items():
             with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
@@ -381,7 +385,7 @@ def resumed_rounds(folder: Path) -> list[int]:
 
 
 def _fresh(base: Path, name: str) -> tuple[Path, Path]:
-    """Creates a new folder with the suffix `.incomplete`.
+    """Creates the folder of a new run, whose name ends in `.incomplete`.
 
     Runs that begin in the same second are numbered. Returns the path that the folder will have
     after the run, and its current path.

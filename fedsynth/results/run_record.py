@@ -221,7 +221,7 @@ class RunRecord:
     _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Sequence[History]) -> None:
-        """Writes the initial state of a private run into the run folder.
+        """Writes the initial state of a private run into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
         resumed, the initial state is already in the folder, and only new warnings are added.
@@ -313,7 +313,10 @@ class RunRecord:
         self.observer.round_ended(row.public)
 
     def ended_early(self, refusal: Refusal) -> str:
-        """Records that a client's refusal has ended the run, and returns the sentence to print."""
+        """Records that the run ended early because a client refused the next round.
+
+        Returns a sentence about this, to be printed.
+        """
         completed = len(self.rows)
         self.events.append(Event.ended(completed, refusal.spent, refusal.reason))
         return self.deviations[-1]
@@ -460,11 +463,10 @@ class RunRecord:
         return self._allowed(row, declared_row(type(self.settings.method)))
 
     def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-        """Splits metrics or a summary into values that may be shown and values that may not.
+        """Separates the values of metrics or a summary that may be shown from those that only a
+        simulation may show.
 
-        In a run over a network, the values that may not be shown are dropped, because they are not
-        stored there.
-        """
+        In a run over a network, the values that only a simulation may show are dropped."""
         metrics = disclosed(values, declared)
         if self.simulated:
             return metrics

@@ -123,9 +123,10 @@ class Architecture:
         return _network_sections(self.run.to_mapping())
 
     def count(self) -> int | None:
-        """Returns the number of parameters, computed from the settings.
+        """Computes the number of the network's parameters from the settings, without building the
+        network.
 
-        Returns None if the network would have to be built to count them.
+        Returns None if this is not possible.
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
@@ -345,7 +346,7 @@ def load_model(
 
 
 def images_of_model(source: Path) -> DatasetSpec | None:
-    """Returns the specification of the images that a model takes.
+    """Returns the specification of the input images of a saved model.
 
     Returns None for a run on custom images without differential privacy, because its folder does
     not contain the specification.

@@ -103,7 +103,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs of a sweep.
+    """A sweep: its settings and all its runs.
 
     Attributes:
         settings: the settings of the sweep.
@@ -338,7 +338,7 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns the runs that may begin now, in the order of the sweep's file.
+    """Returns those waiting runs that may begin now, in the order of the sweep's file.
 
     A run may begin if a job is free, and no active run charges the same ledgers.
     """

@@ -111,7 +111,7 @@ def _verified(
             problems.append(str(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        problems.append(f"the run used fedsynth {version}, which may differ from {__version__}")
+        problems.append(f"the run used fedsynth {version}, but this is fedsynth {__version__}")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 
 
@@ -505,7 +505,8 @@ def is_unfinished(path: Path) -> bool:
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
-    """Builds the report of a run that did not finish, from the current contents of its ledgers.
+    """Builds the privacy report of a run that did not finish, from the current contents of the
+    run's ledgers.
 
     `write_report` writes the report into the folder.
 
