@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.deployment.place import Place
+from tests.deployment.local_setup import Setup
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def setup(tmp_path: Path) -> Setup:
     torch.set_num_threads(1)
-    return Place(tmp_path)
+    return Setup(tmp_path)

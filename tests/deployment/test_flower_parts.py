@@ -1,5 +1,5 @@
-"""Flower's side, without its processes: records, what a SuperLink answers, keys, the app folder,
-and what the commands refuse."""
+"""Tests of the Flower transport without its processes: records, the SuperLink's gate, connections,
+keys, the app folder and usage errors."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.errors import MessageError, OutputError, SettingError
 
-GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
+SETTINGS = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
 
 
-def flwr() -> None:
+def require_flwr() -> None:
     pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedsynth[flower]'")
 
 
 @pytest.fixture
-def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of a run, whose messages are made with its numbers."""
-    flwr()
+def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the task identity, which Flower's messages contain."""
+    require_flwr()
     from flwr.supercore.task_identity import TaskIdentity
 
     for name in ("run_id", "node_id", "task_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
 
 
-# ---------------------------------------------------------------------------------- the mapping
+# ---------------------------------------------------------------------------------- records
 
 
-def test_a_foreign_record_is_not_a_message() -> None:
-    flwr()
+def test_foreign_records_are_rejected() -> None:
+    require_flwr()
     from flwr.app import ConfigRecord, RecordDict
 
     from fedsynth.deployment.flower.executor import from_record
@@ -64,8 +64,8 @@ def test_a_foreign_record_is_not_a_message() -> None:
             from_record(content)
 
 
-@pytest.mark.usefixtures("in_a_run")
-def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
+@pytest.mark.usefixtures("task_identity")
+def test_failures_on_the_grid_are_not_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from flwr.app import Message
@@ -77,7 +77,7 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     large = os.urandom(70_000)
 
     class Grid:
-        """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""
+        """Five nodes: an answer, another run's answer, an error, silence, and a lost connection."""
 
         def push_messages(self, messages: Any) -> list[str]:
             self.sent = {}
@@ -99,44 +99,44 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     monkeypatch.setattr(server_app, "POLL_SECONDS", 0.01)
     transport = server_app.GridTransport(Grid())
     transport.run = "mine"
-    started = time.monotonic()
-    found = transport.ask(dict.fromkeys(range(5), b"?"), 0.3)
-    assert time.monotonic() - started < 5
-    assert found[0] == large
-    assert found[1] == "the node answered for another run: 'other'"
-    assert "it broke" in found[2]
-    assert 3 not in found
-    assert found[4] == "the node is no longer connected"
+    start = time.monotonic()
+    answers = transport.ask(dict.fromkeys(range(5), b"?"), 0.3)
+    assert time.monotonic() - start < 5
+    assert answers[0] == large
+    assert answers[1] == "the node answered for another run: 'other'"
+    assert "it broke" in answers[2]
+    assert 3 not in answers
+    assert answers[4] == "the node is no longer connected"
 
 
-# -------------------------------------------------------------------------- what a SuperLink answers
+# --------------------------------------------------------------------------- the SuperLink's gate
 
 
-AWAY = ("192.0.2.7", 1)
+REMOTE = ("192.0.2.7", 1)
 
 
 @pytest.mark.parametrize(
-    ("path", "client", "answered"),
+    ("path", "client", "allowed"),
     [
-        ("/v1/fleet/pull-messages", AWAY, True),
-        ("/v1/control/start-run", AWAY, False),
-        ("/v1/fleet/../control/start-run", AWAY, False),
+        ("/v1/fleet/pull-messages", REMOTE, True),
+        ("/v1/control/start-run", REMOTE, False),
+        ("/v1/fleet/../control/start-run", REMOTE, False),
         ("/v1/fleetcontrol", ("2001:db8::1", 1), False),
         ("/v1/control/start-run", None, False),
         ("/v1/control/start-run", ("localhost.example.org", 1), False),
         ("/v1/control/start-run", ("::1", 1), True),
     ],
 )
-def test_control_is_for_the_machine_itself(
-    path: str, client: tuple[str, int] | None, answered: bool
+def test_control_requests_need_a_loopback_address(
+    path: str, client: tuple[str, int] | None, allowed: bool
 ) -> None:
     state = SimpleNamespace(enable_supernode_auth=False)
-    expected = ([], True) if answered else ([403, None], False)
+    expected = ([], True) if allowed else ([403, None], False)
     assert through_gate(path, client, state) == expected
 
 
 def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple[list[Any], bool]:
-    """The answers of the gate, and whether the SuperLink has read the body."""
+    """Returns the gate's status codes and whether the SuperLink read the body."""
     read: list[bool] = []
     sent: list[dict[str, Any]] = []
 
@@ -156,10 +156,10 @@ def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple
 
 
 @pytest.mark.parametrize(
-    "headers", ["known", "none", "unknown key", "another's signature", "old", "no base64"]
+    "headers", ["valid", "none", "unknown key", "wrong signature", "old", "no base64"]
 )
-def test_a_strangers_request_is_refused_before_its_body_is_read(headers: str) -> None:
-    flwr()
+def test_unauthenticated_requests_are_refused_before_reading_the_body(headers: str) -> None:
+    require_flwr()
     from flwr.supercore.date import now
     from flwr.supercore.primitives.asymmetric import (
         generate_key_pairs,
@@ -167,14 +167,15 @@ def test_a_strangers_request_is_refused_before_its_body_is_read(headers: str) ->
         sign_message,
     )
 
-    (known, public), (other, others) = generate_key_pairs(), generate_key_pairs()
-    raw = public_key_to_bytes(others if headers == "unknown key" else public)
-    at = (now() - timedelta(days=headers == "old")).isoformat()
-    signed = sign_message(known if headers in ("known", "old") else other, at.encode())
+    (private, public), (other_private, other_public) = generate_key_pairs(), generate_key_pairs()
+    raw = public_key_to_bytes(other_public if headers == "unknown key" else public)
+    timestamp = (now() - timedelta(days=headers == "old")).isoformat()
+    signer = private if headers in ("valid", "old") else other_private
+    signed = sign_message(signer, timestamp.encode())
     key = b"\xff!" if headers == "no base64" else b64encode(raw)
     fields = {
         b"flwr-public-key": key,
-        b"flwr-timestamp": at.encode(),
+        b"flwr-timestamp": timestamp.encode(),
         b"flwr-signature": b64encode(signed),
     }
     linkstate = SimpleNamespace(get_node_id_by_public_key={public_key_to_bytes(public): 7}.get)
@@ -183,21 +184,21 @@ def test_a_strangers_request_is_refused_before_its_body_is_read(headers: str) ->
         linkstate_factory=SimpleNamespace(state=lambda: linkstate),
     )
     sent = [] if headers == "none" else fields.items()
-    expected = ([], True) if headers == "known" else ([401, None], False)
-    assert through_gate("/v1/fleet/push-object", AWAY, state, sent) == expected
+    expected = ([], True) if headers == "valid" else ([401, None], False)
+    assert through_gate("/v1/fleet/push-object", REMOTE, state, sent) == expected
 
 
 # ---------------------------------------------------------------------------------- connecting
 
 
 class Attempts:
-    """Plays a server that is there or not, and SuperNodes that end."""
+    """Simulates a reachable or unreachable server and SuperNodes that end."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, outcomes: list[tuple[str, str, bool]]
     ) -> None:
-        """outcomes: of each attempt why no server listens, why the SuperNode ends, and whether it was
-        connected; the last one stays."""
+        """outcomes: per attempt the reason that no server listens, the reason that the SuperNode ends,
+        and whether it was connected; the last one repeats."""
         self.outcomes = outcomes
         self.clock = 0.0
         monkeypatch.setattr(joining, "require_flower", lambda: None)
@@ -212,32 +213,32 @@ class Attempts:
         self.clock += seconds
         self.outcomes = self.outcomes[1:] or self.outcomes
 
-    def connect(self, *given: Any, once: bool) -> tuple[str, bool]:
+    def connect(self, *arguments: Any, once: bool) -> tuple[str, bool]:
         _, reason, connected = self.outcomes[0]
         self.clock += 100 * connected
         return reason, connected
 
 
-NOBODY = ("no server listens", "", False)
-TAKEN = ("", "a client with this key is already connected", False)
+ABSENT = ("no server listens", "", False)
+IN_USE = ("", "a client with this key is already connected", False)
 LOST = ("", "the server no longer answers", True)
 WORKS = ("", "", True)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "said", "seconds"),
+    ("outcomes", "expected", "seconds"),
     [
-        ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
-        ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
-        ([NOBODY], ["no server listens", "no connection"], 60),
-        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "no connection"], 160),
+        ([IN_USE, IN_USE, ABSENT, WORKS], ["a client with this key", "no server listens"], 109),
+        ([LOST, ABSENT, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
+        ([ABSENT], ["no server listens", "no connection"], 60),
+        ([LOST, *[IN_USE] * 99], ["no longer answers", "with this key", "no connection"], 160),
     ],
 )
-def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
+def test_client_reconnects_and_prints_reasons_until_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     outcomes: list[tuple[str, str, bool]],
-    said: list[str],
+    expected: list[str],
     seconds: float,
 ) -> None:
     attempts = Attempts(monkeypatch, outcomes)
@@ -247,15 +248,13 @@ def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
         joining.join(node, ServerConnection("127.0.0.1:9", None), wait=60.0)
     except FlowerError as error:
         lines.append(str(error))
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert len(lines) == len(expected)
+    assert all(text in line for text, line in zip(expected, lines, strict=True))
     assert seconds <= attempts.clock <= seconds + 3
 
 
-def test_a_client_that_the_server_refuses_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """So that another one with the same key can connect."""
+def test_refused_clients_disconnect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another client with the same key can then connect."""
     Attempts(monkeypatch, [WORKS])
     node = Node(0, tmp_path, DatasetPart(), Owner())
     node.refused = "its ledger does not continue"
@@ -263,12 +262,12 @@ def test_a_client_that_the_server_refuses_leaves(
         joining.join(node, ServerConnection("127.0.0.1:9", None))
 
 
-def test_a_missing_server_is_noticed_at_once() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def test_missing_servers_are_detected_before_connecting() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         assert "no server listens" in ServerConnection(f"127.0.0.1:{port}", None).unreachable()
-        taken.listen()
+        listener.listen()
         assert not ServerConnection(f"127.0.0.1:{port}", None).unreachable()
 
 
@@ -284,7 +283,7 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_a_servers_certificate_is_its_cas_and_has_its_names(keys: Path) -> None:
+def test_server_certificate_is_valid_for_its_names(keys: Path) -> None:
     from cryptography import x509
     from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
@@ -300,7 +299,7 @@ def test_a_servers_certificate_is_its_cas_and_has_its_names(keys: Path) -> None:
         policy.build_server_verifier(x509.DNSName("elsewhere.example.org")).verify(server, [])
 
 
-def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) -> None:
+def test_keys_are_private_and_never_replaced(keys: Path) -> None:
     from fedsynth.deployment.flower.keys import make_keys
 
     for name in ("server.key", "client-000", "client-001"):
@@ -312,7 +311,7 @@ def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) ->
 # ---------------------------------------------------------------------------------- the commands
 
 
-def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
+def test_public_superlinks_need_keys(keys: Path) -> None:
     with pytest.raises(SettingError, match="--keys must be set"):
         SuperLinkSettings(9092, None, 2, "0.0.0.0")
     with pytest.raises(SettingError, match=r"client-002\.pub is missing"):
@@ -325,7 +324,7 @@ def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
     assert "--insecure" in SuperLinkSettings(9092, None, 2).arguments
 
 
-def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
+def test_remote_connections_need_tls(keys: Path) -> None:
     for server in ("federation.example.org:9092", "192.0.2.7:9092"):
         with pytest.raises(SettingError, match="--ca must be set"):
             ServerConnection(server, None)
@@ -337,15 +336,15 @@ def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
     assert "--insecure" not in arguments
 
 
-def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> None:
-    proposal = new_proposal(GIVEN)
+def test_app_folder_is_readable_by_flower_and_the_server(tmp_path: Path) -> None:
+    proposal = new_proposal(SETTINGS)
     write_app(tmp_path / "app", proposal, {"output": "/somewhere"})
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
     app = project["tool"]["flwr"]["app"]
     assert app["config"]["output"] == "/somewhere"
     stated = json.loads(app["config"]["proposal"])
     assert Proposal.from_json(stated).agreement == proposal.agreement
-    flwr()
+    require_flwr()
     from flwr.supercore.object_ref import validate
 
     for component in app["components"].values():
@@ -353,23 +352,23 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data"),
         (["server"], "--keys is required"),
         (["deploy", "init", "A", "--spec", "/nothing.toml"], "must be the specification"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
     if arguments[0] in ("client", "server"):
-        flwr()
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+        require_flwr()
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_without_flower_the_commands_say_what_to_install(
+def test_missing_flower_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fedsynth.deployment.flower import processes
@@ -379,11 +378,11 @@ def test_without_flower_the_commands_say_what_to_install(
         processes.require_flower()
 
 
-@pytest.mark.parametrize("own", ["data", "policy"])
-def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> None:
-    """Flower's app takes the folder of homes from the server's run, for trials."""
-    flwr()
+@pytest.mark.parametrize("option", ["data", "policy"])
+def test_servers_cannot_choose_the_ledger_folder(option: str, tmp_path: Path) -> None:
+    """In trials Flower's app takes the parent folder from the server's run."""
+    require_flwr()
     from fedsynth.deployment.flower.executor import node_of
 
     with pytest.raises(MessageError, match="must also set home"):
-        node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))
+        node_of({"partition-id": 0, option: str(tmp_path / option)}, str(tmp_path / "elsewhere"))

@@ -1,5 +1,5 @@
-"""What a server sees of a private node does not depend on which records its owner has: their
-number, labels and pixels, and whether code raises on some of them."""
+"""Tests that a private node's answers do not depend on its records: their number, labels and
+pixels, and errors of custom code on them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from tests.deployment.place import Hand, injected
+from tests.deployment.local_setup import Link, noise_of
 
 SPEC = DatasetSpec(
     "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
 )
 RUN = "0123456789abcdef"
 RAISES, DROPS, INFINITE = 255, 254, 253
-"""Grey values of images on which code misbehaves."""
+"""Grey values of images on which the custom code fails."""
 CLEAN = (9, 80, *range(100, 116))
 HOSTILE = (*CLEAN, RAISES, DROPS, INFINITE, RAISES)
 RECORDS = {"none": (), "one": (7,), "a pass": tuple(range(64)), "clean": CLEAN, "hostile": HOSTILE}
 
 
 def images(pixels: tuple[int, ...]) -> ImageData:
-    """Returns an image of each grey value, two of a user."""
-    made = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
-    labels = torch.full((len(made),), 2)
-    groups = torch.arange(len(made)) // 2
-    return ImageData(made, labels, SPEC, groups=groups, may_be_empty=True)
+    """Returns an image of each grey value, two per user."""
+    grey_images = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
+    labels = torch.full((len(grey_images),), 2)
+    groups = torch.arange(len(grey_images)) // 2
+    return ImageData(grey_images, labels, SPEC, groups=groups, may_be_empty=True)
 
 
 @dataclass(frozen=True)
-class Given:
-    """A source of these records."""
+class FixedSource:
+    """A source of fixed records."""
 
     data: ImageData
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
         return self.data
 
-    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+    def objections(self, proposal: Proposal, declared: bool) -> list[str]:
         return []
 
     def identifier(self, proposal: Proposal) -> str:
@@ -61,11 +61,11 @@ class Given:
 
 
 def misbehaving(x: Tensor, values: Tensor) -> Tensor:
-    """Returns the values of pixels in [0, 1], unless an image is black (as those that fill up a
-    pass are) or hostile."""
-    least = x.amin(dim=(1, 2, 3))
-    plain = least == x.amax(dim=(1, 2, 3))
-    grey = torch.where(plain, (255 * least).round(), -1)
+    """Returns the values of pixels in [0, 1], unless an image is black (as padding is) or
+    hostile."""
+    darkest = x.amin(dim=(1, 2, 3))
+    uniform = darkest == x.amax(dim=(1, 2, 3))
+    grey = torch.where(uniform, (255 * darkest).round(), -1)
     if bool(((grey == RAISES) | (grey == 0)).any()):  # an assertion would describe the tensor
         raise ValueError("a hostile image")
     values = torch.where((grey == INFINITE)[:, None], torch.inf, values)
@@ -80,7 +80,7 @@ def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
 
 
 class HostileModel(nn.Module):
-    """Misbehaves half-way."""
+    """A model that fails on hostile images."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class HostileModel(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers the hostile code, whose trial on public images other tests look at."""
+def register_hostile_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the hostile code; other tests cover its trial on public images."""
     torch.set_num_threads(1)
     register_features("hostile", hostile_map)
     register_model("hostile", HostileModel)
@@ -128,36 +128,36 @@ def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
+def answers(folder: Path, settings: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
     """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
-    and what its owner was told; with noise that can be repeated."""
-    told: list[str] = []
-    says = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
-    owner = Owner(Policy(**says))
+    and its owner's messages; with repeatable noise."""
+    messages: list[str] = []
+    declared = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
+    owner = Owner(Policy(**declared))
     nodes = {}
-    others = Given(images(CLEAN))
-    for k, own, say in ((0, records, told.append), (1, others, lambda _: None)):
+    other_source = FixedSource(images(CLEAN))
+    for k, source, say in ((0, records, messages.append), (1, other_source, lambda _: None)):
         home = folder / str(k)
-        nodes[100 + k] = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
-    proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
-    hand = Hand(nodes)
-    post = Connection(hand, Timeouts(join=0.2, answer=60, poll=0.05))
-    NetworkedRun(proposal, post, folder / "runs").run()
+        nodes[100 + k] = Node(k, home, source, owner, device="cpu", say=say, secret=noise_of(k))
+    proposal = Proposal(RUN, resolve(settings, own_data="scans"), SPEC)
+    link = Link(nodes)
+    connection = Connection(link, Timeouts(join=0.2, answer=60, poll=0.05))
+    NetworkedRun(proposal, connection, folder / "runs").run()
     seen: list[Any] = []
     payloads: list[bytes] = []
     # "features" sends the classes whose released counts are above a floor
-    fixed_size = given["privacy"].get("mechanism") != "features"
-    for answer in (answer for number, _, answer in hand.seen if number == 100):
+    fixed_size = settings["privacy"].get("mechanism") != "features"
+    for answer in (answer for number, _, answer in link.seen if number == 100):
         frame = Frame.from_bytes(answer)
         facts = {key: value for key, value in frame.facts.items() if key != "history"}
         sized = fixed_size or frame.kind != "answer"
         seen.append((frame.kind, facts, len(answer) if sized else 0))
         payloads.append(frame.payload)
-    return seen, payloads, "\n".join(told)
+    return seen, payloads, "\n".join(messages)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         pytest.param(sections("feddm", partition={"local_test": 0.3}), id="residual"),
         pytest.param(sections("feddm", privacy={"mechanism": "features"}), id="features"),
@@ -168,54 +168,54 @@ def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[
         ),
     ],
 )
-def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
-    """Neither kind nor length nor text. Records on which code misbehaves contribute zero: the same
+def test_answers_do_not_depend_on_records(tmp_path: Path, settings: Any) -> None:
+    """Kind, length and text are equal. Records on which the code fails contribute zero: the same
     bits are released as without them."""
-    found = {}
-    sent = {}
+    answers_by_name = {}
+    payloads = {}
     for number, (name, pixels) in enumerate(RECORDS.items()):
-        found[name], sent[name], told = answers(
-            tmp_path / str(number), given, Given(images(pixels))
+        answers_by_name[name], payloads[name], log = answers(
+            tmp_path / str(number), settings, FixedSource(images(pixels))
         )
-    assert "could not be computed: ValueError" in told
-    assert {kind for kind, _, _ in found["clean"]} == {"answer"}
-    for name, seen in found.items():
-        assert seen == found["clean"], name
-    if given["privacy"].get("mechanism") != "features":  # which also releases counts
-        assert sent["hostile"] == sent["clean"]
-        assert sent["one"] != sent["clean"]
+    assert "could not be computed: ValueError" in log
+    assert {kind for kind, _, _ in answers_by_name["clean"]} == {"answer"}
+    for name, seen in answers_by_name.items():
+        assert seen == answers_by_name["clean"], name
+    if settings["privacy"].get("mechanism") != "features":  # which also releases counts
+        assert payloads["hostile"] == payloads["clean"]
+        assert payloads["one"] != payloads["clean"]
 
 
 def scans(folder: Path) -> Path:
-    """Writes an owner's images of two of the three classes, and whose they are."""
+    """Writes an owner's images of two of the three classes, and their users."""
     drawn = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
     rows = ["path,user"]
     for k, image in enumerate(drawn):
         path = f"{'ab'[k % 2]}/{k:02}.png"
-        write(folder / path, image)
+        write_image(folder / path, image)
         rows.append(f"{path},patient {k // 3}")
     (folder / "users.csv").write_text("\n".join(rows))
     return folder
 
 
-def write(file: Path, image: Any = None) -> None:
+def write_image(file: Path, image: Any = None) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.zeros((8, 8), np.uint8) if image is None else image).save(file)
 
 
-def spoil(folder: Path) -> None:
-    """Adds files that are no records, of each kind one."""
+def add_invalid_files(folder: Path) -> None:
+    """Adds a file of each invalid kind."""
     (folder / "a" / "w.png").write_bytes(b"no image")
     (folder / "a" / "x.jpg").write_bytes(b"\xff\xd8\xff")
     (folder / "a" / "y.png").touch()
     (folder / "a" / "x.dcm").write_bytes(b"DICM")
     (folder / "a" / "z.png").symlink_to(folder / "nothing")
     for name in ("x.png", "a/deeper/and/x.png", "flu/x.png", "A/x.png"):
-        write(folder / name)
+        write_image(folder / name)
 
 
-def listed(folder: Path) -> None:
-    """Adds a manifest, with a file that is missing and one of no class."""
+def add_manifest(folder: Path) -> None:
+    """Adds a manifest with a missing file and a file of an unknown class."""
     paths = [f"{label}/{k:02}.png" for label in "ab" for k in range(12)]
     rows = [f"{path},{path[0]}" for path in paths if (folder / path).exists()]
     rows += ["a/missing.png,a", "a/00.png.png,flu"]
@@ -224,21 +224,19 @@ def listed(folder: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["record", "user"])
 @pytest.mark.parametrize("listing", [False, True])
-def test_a_file_that_is_not_a_record_changes_nothing(
-    tmp_path: Path, unit: str, listing: bool
-) -> None:
-    """Nor does a folder of such files only."""
-    given = sections("feddm", privacy={"unit": unit})
-    sound = answers(tmp_path / "sound", given, ClassFolders(scans(tmp_path / "data")))
-    assert {kind for kind, _, _ in sound[0]} == {"answer"}
+def test_invalid_files_change_no_answer(tmp_path: Path, unit: str, listing: bool) -> None:
+    """A folder of only invalid files gives the same answers, too."""
+    settings = sections("feddm", privacy={"unit": unit})
+    expected = answers(tmp_path / "sound", settings, ClassFolders(scans(tmp_path / "data")))
+    assert {kind for kind, _, _ in expected[0]} == {"answer"}
     folder = scans(tmp_path / "spoiled")
-    spoil(folder)
+    add_invalid_files(folder)
     if listing:
-        listed(folder)
-    seen, sent, _ = answers(tmp_path / "1", given, ClassFolders(folder))
-    assert (seen, sent) == sound[:2]
+        add_manifest(folder)
+    seen, sent, _ = answers(tmp_path / "1", settings, ClassFolders(folder))
+    assert (seen, sent) == expected[:2]
     empty = tmp_path / "empty"
     (empty / "a").mkdir(parents=True)
     if listing:
         (empty / "a" / "x.png").write_bytes(b"no image")
-    assert answers(tmp_path / "none", given, ClassFolders(empty))[0] == sound[0]
+    assert answers(tmp_path / "none", settings, ClassFolders(empty))[0] == expected[0]

@@ -1,5 +1,5 @@
-"""A server that was killed and resumes: its report covers every client that was ever charged, and
-its clients come back, each with its own ledger."""
+"""Tests of a killed server that resumes: its report covers every charged client, and clients
+rejoin with their own ledgers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fedsynth.deployment.policy import Policy
 from fedsynth.errors import CheckpointError
 from fedsynth.privacy import epsilon
 from fedsynth.results.verification import verify_run
-from tests.deployment.place import CLIENTS, PRIVATE, Hand, Place, close, killed, sections
+from tests.deployment.local_setup import CLIENTS, PRIVATE, Link, Setup, kill, same_model, sections
 from tests.observers import NoteRecorder
 
 LAST = CLIENTS - 1
 
 
-def covers_everybody(place: Place, served: NetworkedRun, ever: Sequence[int]) -> None:
-    """The report has a row for each one in the ledgers, and its ε never falls."""
+def assert_reported(setup: Setup, served: NetworkedRun, clients: Sequence[int]) -> None:
+    """Checks that the report has all rows of the ledgers and that ε never decreases."""
     heads: Any = served.report["ledger_heads"]
-    assert sorted(heads) == [f"client-{k:03d}" for k in ever]
-    spent = max(epsilon(place.ledger(k), 1e-5) for k in ever)
+    assert sorted(heads) == [f"client-{k:03d}" for k in clients]
+    spent = max(epsilon(setup.ledger(k), 1e-5) for k in clients)
     guarantee: Any = served.report["guarantee"]
     assert guarantee["epsilon"] >= spent * (1 - 1e-9)
-    for k in ever:
-        assert heads[f"client-{k:03d}"]["rows"] >= len(place.ledger(k))
+    for k in clients:
+        assert heads[f"client-{k:03d}"]["rows"] >= len(setup.ledger(k))
     stated = [row["epsilon"] for row in served.record.rows]
     assert stated == sorted(stated)
     assert verify_run(served.folder.path).problems == []
@@ -42,16 +42,14 @@ def covers_everybody(place: Place, served: NetworkedRun, ever: Sequence[int]) ->
 @pytest.mark.parametrize(
     ("count", "kind"), [(CLIENTS + 1, "step"), (2 * CLIENTS, "step"), (1, "end")]
 )
-def test_a_client_that_does_not_join_again_stays_in_the_report(
-    place: Place, count: int, kind: str
-) -> None:
-    """Killed in round 2, before and after the last client took its step: it may be charged more
-    than its last statement says, and the report counts it. Killed after all rounds, the server
-    repeats no request. A report that drops such a client is noticed."""
-    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
-    folder = killed(place, given, place.hand(), count, kind=kind)
-    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
-    covers_everybody(place, served, range(CLIENTS))
+def test_clients_that_do_not_rejoin_stay_in_the_report(setup: Setup, count: int, kind: str) -> None:
+    """The server is killed in round 2, before and after the last client's step: the client may be
+    charged more than its last statement, and the report counts it. After the last round no request
+    is repeated. A report without this client fails verification."""
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    folder = kill(setup, settings, setup.link(), count, kind=kind)
+    served = setup.serve(settings, setup.link(*map(setup.node, range(LAST))), resume=folder)
+    assert_reported(setup, served, range(CLIENTS))
     assert not (served.folder.path / "checkpoint").exists()
     deviations = served.record.deviations
     if kind == "end":
@@ -67,108 +65,107 @@ def test_a_client_that_does_not_join_again_stays_in_the_report(
         assert verify_run(served.folder.path).problems
 
 
-def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place: Place) -> None:
-    given = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
-    hand = place.hand()
-    folder = killed(place, given, hand, CLIENTS + 1)  # the last one is not asked for round 2
-    killed(place, given, place.hand(*map(place.node, range(LAST))), LAST + 1, folder)
-    served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
-    covers_everybody(place, served, range(CLIENTS))
-    assert not any("has not stated" in one for one in served.record.deviations)
-    for number in range(CLIENTS):  # their own reports count the run's rows as the run's
-        [own] = (place.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
-        head = json.loads(own.read_text())["ledger_heads"][f"client-{number:03d}"]
+def test_clients_that_miss_a_restart_state_their_ledger_again(setup: Setup) -> None:
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
+    link = setup.link()
+    folder = kill(setup, settings, link, CLIENTS + 1)  # the last one is not asked for round 2
+    kill(setup, settings, setup.link(*map(setup.node, range(LAST))), LAST + 1, folder)
+    served = setup.serve(settings, setup.link(*link.nodes_.values()), resume=folder)
+    assert_reported(setup, served, range(CLIENTS))
+    assert not any("has not stated" in text for text in served.record.deviations)
+    for number in range(CLIENTS):  # the owners' reports attribute the rows to the run
+        [report] = (setup.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
+        head = json.loads(report.read_text())["ledger_heads"][f"client-{number:03d}"]
         assert head["rows_before"] == 0
-        assert verify_run(own.parent).problems == []
+        assert verify_run(report.parent).problems == []
 
 
-def silent(node: int, asked: Frame, answer: bytes, rounds: Sequence[int]) -> bytes | None:
-    """The last client does not answer in these rounds, and not at the end."""
-    gone = asked.facts.get("round") in rounds or asked.kind == "end"
-    return None if node == 100 + LAST and gone else answer
+def drop_answers(node: int, request: Frame, answer: bytes, rounds: Sequence[int]) -> bytes | None:
+    """Drops the last client's answers in these rounds and at the end."""
+    dropped = request.facts.get("round") in rounds or request.kind == "end"
+    return None if node == 100 + LAST and dropped else answer
 
 
-def test_a_client_that_falls_silent_is_counted_as_charged(place: Place) -> None:
-    """Without any restart: its answer to the last round is lost, and it never answers again."""
-    hand = place.hand()
-    hand.change = partial(silent, rounds=[2])
-    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
-    covers_everybody(place, served, range(CLIENTS))
-    words = "in round 2. The step is counted as charged"
-    assert any(words in text for text in served.record.deviations)
+def test_unanswered_steps_count_as_charged(setup: Setup) -> None:
+    """The client's answer to the last round is lost, without a restart."""
+    link = setup.link()
+    link.change = partial(drop_answers, rounds=[2])
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
+    assert_reported(setup, served, range(CLIENTS))
+    expected = "in round 2. The step is counted as charged"
+    assert any(expected in text for text in served.record.deviations)
 
 
-def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) -> None:
-    """Its policy's budget is spent before the step, and then it is gone."""
-    capped = place.node(LAST, Policy(epsilon=1.5, delta=1e-5))
-    hand = place.hand(place.node(0), place.node(1), capped)
-    hand.change = partial(silent, rounds=[])
-    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+def test_declined_rounds_do_not_count_as_charged(setup: Setup) -> None:
+    """The policy's budget is exhausted before the step; then the client disconnects."""
+    capped = setup.node(LAST, Policy(epsilon=1.5, delta=1e-5))
+    link = setup.link(setup.node(0), setup.node(1), capped)
+    link.change = partial(drop_answers, rounds=[])
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
     heads: Any = served.report["ledger_heads"]
-    assert heads[f"client-{LAST:03d}"]["rows"] == len(place.ledger(LAST))
-    covers_everybody(place, served, range(CLIENTS))
+    assert heads[f"client-{LAST:03d}"]["rows"] == len(setup.ledger(LAST))
+    assert_reported(setup, served, range(CLIENTS))
 
 
-def test_an_open_run_keeps_the_terms_that_it_began_with(place: Place) -> None:
-    """The sizes of those that are away, by which clients are drawn, are still what they were."""
+def test_resumed_open_run_keeps_its_client_sizes(setup: Setup) -> None:
+    """Sampling by size still uses the sizes of the missing clients."""
     run = {"rounds": 3, "sampling": "size", "participation": 0.67, "quorum": 0.3}
-    given = sections("fedavg", run=run)
-    hand, again = place.hand(), place.hand(*map(place.node, range(LAST)))
-    folder = killed(place, given, hand, LAST + 1)
-    place.serve(given, again, resume=folder)
-    steps = [asked for _, asked, _ in [*hand.seen, *again.seen] if asked.kind == "step"]
-    assert len({tuple(asked.facts["sizes"]) for asked in steps}) == 1
+    settings = sections("fedavg", run=run)
+    link, later = setup.link(), setup.link(*map(setup.node, range(LAST)))
+    folder = kill(setup, settings, link, LAST + 1)
+    setup.serve(settings, later, resume=folder)
+    steps = [request for _, request, _ in [*link.seen, *later.seen] if request.kind == "step"]
+    assert len({tuple(request.facts["sizes"]) for request in steps}) == 1
 
 
-# --------------------------------------------------------------------------------- coming back
+# ----------------------------------------------------------------------------------- rejoining
 
 
-def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
-    """Its memory is of an earlier round than the server resumes after, and the newest that it
-    has."""
-    given = sections("scaffold", run={"rounds": 4})
-    hand = place.hand()
-    hand.change = partial(silent, rounds=[2])
+def test_clients_that_missed_rounds_can_rejoin(setup: Setup) -> None:
+    """The client's newest memory is of an earlier round than the checkpoint."""
+    settings = sections("scaffold", run={"rounds": 4})
+    link = setup.link()
+    link.change = partial(drop_answers, rounds=[2])
     # the step was taken and its answer lost; without it the client has no memory of round 2
-    folder = killed(place, given, hand, 2 * CLIENTS + 1)
-    for file in (place.folder / f"owner-{LAST}").glob("runs/*/*-2*"):
+    folder = kill(setup, settings, link, 2 * CLIENTS + 1)
+    for file in (setup.folder / f"owner-{LAST}").glob("runs/*/*-2*"):
         file.unlink()
-    served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
+    served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)
     assert "lost" in served.record.rows[1]
     assert not any("lost" in row for row in served.record.rows[2:])
 
 
-def test_a_resumed_run_equals_an_uninterrupted_run(place: Place) -> None:
+def test_resumed_run_equals_uninterrupted_run(setup: Setup) -> None:
     """With partial participation most clients have no memory of the round before the restart."""
-    given = sections("scaffold", run={"rounds": 6, "participation": 0.34})
-    folder = killed(place, given, place.hand(), 5)
-    served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
+    settings = sections("scaffold", run={"rounds": 6, "participation": 0.34})
+    folder = kill(setup, settings, setup.link(), 5)
+    served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)
     assert not any("lost" in row for row in served.record.rows)
     assert any("resumed after" in text for text in served.record.deviations)
-    close(served, simulate(resolve(given)))
+    same_model(served, simulate(resolve(settings)))
 
 
 # ------------------------------------------------------------------------- two clients, one key
 
 
-@pytest.mark.parametrize("how", ["fresh", "earlier"])
-def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place, how: str) -> None:
-    """After a restart it is asked first: its ledger is not the one that was charged. It leaves, and
-    the first one joins."""
-    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
-    hand = place.hand()
+@pytest.mark.parametrize("home", ["fresh", "earlier"])
+def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
+    """After a restart the second client connects first: its ledger is not the charged one. It
+    leaves, and the first one joins."""
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    link = setup.link()
 
-    def copies(node: int, asked: Frame, answer: bytes) -> bytes:
-        if asked.kind == "step" and asked.facts["round"] == 1 and node == 101:
-            shutil.copytree(place.folder / "owner-0", place.folder / "earlier")
+    def copy_ledger(node: int, request: Frame, answer: bytes) -> bytes:
+        if request.kind == "step" and request.facts["round"] == 1 and node == 101:
+            shutil.copytree(setup.folder / "owner-0", setup.folder / "earlier")
         return answer
 
-    hand.change = copies
-    folder = killed(place, given, hand, 2 * CLIENTS + 1)
-    first, second = hand.nodes_[100], place.node(0, home=how)
+    link.change = copy_ledger
+    folder = kill(setup, settings, link, 2 * CLIENTS + 1)
+    first, second = link.nodes_[100], setup.node(0, home=home)
 
-    class Taken(Hand):
-        """Where one is connected, the other one is not."""
+    class OneConnection(Link):
+        """Connects only one of the two clients."""
 
         def nodes(self) -> Sequence[int]:
             if second.refused and self.nodes_[100] is second:
@@ -176,58 +173,58 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
                 return [101, 102]
             return list(self.nodes_)
 
-    again = Taken({**hand.nodes_, 100: second})
-    served = place.serve(given, again, resume=folder, join=60)
+    later = OneConnection({**link.nodes_, 100: second})
+    served = setup.serve(settings, later, resume=folder, join=60)
     assert "must begin with the" in second.refused
     assert not first.refused
     assert not any("lost" in row for row in served.record.rows)
-    covers_everybody(place, served, range(CLIENTS))
+    assert_reported(setup, served, range(CLIENTS))
     heads: Any = served.report["ledger_heads"] if served.report else {}
-    assert heads["client-000"]["rows"] == len(place.ledger(0))
+    assert heads["client-000"]["rows"] == len(setup.ledger(0))
 
 
-def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
-    """Its upload is not used, and what the first one was charged stays."""
-    hand = place.hand()
+def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
+    """The upload is not used, and the first ledger's charges are kept."""
+    link = setup.link()
 
-    def replaced(node: int, asked: Frame, answer: bytes) -> bytes:
-        if node != 100 or asked.facts.get("round") != 2:
+    def drop_release(node: int, request: Frame, answer: bytes) -> bytes:
+        if node != 100 or request.facts.get("round") != 2:
             return answer
         frame = Frame.from_bytes(answer)
         history = {**frame.facts["history"], "releases": frame.facts["history"]["releases"][1:]}
         return replace(frame, facts={**frame.facts, "history": history}).to_bytes()
 
-    hand.change = replaced
-    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    link.change = drop_release
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
     assert served.record.rows[1]["lost"].keys() == {"0"}
     heads: Any = served.report["ledger_heads"] if served.report else {}
     assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
 
 
-def test_a_refused_client_receives_the_reason(place: Place) -> None:
-    nodes = [place.node(k) for k in range(CLIENTS)]
+def test_refused_clients_receive_the_reason(setup: Setup) -> None:
+    nodes = [setup.node(k) for k in range(CLIENTS)]
     nodes[2].name = "client-001"
     notes = NoteRecorder()
-    hand = place.hand(*nodes)
-    served = place.serve(sections("feddm", privacy=PRIVATE), hand, observer=notes)
+    link = setup.link(*nodes)
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
     assert "lost" in served.record.rows[0]
-    assert "another client of the run" in "\n".join([*notes.lines, *place.said])
+    assert "another client of the run" in "\n".join([*notes.lines, *setup.messages])
 
 
-def test_a_run_resumes_only_with_its_settings_and_its_whole_checkpoint(place: Place) -> None:
-    given = sections("feddm", privacy=PRIVATE)
-    folder = killed(place, given, place.hand(), CLIENTS + 1)
+def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> None:
+    settings = sections("feddm", privacy=PRIVATE)
+    folder = kill(setup, settings, setup.link(), CLIENTS + 1)
     with pytest.raises(CheckpointError, match="settings have changed"):
-        place.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
+        setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()
     for damaged in (text[:-9], text.replace('"steps": ', '"steps": 1')):
         file.write_text(damaged)
         with pytest.raises(CheckpointError):
-            place.serve(given, resume=folder)
+            setup.serve(settings, resume=folder)
     file.unlink()
     with pytest.raises(CheckpointError):
-        place.serve(given, resume=folder)
+        setup.serve(settings, resume=folder)
     shutil.rmtree(folder / "checkpoint")
     with pytest.raises(CheckpointError, match="is missing"):
-        place.serve(given, resume=folder)
+        setup.serve(settings, resume=folder)

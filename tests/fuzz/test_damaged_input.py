@@ -37,7 +37,7 @@ from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from fedsynth.validation import read_sections, to_toml
-from tests.deployment.place import Place
+from tests.deployment.local_setup import Setup
 from tests.fuzz.mutations import (
     HOSTILE,
     Fuzzer,
@@ -531,7 +531,7 @@ def frames(fuzzer: Fuzzer, private: bool) -> None:
 
     def requests() -> Iterator[tuple[Node, Frame]]:
         for number in count():
-            node = Place(fuzzer.folder / str(number)).node(0)
+            node = Setup(fuzzer.folder / str(number)).node(0)
             for frame in conversation(proposal):
                 if node not in other_run:
                     yield node, frame

@@ -1,5 +1,5 @@
 """A federation on this machine: Flower's SuperLink with TLS, and three data owners' nodes that it
-knows by their keys. Every process of it is watched (`watched/sitecustomize.py`)."""
+authenticates by their keys. Every process logs its activity (`watched/sitecustomize.py`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fedsynth.deployment.proposal import Proposal, new_proposal
 
 HERE = Path(__file__).parent
 CLIENTS = 3
-BOUNDED = 2
-"""The client whose policy bounds what it does."""
+POLICY_CLIENT = 2
+"""The client that has a policy."""
 POLICY = """
 methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold", "fedstats"]
 epsilon = 2.6
@@ -35,24 +35,24 @@ open = true
 """
 
 
-def eventually(said: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    """What is said when it is something; fails where that takes too long."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        found = said()
-        if found:
-            return found
+def wait_for(condition: Callable[[], Any], description: str, seconds: float = 120.0) -> Any:
+    """Returns the condition's value once it is true; fails at the deadline."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
         time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {seconds:g} s")
+    raise AssertionError(f"{description}: not within {seconds:g} s")
 
 
 @dataclass
 class Run:
-    """A run that is under way.
+    """A run in progress.
 
     Args:
-        output: the folder of its run folder.
-        lines: what its server has said.
+        output: the parent of its run folder.
+        lines: its server's messages.
     """
 
     output: Path
@@ -60,19 +60,19 @@ class Run:
     folder: Path | None = None
     error: Exception | None = None
 
-    def ended(self, seconds: float = 180.0) -> Path:
-        """Its folder, when it has ended."""
-        eventually(lambda: self.folder or self.error, "\n".join(self.lines[-40:]), seconds)
+    def finished_folder(self, seconds: float = 180.0) -> Path:
+        """Returns its folder after it has finished."""
+        wait_for(lambda: self.folder or self.error, "\n".join(self.lines[-40:]), seconds)
         assert self.folder is not None, (self.error, self.lines[-40:])
         return self.folder
 
-    def under_way(self) -> Path | None:
-        """Its folder, while it lasts."""
+    def unfinished_folder(self) -> Path | None:
+        """Returns its folder while it runs."""
         return next(self.output.glob("*.incomplete"), None)
 
     def rows(self) -> int:
-        """How many rounds have ended."""
-        folder = self.under_way()
+        """Returns the number of finished rounds."""
+        folder = self.unfinished_folder()
         file = None if folder is None else folder / "metrics.jsonl"
         return 0 if file is None or not file.exists() else len(file.read_text().splitlines())
 
@@ -81,7 +81,7 @@ class Federation:
     """SuperLink and nodes.
 
     Args:
-        folder: for all that they leave.
+        folder: the parent of all their files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class Federation:
         self.watch = folder / "watch.log"
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
-        self._before = dict(os.environ)
+        self._environment = dict(os.environ)
         paths = [str(HERE / "watched"), str(Path(fedsynth.__file__).parents[1])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         os.environ["FEDSYNTH_TEST_WATCH"] = str(self.watch)
@@ -109,26 +109,26 @@ class Federation:
             self.start_client(number)
 
     def home(self, number: int) -> Path:
-        """A data owner's folder of ledgers."""
+        """Returns a data owner's folder of ledgers."""
         return self.folder / f"owner-{number}"
 
     def log(self, number: int) -> str:
-        """What a data owner has read."""
+        """Returns the output of a data owner's process."""
         return (self.folder / f"owner-{number}.log").read_text()
 
     def client_arguments(
         self, number: int, key: Path | None = None, home: Path | None = None
     ) -> list[str]:
-        """Of the command that a data owner types."""
-        own = key or self.keys / f"client-{number:03d}"
-        allowed = ["--approve", "any"]
-        if number == BOUNDED:
-            allowed = ["--policy", str(self.folder / "policy.toml")]
+        """Returns the arguments of a data owner's command."""
+        key_file = key or self.keys / f"client-{number:03d}"
+        policy = ["--approve", "any"]
+        if number == POLICY_CLIENT:
+            policy = ["--policy", str(self.folder / "policy.toml")]
         return [
             *(sys.executable, "-c", "from fedsynth.cli.app import main; main()", "client"),
             *("--server", f"127.0.0.1:{self.port}", "--number", str(number), "--trial"),
             *("--ledger", str(home or self.home(number)), "--ca", str(self.keys / "ca.crt")),
-            *("--key", str(own), "--device", "cpu", *allowed),
+            *("--key", str(key_file), "--device", "cpu", *policy),
         ]
 
     def start_client(self, number: int) -> None:
@@ -140,14 +140,14 @@ class Federation:
             )
 
     def kill_client(self, number: int) -> None:
-        """As a machine that loses its power: the node's processes are gone at once."""
+        """Kills the node's processes, as a power failure does."""
         process = self.clients.pop(number)  # its SuperNode ends with it
         process.kill()
         process.wait(20)
 
     def run(
         self,
-        given: Mapping[str, Mapping[str, Any]],
+        settings: Mapping[str, Mapping[str, Any]],
         answer: float = 60.0,
         resume: Path | None = None,
     ) -> Run:
@@ -156,7 +156,7 @@ class Federation:
 
         output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
         run = Run(output)
-        proposal: Proposal = new_proposal(given)
+        proposal: Proposal = new_proposal(settings)
 
         def work() -> None:
             try:
@@ -169,24 +169,24 @@ class Federation:
         return run
 
     def rounds(self, number: int) -> int:
-        """The last round that a client has taken a step of, in the run that it joined last."""
+        """Returns the last round of a client's steps in the run that it joined last."""
         files = list(self.home(number).glob("runs/*/session.json"))
         newest = max(files, key=lambda file: file.parent.stat().st_ctime_ns)
-        return max((one[0] for one in json.loads(newest.read_text())["steps"]), default=0)
+        return max((step[0] for step in json.loads(newest.read_text())["steps"]), default=0)
 
     def server_process(self) -> int | None:
-        """The ServerApp's process of the run that was started last."""
-        found = []
+        """Returns the process id of the newest run's ServerApp."""
+        processes = []
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
                 parts = command.read_bytes().split(b"\0")
                 named = any(part.endswith(b"flwr-serverapp") for part in parts)
                 if named and f"127.0.0.1:{self.port}".encode() in parts:
-                    found.append(int(command.parent.name))
-        return max(found, default=None)
+                    processes.append(int(command.parent.name))
+        return max(processes, default=None)
 
     def close(self) -> None:
-        """Ends all of it, as its owners would."""
+        """Ends all processes."""
         for process in self.clients.values():
             process.send_signal(signal.SIGTERM)
         for process in self.clients.values():
@@ -197,14 +197,13 @@ class Federation:
         self.clients = {}
         self._stack.close()
         os.environ.clear()
-        os.environ.update(self._before)
+        os.environ.update(self._environment)
 
-    def watched(self) -> list[tuple[int, str, str]]:
-        """(process, what, of what) of everything that the processes did, as far as it is
-        watched."""
+    def log_entries(self) -> list[tuple[int, str, str]]:
+        """Returns (process, kind, value) of each entry of the activity log."""
         lines = self.watch.read_text().splitlines()
-        parted = [line.split("\t", 2) for line in lines]
-        return [(int(pid), kind, what) for pid, kind, what in parted]
+        entries = [line.split("\t", 2) for line in lines]
+        return [(int(pid), kind, value) for pid, kind, value in entries]
 
 
 @pytest.fixture(scope="package")
@@ -212,12 +211,12 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     if importlib.util.find_spec("flwr") is None:
         pytest.skip("flwr is not installed: pip install 'fedsynth[flower]'")
     torch.set_num_threads(1)
-    made = Federation(tmp_path_factory.mktemp("federation"))
-    yield made
-    made.close()
+    network = Federation(tmp_path_factory.mktemp("federation"))
+    yield network
+    network.close()
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """The privacy report in a folder."""
-    found: dict[str, Any] = json.loads((folder / "privacy_report.json").read_text())
-    return found
+    """Returns the privacy report in a folder."""
+    report: dict[str, Any] = json.loads((folder / "privacy_report.json").read_text())
+    return report
