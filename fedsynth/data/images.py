@@ -283,7 +283,7 @@ def _checked_numbers(
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
-            f"the {what} of {spec.name} must be in [0, {limit}), got {len(wrong)} other values, "
+            f"the {what} of {spec.name} must be in [0, {limit}), but {len(wrong)} are outside, "
             f"such as {int(wrong[0])}"
         )
     return wide
