@@ -213,10 +213,12 @@ def _names(values: Iterable[str]) -> Names:
 
 
 def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
-    """Raises an error if two names are spellings of one name, such as "T-shirt" and "t_shirt"."""
+    """Raises an error if two names are spellings of one name, such as "T-shirt" and "t_shirt", or
+    "0" and "0.0", which a spreadsheet writes.
+    """
     spellings: dict[str, str] = {}
     for name in names:
-        folded = unicodedata.normalize("NFKC", name).casefold()
+        folded = re.sub(r"[.,]0+$", "", unicodedata.normalize("NFKC", name).casefold())
         other = spellings.setdefault(re.sub(r"[\s_-]+", " ", folded), name)
         if other != name:
             raise DataError(

@@ -103,6 +103,7 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("ill/1.png", "Ill/2.png"), "two classes have the similar names 'Ill' and 'ill'"),
         (("a/T-shirt/1.png", "b/t_shirt/1.png", "b/x/1.png"), "two classes have the similar names"),
         (("a/½/1.png", "b/1⁄2/1.png", "b/x/1.png"), "two classes have the similar names"),
+        (("a/0/1.png", "b/0.0/1.png", "b/x/1.png"), "two classes have the similar names"),
         (("a/1.dcm", "b/2.dcm"), r"no image .*\.dcm: 2 \(a/1.dcm …\)"),
     ],
 )
