@@ -219,8 +219,8 @@ class ExactClientView(_ClientView):
 
 
 class PrivateClientView(_ClientView):
-    """A group of clients with differential privacy. A method cannot read the clients' data, but
-    only noisy releases.
+    """A group of clients with differential privacy. A method reads only noisy releases of the
+    clients' data.
 
     A method gets only noisy sums and privately trained models from this class, and no data or
     counts. Every release was charged to each client's ledger in advance. `series` returns the
@@ -311,8 +311,8 @@ class PrivateClientView(_ClientView):
         return mechanisms
 
     def _check_owners(self, series: Sequence[GaussianSumMechanism]) -> None:
-        """Checks that each client's records are used only with the mechanism that this client was
-        charged for.
+        """Checks that each client's records are used only with the mechanism that was charged to
+        this client.
 
         Raises:
             UnplannedReleaseError: a series belongs to another client.

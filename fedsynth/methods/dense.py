@@ -1,5 +1,5 @@
-"""DENSE: one-shot federated learning by data-free distillation (Zhang et al. 2022, arXiv
-2112.12371).
+"""DENSE: in one round, the server distils the clients' models without data (Zhang et al. 2022,
+arXiv 2112.12371).
 
 The server repeats two steps in each epoch. First, it trains a generator against the ensemble, which
 averages the clients' logits (Eq. 1). The generated images should be classified by the ensemble as

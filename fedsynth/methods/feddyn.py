@@ -28,7 +28,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class DriftState(AveragingState):
-    """The server's state in FedDyn, with h. An empty mapping means that h is zero."""
+    """The server's state in FedDyn, with the accumulated drift h. An empty mapping means h = 0."""
 
     h: Mapping[str, Tensor] = field(default_factory=dict)
 

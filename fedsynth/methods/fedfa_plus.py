@@ -71,7 +71,7 @@ class StatisticsUp(ModelParameters):
     """The upload of a client in FedFA+: the model and the client's statistics.
 
     The statistics are the channel means and deviations [C] of each stage, accumulated over the
-    training, and the histogram π_k [D, bins].
+    client's training, and the histogram π_k [D, bins].
     """
 
     statistics: Mapping[str, Tensor] = unprotected()

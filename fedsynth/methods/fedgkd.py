@@ -1,5 +1,5 @@
-"""FedGKD: local training is distilled from the average of the latest global models (Yao et al.
-2021, arXiv 2107.00051).
+"""FedGKD: the average of the latest global models teaches the clients in local training (Yao et
+al. 2021, arXiv 2107.00051).
 
 The server keeps the last M global models, and sends w_t together with their average w̄. Each client
 minimises CE + γ/2·KL(p(x; w̄) ‖ p(x; w)) on its own examples.
@@ -45,7 +45,7 @@ class PastState(AveragingState):
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
-    """FedGKD: local training with distillation from the average of the last global models.
+    """FedGKD: local training in which the average of the last global models is the teacher.
 
     The following settings come in addition to those of `TrainsLocally`.
 

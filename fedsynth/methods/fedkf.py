@@ -208,7 +208,9 @@ class FedKF(TrainsLocally):
 
 
 class KnowledgeFusion:
-    """The teacher ŵ, the generator g(θ_k; ·) and the latest generated images of one client.
+    """Trains one client's generator and computes the distillation loss on the generated images.
+
+    It holds the teacher ŵ, the generator g(θ_k; ·) and the latest generated images.
 
     Attributes:
         state: the objects that training the generator changes, as needed by

@@ -62,8 +62,9 @@ def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
 
 @dataclass(frozen=True)
 class LocalObjective:
-    """What a method adds to a client's training on the cross-entropy in one round, and how the
-    client's upload is made.
+    """The additions of a method to a client's training on the cross-entropy in one round.
+
+    An objective also makes the client's upload.
 
     Args:
         before_step: a function that is called with the network in training before each step, for

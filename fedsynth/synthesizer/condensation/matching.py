@@ -76,7 +76,7 @@ class FeatureMap(Protocol):
 
 
 class NetworkFeatures:
-    """The features u_w(x) = [h_w(x); b·z_w(x)] of a network.
+    """The features u_w(x) = [h_w(x); b·z_w(x)] that a network computes from images.
 
     They are the embedding and the logits from one forward pass, after the siamese augmentation if
     there is one. One object serves all steps of a condensation, and `use` sets the network of a
