@@ -1,13 +1,15 @@
-"""A check before a private run: the contribution of an example must depend only on that example.
-User code that violates this is refused. If only the last bits of a result differ, the check warns.
+"""Checks before a private run that the contribution of an example depends only on that example.
 
-The check is a trial on public random images, at the run's first weights. A finding is a fault; no
-finding is not a proof.
+User code that violates this is refused. If only the last bits of a contribution change, the check
+returns a warning.
 
-The trial runs the client's step several times: with the same records at other positions, among
-other records, and unchanged. The contribution of a record must be the same each time. The step uses
-the pass lengths of the run. Its series charge nothing and add no noise: they compare their rows
-with those of the first run.
+The check is a trial on public random images, with the initial weights of the run. It can find a
+fault, but it cannot prove that there is none.
+
+The trial computes a client's step several times. First it uses some records. Then it uses the same
+records at different positions, among additional records, and unchanged. The contribution of a
+record must be the same each time. The step uses the batch lengths of the run (the "pass lengths" of
+`fedsynth.privacy.passes`). No client's ledger is charged and no noise is added.
 """
 
 from __future__ import annotations
@@ -53,30 +55,29 @@ from fedsynth.privacy.releases import USER, Release
 from fedsynth.seeding import numpy_generator, torch_generator
 
 RECORDS = 32
-"""The number of records in a trial of the package's own code, which the tests examine further."""
+"""The number of records in a trial of this package's code. Its tests examine the code further."""
 MIN_RECORDS = 8
 INSERTED = 3
 MAX_NUMBERS = 2**27
-"""The maximum of numbers in the rows of one release."""
+"""The maximum number of coordinates of all records' vectors in one release of a trial."""
 WEIGHT_NOISE = 0.01
-"""The standard deviation of the noise on the first weights: with zeros and identities among them,
-products would be exact in every kernel."""
+"""The standard deviation of the noise that a trial adds to the initial weights. Without noise, the
+zeros and ones among the weights would make products exact in every kernel."""
 
 
 class _SeriesEndedError(Exception):
-    """Raised during a trial when a step draws a batch for a release that the trial does not
-    simulate, or has made its last release."""
+    """Raised during a trial to end the step after the last release that the trial needs."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the step during a trial.
+    """The input of one of the runs of a step that a trial compares.
 
     Args:
-        order: positions of the client's records among the images.
-        same: which of the first run's records have the same image, bool [records].
-        finding: the finding if these records' rows differ.
-        fill: the value of uninitialised memory.
+        order: the positions of the client's records among the trial's images.
+        same: True for each record of the first run whose image is the same in this run.
+        finding: the fault that is reported if the vectors of these records differ.
+        fill: the value to which uninitialised memory is set.
     """
 
     order: Tensor
@@ -86,19 +87,20 @@ class _Run:
 
 
 class StepTrial:
-    """Runs the step of one client in one round several times, and compares the contributions of
-    each record.
+    """Computes one client's step several times, and compares the contributions of each record.
 
     Args:
-        plan: the privacy plan of the run, without σ.
+        plan: the privacy plan of the run, which may be without σ.
         context: the context of the round. The trial uses its device.
-        client: the client's index.
-        thorough: for user code: with as many records as a step has, two releases, and a check for
-            random draws; otherwise with few records and one release.
+        client: the index of the client.
+        thorough: True for user code. The trial then has as many records as a step of the run, makes
+            two releases, and checks for random draws. Otherwise, it has few records and one
+            release.
 
     Attributes:
-        finding: how rows differ by more than rounding; "": they do not.
-        moved: whether a row differs by one bit or more.
+        finding: a description of the fault, if contributions differ by more than rounding.
+            Otherwise an empty string.
+        moved: True if a contribution differs at all, even by one bit.
     """
 
     def __init__(
@@ -152,8 +154,11 @@ class StepTrial:
         return runs
 
     def _images(self, order: Tensor) -> ImageData:
-        """Returns random images. Inserted images and replacements are white, black, or a mix of
-        both."""
+        """Returns the random images of a trial.
+
+        The images that replace records or are inserted among the records are white, black, or a mix
+        of both.
+        """
         spec = self._context.spec
         draws = torch_generator(0, "images of a trial")
         count = 2 * self.records + INSERTED
@@ -214,14 +219,17 @@ class StepTrial:
     # ------------------------------------------------------------------ called by the series
 
     def next_number(self) -> int:
-        """Returns the number of a new series of sums."""
+        """Registers a new series of releases, and returns its number."""
         self._num_series += 1
         self._unfinished.add(self._num_series)
         return self._num_series
 
     def watch(self) -> None:
-        """Watches for random draws. Between sampling and release only the rows of records are
-        computed, so every draw there is for the records."""
+        """Begins to watch for random draws, in a trial of user code.
+
+        Between `sample` and `release`, a step computes only the vectors of records. A draw at that
+        time therefore influences these vectors.
+        """
         if self.thorough:
             self._position = self._generators.position()
             self._watch = self._active.enter_context(OperationWatch(self._run.fill))
@@ -234,12 +242,12 @@ class StepTrial:
             self._watch = None
 
     def compare(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
-        """Stores the rows of the first run, and compares the rows of later runs with them.
+        """Stores the vectors of records in the first run, and compares later runs with the first.
 
         Args:
-            key: the series and its release.
-            records: positions among the client's records.
-            rows: the rows of these records, [N, D].
+            key: the number of the series, and the number of releases that it has left.
+            records: the positions of the records among the client's records.
+            rows: the vectors of these records, [N, D].
         """
         rows = rows.detach().nan_to_num(0.0, 0.0, 0.0)  # as in the mechanism
         numbers = self._run.order[records]
@@ -264,12 +272,13 @@ class StepTrial:
             self.finding = self.finding or self._run.finding
 
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
-        """Returns the sums of the first run in every run, so that later results do not depend on
-        the records.
+        """Returns the sums that the first run released, in every run.
+
+        The weights in the later releases of a step are then the same in every run.
 
         Raises:
             _SeriesEndedError: this was the last release of the main exchange. A trial omits the
-                computations on releases: they are slow, and can fail on random images.
+                computations on the releases, because they are slow and can fail on random images.
         """
         self._unwatch()
         number, steps_left = key
@@ -281,8 +290,9 @@ class StepTrial:
 
 
 class TriedSums(GaussianSumMechanism):
-    """A noisy-sum mechanism for trials. It passes its rows to the trial, samples all records, and
-    adds no noise.
+    """A series of sums for a trial, which samples all records and adds no noise.
+
+    The trial compares the vectors of the records before they are added.
 
     Args:
         trial: the trial.
@@ -306,7 +316,7 @@ class TriedSums(GaussianSumMechanism):
         return self._number, self.steps_left
 
     def sample(self, units: int) -> Tensor:
-        """Returns the indices of all privacy units."""
+        """Starts a step, and returns the indices of all privacy units instead of a sample."""
         if not self.steps_left:
             raise _SeriesEndedError
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -315,12 +325,15 @@ class TriedSums(GaussianSumMechanism):
         return torch.arange(units)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Compares the rows, then adds them as `GaussianSumMechanism` does."""
+        """Lets the trial compare the vectors, and then adds the vectors to the sums."""
         self._trial.compare(self._key, self._records(len(rows_ND), sample), rows_ND)
         super().add(rows_ND, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Compares the factors, then adds their products as `GaussianSumMechanism` does."""
+        """Lets the trial compare the factors of the records' vectors, and then adds the vectors.
+
+        The vectors are added as in `GaussianSumMechanism.add_products`.
+        """
         factors = [value.double() for value in vars(products).values() if isinstance(value, Tensor)]
         records = self._records(len(products), sample)
         self._trial.compare(self._key, records, torch.cat(factors, dim=1))
@@ -334,7 +347,7 @@ class TriedSums(GaussianSumMechanism):
         return sample.records
 
     def release(self) -> Released:
-        """Returns the sums of the first run of the trial."""
+        """Ends the step, and returns the sums that the first run of the trial released."""
         if self._sums is None:
             raise PrivacyError("no step is open. Call sample() before release()")
         self._users.close(self._sums)
@@ -346,8 +359,11 @@ class TriedSums(GaussianSumMechanism):
 
 
 def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
-    """Returns the number of random records for a trial of user code. It is about the number of
-    records in a step, limited by the length of a pass (`fedsynth.privacy.passes`) and by memory."""
+    """Returns the number of random records for a trial of user code.
+
+    It is about the number of records in a step of the run. It is limited by memory and by the
+    number of records that are computed at once (`fedsynth.privacy.passes`).
+    """
     expected = max(1.0, context.nominal_size * max(release.sample_rate for release in plans))
     widest = max(release.dimension // release.groups for release in plans)
     likely = expected + 4 * math.sqrt(expected)
@@ -357,7 +373,7 @@ def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
 
 
 def _disturbed(message: Message) -> Message:
-    """Returns the request with randomly perturbed weights, so that no product is exact."""
+    """Adds random noise to the weights in a request, so that rounding errors can be seen."""
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")
@@ -383,15 +399,16 @@ def check_private_steps(
     """Refuses user code whose result for one example depends on other examples.
 
     Args:
-        settings: the settings of the run. Runs without a guarantee are not checked.
+        settings: the settings of the run. Runs without a privacy guarantee are not checked.
         context: the public context of round 1. The trial uses its device.
-        client: the client whose step is tried; None: one client of each architecture.
+        client: the index of the client whose step is tried. None tries one client of each
+            architecture.
 
     Returns:
-        Warnings for the report, a sentence each.
+        Warnings for the privacy report, one sentence each.
 
     Raises:
-        SettingError: names the model or the method.
+        SettingError: a fault was found. The message names the setting that selects the code.
     """
     if settings.privacy is None:
         return []
@@ -449,7 +466,7 @@ def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> lis
 
 
 def _clients_of_each_architecture(context: RoundContext) -> list[int]:
-    """Returns the index of one client for each architecture."""
+    """Returns, for each model architecture in the run, the index of one client that uses it."""
     first_clients: dict[str, int] = {}
     for number, network in enumerate(context.client_architectures or (context.architecture,)):
         first_clients.setdefault(str(network), number)

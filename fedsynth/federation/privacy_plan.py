@@ -1,8 +1,8 @@
-"""The releases of a private run and their privacy cost. Both are computed only from public values.
+"""The plan of a private run, which states all releases of the run and their privacy cost.
 
-A server makes the plan before its first round, from public settings, the public context, and the
-history of releases that each client states when it joins; it needs no client's data or ledger
-object. The plan is then fixed and public: clients charge themselves by it (`ClientBudget`).
+The server makes the plan before the first round. It needs only public values: the settings, the
+public context, and the earlier releases that each client states when it joins. The plan is then
+fixed and public. Each client charges its ledger for the releases in the plan (`ClientBudget`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ from fedsynth.privacy.settings import PrivacySettings
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The plan of a private run. Create it with `make`.
+    """The releases and the privacy cost of a private run, which are planned before the first round.
+
+    Create a plan with `make`, or with `checked` before the clients have joined.
 
     Attributes:
-        run: the run's settings, as given.
-        spec: the data set's specification, which is public.
-        nominal_size: the public, nominal number of records (or users) of a client.
-        privacy: the privacy settings, with mechanism and σ determined.
-        plans: the kinds of release of a round, the chief one first.
+        run: the settings of the run, as given.
+        spec: the public specification of the data set.
+        nominal_size: the public number of records (or users) that a client is supposed to have.
+        privacy: the privacy settings, in which the mechanism and σ are determined.
+        plans: the kinds of release in a round. The most important one is first.
         max_records: the public bound on the number of records of all clients.
-        histories: the contents of each client's ledger when it joined, in client order.
+        histories: the content of each client's ledger when the client joined, in the order of the
+            clients.
     """
 
     run: RunSettings
@@ -67,12 +70,15 @@ class PrivacyPlan:
 
     @classmethod
     def checked(cls, settings: RunSettings, context: RoundContext) -> PrivacyPlan:
-        """Returns the plan before any client has joined. It has no histories, and no σ if a budget
-        is set. Creating it detects invalid settings before a ledger is opened.
+        """Checks the settings and returns the plan of the run before any client has joined.
+
+        The plan has no histories. It has no σ if only a budget is set. It detects invalid settings
+        before a ledger is opened.
 
         Raises:
-            UnaccountedReleaseError: the method uploads something that no mechanism protects.
-            PrivacySettingError: δ too large for the declared number of records, ….
+            UnaccountedReleaseError: the method uploads a value that no mechanism protects.
+            PrivacySettingError: a privacy setting is invalid, for example because δ is too large
+                for the declared number of records.
         """
         stated = settings.privacy
         method = settings.method
@@ -95,19 +101,19 @@ class PrivacyPlan:
     def make(
         cls, settings: RunSettings, context: RoundContext, histories: Sequence[History]
     ) -> PrivacyPlan:
-        """Returns the plan of a run with these clients, after σ has been calibrated.
+        """Returns the plan of a run whose clients have joined. If only a budget is set, chooses σ.
 
         Args:
             settings: the run's settings, with `privacy` set.
             context: the public context of round 1.
-            histories: the contents of each client's ledger, in client order.
+            histories: the content of each client's ledger, in the order of the clients.
 
         Raises:
-            UnaccountedReleaseError: the method uploads something that no mechanism protects, or a
-                ledger holds a release without any guarantee although a budget is given.
-            PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
-            BudgetExceededError: a client's earlier releases have spent the budget.
-            LedgerError: a ledger holds releases that protect another unit.
+            UnaccountedReleaseError: the method uploads a value that no mechanism protects, or a
+                budget is set although a ledger holds a release without a guarantee.
+            PrivacySettingError: a privacy setting is invalid, or no σ stays within the budget.
+            BudgetExceededError: the earlier releases of a client have spent the budget.
+            LedgerError: a ledger holds releases that protect another unit than this run.
         """
         plan = replace(cls.checked(settings, context), histories=tuple(histories))
         privacy = plan.privacy
@@ -128,20 +134,20 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> ReleasePlan:
-        """Returns the most important release of a round, which summaries describe."""
+        """The most important kind of release in a round, which summaries describe."""
         return self.plans[0]
 
     @property
     def facts(self) -> MechanismFacts:
-        """Returns the guarantee of the run's mechanism, or the reasons why it has none."""
+        """The facts about the run's mechanism, such as whether it has a privacy guarantee."""
         return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
 
     @property
     def sigma(self) -> float:
-        """Returns the noise multiplier σ.
+        """The noise multiplier σ of the run.
 
         Raises:
-            SettingError: σ is not determined yet (`checked`).
+            SettingError: σ is unknown, because the clients have not joined yet.
         """
         if self.privacy.noise_multiplier is None:
             raise SettingError(
@@ -150,43 +156,48 @@ class PrivacyPlan:
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float | None:
-        """Returns the signal-to-noise ratio of the sum over all clients
-        (`ReleasePlan.signal_to_noise`), or None if the method does not state a signal."""
+        """Returns the signal-to-noise ratio of a release, summed over all clients.
+
+        Returns None if the method does not state the signal of the release
+        (`ReleasePlan.signal_to_noise`).
+        """
         clients = self.run.partition.clients
         return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
 
     @property
     def releases(self) -> int:
-        """Returns the number of noisy releases of a client in a round. If rounds differ, this is
-        the number in the first round."""
+        """The number of noisy releases that a client makes in a round.
+
+        If the rounds differ, it is the number in the first round.
+        """
         return sum(plan.steps for plan in self.round_plans(1))
 
     @property
     def all_releases(self) -> int:
-        """Returns the number of noisy releases of a client that takes part in every round."""
+        """The number of noisy releases in the whole run of a client that is in every round."""
         if self.run.method.same_releases_every_round:
             return self.run.rounds * self.releases
         return sum(row.steps for row in self.planned())
 
     def round_plans(self, number: int) -> tuple[ReleasePlan, ...]:
-        """Returns the release plans of the round with this number.
+        """Returns the plans of the releases that are made in the round with this number.
 
         Raises:
-            UnplannedReleaseError: the method names a release that is not planned.
+            UnplannedReleaseError: the method changes a planned release or adds another release.
         """
         if self.run.method.same_releases_every_round:
             return self.plans
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise UnplannedReleaseError(
-                f"method {self.run.method.name} changes a planned release in round {number}. A round "
-                "can only omit releases"
+                f"method {self.run.method.name} changes a planned release in round {number}. "
+                "Method.round_plans may only omit some of the planned releases"
             )
         return planned
 
     @property
     def noise(self) -> dict[str, float]:
-        """Returns the noise standard deviation in each coordinate of a release, for each plan."""
+        """A mapping from each plan's name to the standard deviation of the noise per coordinate."""
         noise = {}
         for plan in self.plans:
             row = self._row(plan, 1, self.sigma)
@@ -195,11 +206,12 @@ class PrivacyPlan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Returns the rounding grid of each plan with secure aggregation, where clients round
-        their releases and only the sum is revealed.
+        """A mapping from plan names to the grids to which clients round their noisy releases.
+
+        It contains only the releases that secure aggregation sums.
 
         Raises:
-            PrivacySettingError: the noise is too small for the grid.
+            PrivacySettingError: the noise is too small for a sum with secure aggregation.
         """
         grids = {}
         for plan in self.plans:
@@ -209,18 +221,19 @@ class PrivacyPlan:
         return grids
 
     def in_context(self, context: RoundContext) -> RoundContext:
-        """Returns the context for the run's steps, including the public values of the plan."""
+        """Returns the context with the public values of this plan, as the run's steps need them."""
         return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(
         self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
     ) -> list[Release]:
-        """Returns the ledger entries of a participating client for a round. `client_rows` also
-        includes exceptions for single clients.
+        """Returns the ledger rows of a client that takes part in some rounds.
+
+        They do not include the exceptions that a method makes for a single client (`client_rows`).
 
         Args:
-            rounds: the round numbers; None: all rounds of the run.
-            noise_multiplier: a σ in place of the plan's.
+            rounds: the numbers of the rounds. None means all rounds of the run.
+            noise_multiplier: the σ of the rows. None uses the σ of the plan.
         """
         if noise_multiplier is None:
             noise_multiplier = self.sigma
@@ -233,20 +246,23 @@ class PrivacyPlan:
         return rows
 
     def _totals(self, rounds: int, sigma: float | None = None) -> Totals:
-        """Returns the total releases of a client that takes part in this number of rounds. If
-        rounds differ, all clients take part in every round, so these are the releases of the first
-        rounds."""
+        """Returns the totals of the releases of a client that takes part in `rounds` rounds.
+
+        If the rounds differ, all clients take part in every round. The totals are then those of the
+        first rounds.
+        """
         if self.run.method.same_releases_every_round:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
     def client_plans(self, client: int, context: RoundContext) -> tuple[ReleasePlan, ...]:
-        """Returns the release plans of one client for the round of the context. They include the
-        exceptions that the method makes for this client.
+        """Returns the plans of the releases that one client makes in the round of the context.
+
+        They include the exceptions that the method makes for this client.
 
         Raises:
-            UnplannedReleaseError: the method changes anything other than the dimension or the
-                number of steps, which may only decrease.
+            UnplannedReleaseError: for this client, the method changes more than the dimension and
+                the groups of a release, or increases its number of steps.
         """
         planned = self.round_plans(context.round)
         plans = tuple(self.run.method.client_plans(planned, client, context))
@@ -270,7 +286,7 @@ class PrivacyPlan:
         return plans
 
     def client_rows(self, client: int, context: RoundContext) -> list[Release]:
-        """Returns the ledger entries of one client for the round of the context."""
+        """Returns the ledger rows of one client for the round of the context."""
         plans = self.client_plans(client, context)
         return [self._row(plan, context.round, self.sigma) for plan in plans]
 
@@ -283,31 +299,37 @@ class PrivacyPlan:
 
     @cached_property
     def participation(self) -> Participation:
-        """Returns the public schedule of the clients that take part in each round."""
+        """The public schedule that states which clients take part in each round."""
         return self.run.schedule()
 
     def reasons(self, histories: Sequence[History]) -> list[str]:
-        """Returns the releases in ledgers that have no guarantee, with the reasons."""
+        """Returns the reasons why releases in the ledgers have no guarantee, if there are any."""
         return reasons_in_ledgers({history.client: history.releases for history in histories})
 
     def guaranteed(self, histories: Sequence[History]) -> bool:
-        """Returns whether an ε can be stated. This requires a guarantee of the mechanism and of
-        every entry in the clients' ledgers."""
+        """Returns True if the mechanism and all releases in the ledgers have a privacy guarantee.
+
+        Otherwise no ε can be stated for the run.
+        """
         return self.facts.guaranteed and not self.reasons(histories)
 
     def epsilon(self, histories: Sequence[History]) -> float:
-        """Returns the largest ε over all clients, computed from the current contents of their
-        ledgers."""
+        """Returns the largest ε of all clients, computed from the contents of their ledgers."""
         return max(map(self._epsilon, _distinct(histories)[0]))
 
     def planned_epsilon(self) -> float:
-        """Returns the largest ε over all clients after the whole run. It includes earlier entries
-        of their ledgers."""
+        """Returns the largest ε of all clients after the whole planned run.
+
+        It includes the releases that were in the ledgers when the clients joined.
+        """
         return self.planned_epsilon_by_round()[self.run.rounds]
 
     def planned_epsilon_by_round(self) -> PlannedEpsilon:
-        """Returns the largest ε over all clients after each round. It includes earlier entries of
-        their ledgers. For a long run, only the rounds in `shown_rounds` are computed."""
+        """Returns the largest ε of all clients after each planned round.
+
+        It includes the releases that were in the ledgers when the clients joined. For a long run,
+        the result has only the rounds in `shown_rounds`.
+        """
 
         def epsilon_after(position: int) -> float:
             return max(
@@ -318,16 +340,16 @@ class PrivacyPlan:
         return PlannedEpsilon(shown_rounds(self.run.rounds), epsilon_after)
 
     def most_rounds(self) -> int:
-        """Returns the largest number of rounds in which a client takes part."""
+        """Returns the largest number of rounds in which any client takes part."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
     def guard(self, ledger: Ledger, cap: EpsilonCap | None = None) -> BudgetEnforcer:
-        """Returns a budget enforcer that refuses every release with which this ledger would exceed
-        the plan's cap.
+        """Returns an object that charges a ledger and refuses releases that would exceed the cap.
 
         Args:
             ledger: a client's ledger.
-            cap: the owner's cap, independent of the run; None: only the run's cap.
+            cap: the data owner's cap, which applies in addition to the cap of the run. None means
+                that the data owner has no cap.
         """
         privacy = self.privacy
         return BudgetEnforcer(
@@ -335,20 +357,25 @@ class PrivacyPlan:
         )
 
     def check_cap(self) -> None:
-        """Refuses a cap that is too small for even one round with empty ledgers.
+        """Checks that the cap allows at least one round with empty ledgers.
 
         Raises:
-            BudgetExceededError: this is a mistake in the settings, not a run that ends early.
+            BudgetExceededError: the cap is too small. The settings contain a mistake.
         """
         if self.facts.guaranteed:
             self.guard(Ledger("any")).check(self.planned([1]))
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
-        """Checks that every client of a round can be charged, given the contents of its ledger.
+        """Checks that every client of a round can be charged for the round.
+
         Each client also checks this itself (`ClientBudget.check`).
 
+        Args:
+            number: the number of the round.
+            histories: the content of each client's ledger, in the order of the clients.
+
         Raises:
-            BudgetExceededError: some client's cap would be exceeded.
+            BudgetExceededError: the round would exceed the cap of a client.
         """
         if not self.facts.guaranteed:
             return
@@ -359,9 +386,12 @@ class PrivacyPlan:
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
-        """Returns the earlier releases of each ledger together with the numbers of rounds in which
-        its client takes part, for each n in `shown_rounds`. Clients whose cost another client
-        exceeds are left out."""
+        """Pairs of earlier releases and numbers of rounds, from which the clients' ε is computed.
+
+        Each pair has the totals of the releases that a ledger contained when its client joined.
+        With it comes, for each n in `shown_rounds`, the number of the first n rounds in which the
+        client takes part. Clients with equal totals share a pair with their largest numbers.
+        """
         distinct, groups = _distinct(self.histories)
         maxima = most_rounds(self.participation, groups, shown_rounds(self.run.rounds))
         return list(zip(distinct, maxima.T.tolist(), strict=True))
@@ -370,13 +400,19 @@ class PrivacyPlan:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def _calibrated(self) -> float:
-        """Returns the smallest σ with which no client exceeds ε after the planned run, given the
-        earlier entries of its ledger."""
+        """Returns the smallest σ with which every client stays within the budget.
+
+        It counts the releases that were in the ledgers when the clients joined.
+        """
         return max(self._needed_sigma(spent, rounds[-1]) for spent, rounds in self._attendance)
 
     def _needed_sigma(self, spent: Totals, rounds: int) -> float:
-        """Returns the σ with which this number of rounds reaches ε, given the earlier releases
-        `spent`."""
+        """Returns the σ with which a client reaches the budget after `rounds` more rounds.
+
+        Args:
+            spent: the totals of the client's earlier releases.
+            rounds: the number of rounds in which the client takes part.
+        """
         if not rounds:
             return 0.0
         privacy = self.privacy
@@ -384,7 +420,8 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"the budget ε = {target:g} is exhausted: a client has spent {spent_epsilon:.4g}"
+                f"the budget ε = {target:g} is exhausted, because a client has already spent ε = "
+                f"{spent_epsilon:.4g}"
             )
         return calibrate_noise_multiplier(
             target,
@@ -395,7 +432,7 @@ class PrivacyPlan:
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], tuple[int, ...]]:
-    """Returns the distinct totals of the histories, and the index of the total of each history."""
+    """Returns the different totals of the histories, and the index of each history's totals."""
     positions: dict[Totals, int] = {}
     groups = []
     for history in histories:

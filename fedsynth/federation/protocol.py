@@ -1,12 +1,13 @@
 """The protocol between a server and its clients, independent of how messages are transported.
 
-A server asks all clients to `join`, sends them the `RunTerms`, asks the clients of each round whether
-they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
-each exchange of the round. `evaluate` and `facts` are questions of a simulation. A client that
-cannot, or must not, answers with a `Refusal`.
+A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
+it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
+the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
+simulation uses `evaluate` and `facts`. A client that cannot or must not do what it is asked answers
+with a `Refusal`.
 
-Both sides have the run's settings: a client uses its own copy, caps included, and refuses a server
-with other settings (`agreement`).
+The server and each client have their own copies of the run's settings. A client refuses a server
+whose settings differ from the client's copy (`agreement`).
 
 Both sides check the messages of an exchange before they compute anything from them. `Server.check`
 also checks an upload's fields against the method's rules (`fedsynth.core.uploads`).
@@ -36,7 +37,8 @@ from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 
 BUDGET, REQUEST = "budget", "request"
-"""Why clients refuse: their privacy budget would be exceeded; the server's request is invalid."""
+"""The reasons why a client refuses a request. "budget" means that the request would exceed the
+client's privacy budget, and "request" that the request is invalid."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class ClientInfo:
 
     Args:
         client: the index of the client.
-        size: n_k; None with differential privacy: private.
-        history: the releases of earlier runs on the same records. None: the client has no ledger.
+        size: the number of the client's training records. None in a private run.
+        history: the content of the client's ledger. None if the client has no ledger.
     """
 
     client: int
@@ -56,13 +58,12 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class RunTerms:
-    """The settings that a server sends to all clients before the first round. All of them are
-    public.
+    """The public values that a server sends to all clients before the first round.
 
     Args:
-        sizes: n_k of all clients; None with differential privacy.
-        noise_multiplier: σ, with differential privacy. Each client's charges follow from it and the
-            client's own settings.
+        sizes: the number of training records of each client. None in a private run.
+        noise_multiplier: the noise multiplier σ of a private run. Each client's charges follow from
+            σ and the client's copy of the settings. None in a run without differential privacy.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -75,10 +76,10 @@ class Refusal:
 
     Args:
         client: the index of the client.
-        reason: for people.
-        kind: BUDGET, which ends a run regularly, or REQUEST, which is an error.
-        spent: the client's name, its current ε, and its ε after one more round, if its budget would
-            be exceeded and it is in this process.
+        reason: a sentence that explains the refusal to a person.
+        kind: `BUDGET`, which ends the run without an error, or `REQUEST`, which is an error.
+        spent: the client's name, its current ε, and its ε after one more round. None if the budget
+            is not the reason, or if the client is in another process.
     """
 
     client: int
@@ -93,8 +94,8 @@ class SecureSum:
 
     Args:
         message: a message whose fields are the sums.
-        clients: whose uploads were summed, ascending.
-        placeholder: a message in place of each single upload.
+        clients: the indices of the clients whose uploads were summed, ascending.
+        placeholder: a message that stands for each single upload, which nobody has seen.
     """
 
     message: Message
@@ -104,14 +105,16 @@ class SecureSum:
 
 @dataclass(frozen=True)
 class Replies:
-    """The answers of the clients of a round, by client index.
+    """The answers of several clients to one request of the server.
 
     Args:
-        messages: uploads.
-        refusals: the answers of clients that refuse.
-        lost: client -> why it did not answer, or answered with an error.
-        rejected: client -> why its answer is not a message of the declared type.
-        total: the sum of the uploads, if the server sees only the sum.
+        messages: a mapping from each client's index to its upload.
+        refusals: the refusals of clients.
+        lost: a mapping from the index of each client that did not answer, or answered with an
+            error, to the reason.
+        rejected: a mapping from the index of each client whose answer is not a message of the
+            declared type to the reason.
+        total: the sum of the uploads, if the server sees only the sum. Otherwise None.
     """
 
     messages: Mapping[int, Message] = field(default_factory=dict)
@@ -123,13 +126,15 @@ class Replies:
 
 @dataclass(frozen=True)
 class ClientEvaluation:
-    """The metrics of models on one client's test split. They are exact functions of private data.
+    """The results of testing models on one client's test split.
+
+    They are computed from private data without noise.
 
     Args:
         client: the index of the client.
-        size: the number of all its records, training and test.
-        tested: the number of examples of its test split.
-        right: for each model, the number of correct predictions.
+        size: the number of the client's training and test records together.
+        tested: the number of records in the client's test split.
+        right: a mapping from each model's name to its number of correct predictions.
     """
 
     client: int
@@ -139,9 +144,11 @@ class ClientEvaluation:
 
 
 def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
-    """Returns the clients whose data influence the outputs of a round. These are the clients that
-    take part. Without privacy they are all clients if all test splits are evaluated, or if clients
-    are sampled by their sizes."""
+    """Returns the indices of the clients whose data influence the outputs of a round.
+
+    Usually these are the clients that take part. In a run without differential privacy, they are
+    all clients if test splits are evaluated or if clients are sampled by their sizes.
+    """
     measured = settings.partition.local_test > 0 or settings.sampling == "size"
     if settings.privacy is None and measured:
         return tuple(range(context.clients))
@@ -149,57 +156,66 @@ def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int,
 
 
 class Exchange(Protocol):
-    """Transports requests to clients and their answers back."""
+    """Carries the server's requests to the clients, and the clients' answers to the server."""
 
     def join(self) -> Sequence[ClientInfo]:
-        """Returns the join messages of all clients in ascending order of their indices."""
+        """Asks all clients to join, and returns their messages in the order of their indices."""
 
     def start(self, terms: RunTerms) -> None:
         """Sends the run terms to every client."""
 
     def prepare(self, context: RoundContext) -> Sequence[Refusal]:
-        """Asks the clients of a round whether they can take part. This happens before any of them
-        is charged."""
+        """Asks the clients of a round whether they can take part, and returns their refusals.
+
+        This happens before any client is charged.
+        """
 
     def begin(self, context: RoundContext) -> None:
-        """Notifies all clients whose data affect the round (`affected_clients`) that it begins. No
-        client has refused by then."""
+        """Tells all clients whose data influence the round that the round begins.
+
+        `affected_clients` states which clients these are. No client has refused to take part.
+        """
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """Sends a request to clients of a round, and returns their replies.
+        """Asks clients for a step of the method, and returns the clients' replies.
 
         Args:
-            phase: the exchange.
-            message: the request.
-            context: the context of the round, with all scheduled clients.
-            clients: the clients of the round that are still present, ascending.
+            phase: the exchange of the round, "first" or "main".
+            message: the request, which contains what the step needs from the server.
+            context: the context of the round, with all clients that were scheduled for the round.
+            clients: the indices of the clients that have not failed in this round, ascending.
         """
 
     def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Returns the metrics of these clients for the round (`Method.client_metrics`). Clients
-        that do not answer are left out."""
+        """Returns the metrics that these clients compute from their memory.
+
+        `Method.client_metrics` defines the metrics. Clients that do not answer are left out.
+        """
 
     def histories(self) -> Sequence[History]:
-        """Returns the current ledgers of the clients by client index. The mapping is empty if the
-        clients have no ledgers."""
+        """Returns the current contents of the clients' ledgers, in the order of the clients.
+
+        Clients without a ledger are left out.
+        """
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[ClientEvaluation]:
-        """Evaluates models on the test splits of all clients. Only simulations support this."""
+        """Tests models on the test splits of all clients. Only simulations support this."""
 
 
 Side = Literal["downlink", "upload"]
 MAX_FACTS_BYTES = 2**20
-"""Size limit of the header of an answer to a step, whose values are few and small."""
+"""The maximum size of the header of an answer to a step. The header has only a few small values."""
 
 
 def agreement(settings: RunSettings) -> str:
-    """Returns a hash of all settings that the server and its clients must have in common.
+    """Returns a hash of all settings that must be the same for the server and its clients.
 
-    It omits where a party computes, and where a client keeps its ledgers.
+    The hash does not include the device and folders of a party, or where a client keeps its
+    ledgers.
     """
     shared = settings.to_mapping()
     for key in ("device", "memory_gb", "compile"):
@@ -213,7 +229,12 @@ def agreement(settings: RunSettings) -> str:
 
 
 def declared(method: Method, phase: str, side: Side) -> type[Message]:
-    """Returns the message type that a method declares for one exchange.
+    """Returns the message type that a method declares for one direction of an exchange.
+
+    Args:
+        method: the method.
+        phase: the exchange, "first" or "main".
+        side: "downlink" for the server's request, or "upload" for a client's reply.
 
     Raises:
         MessageError: the method has no such exchange.
@@ -226,11 +247,12 @@ def declared(method: Method, phase: str, side: Side) -> type[Message]:
 
 
 def check_declared(method: Method, message: Message, declared: type[Message]) -> None:
-    """Checks that a message has the type that the method declares. Only declared types were checked
-    for differential privacy.
+    """Checks that a message has the type that the method declares.
+
+    Differential privacy was checked only for declared types.
 
     Raises:
-        TypeError: `message` is of another type.
+        TypeError: the message has another type.
     """
     if type(message) is not declared:
         raise TypeError(
@@ -240,11 +262,15 @@ def check_declared(method: Method, message: Message, declared: type[Message]) ->
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> None:
-    """Checks that a result is finite. A NaN would otherwise spread unnoticed. The check runs once
-    per result, outside the inner loops.
+    """Checks that all numbers in some tensors are finite, because a NaN would spread unnoticed.
+
+    Args:
+        tensors: the tensors by name.
+        source: the owner of the tensors, for the error message, such as "client 3".
+        number: the number of the round.
 
     Raises:
-        DivergedError: names the round, the tensor and its owner.
+        DivergedError: a tensor has a number that is not finite. The message names the tensor.
     """
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -252,12 +278,12 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> Non
 
 
 def diverged_error(what: str, number: int, problem: str = "is not finite") -> DivergedError:
-    """Returns the error for an optimisation that has diverged.
+    """Returns the error that is raised if training has diverged.
 
     Args:
-        what: the tensor and its owner.
+        what: the tensor and its owner, such as "weight of client 3".
         number: the number of the round.
-        problem: the symptom.
+        problem: the rest of the sentence about the tensor.
     """
     return DivergedError(
         f"training diverged in round {number}: {what} {problem}. Lower the learning rate "
@@ -266,21 +292,25 @@ def diverged_error(what: str, number: int, problem: str = "is not finite") -> Di
 
 
 def check_model_request(message: Message, context: RoundContext) -> None:
-    """Checks that a model from the server has the run's architecture. The check runs before
-    anything is charged.
+    """Checks that a model that the server sent has the run's architecture.
+
+    A client makes this check before it is charged. Messages without a model pass the check.
 
     Raises:
-        RequestRefusedError: another name, shape or type of a parameter or buffer.
+        RequestRefusedError: a parameter or buffer of the model is missing, or has another name,
+            shape or type than in the run's architecture.
     """
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server did not send a model")
+        raise RequestRefusedError("the server's request must contain a model, but contains none")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 
 class Observer:
-    """Receives the events of a run. Every method does nothing; override those that you need.
+    """Receives the events of a run.
+
+    Every method of this class does nothing. Override the methods that you need.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> class Bytes(Observer):
@@ -297,20 +327,28 @@ class Observer:
 
         Args:
             settings: the resolved settings of the run.
-            folder: what the run's folder is called once it has finished; None: it leaves none.
+            folder: the path that the run folder will have once the run has finished. None if the
+                run writes no folder.
         """
 
     def note(self, text: str) -> None:
         """Called with a line for the user, such as a warning or the reason why the run ended."""
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        """Called during a round, after `completed` of `total` steps of a phase. This is called
-        often, so it must be cheap."""
+        """Called during a round, after `completed` of `total` steps of a phase.
+
+        This method is called often, so it must be fast.
+        """
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        """Called with the metrics of a round, as in metrics.jsonl. In a private run, they do not
-        include simulation-only values."""
+        """Called after each round with the metrics of the round, as in metrics.jsonl.
+
+        In a private run, the metrics do not include values that only a simulation may show.
+        """
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        """Called when the run has ended. `summary` is the content of summary.json, or None if the
-        run failed."""
+        """Called when the run has ended.
+
+        Args:
+            summary: the content of summary.json. None if the run failed or was interrupted.
+        """

@@ -1,5 +1,4 @@
-"""The data of a run: where they come from, how they are validated and divided among clients, and
-the ledgers of the clients."""
+"""Loads, validates and divides the data of a run, and opens the clients' ledgers."""
 
 from __future__ import annotations
 
@@ -38,10 +37,11 @@ PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 
 
 def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
-    """Validates the training and the test data, and returns both.
+    """Checks custom training and test data, and returns both.
 
     Raises:
-        DataError: they are not image data, or have different specifications.
+        DataError: the data are not image data, or the training and test data have different
+            specifications.
     """
     match data:
         case (ImageData() as train, (ImageData() | None) as test):
@@ -58,10 +58,9 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
-    """Notifies the user how many test images are also training images. Images are compared by a
-    hash of their pixels.
+    """Warns the user if some test images are also training images.
 
-    Only for custom data: published data sets contain such images as released.
+    Images are compared by a hash of their pixels. Published data sets are not checked.
     """
     training = set(_pixel_hashes(train))
     shared = sum(map(training.__contains__, _pixel_hashes(test)))
@@ -77,8 +76,11 @@ def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a private run on user data without a ledger folder. All runs on such data must be
-    counted, unless the owner declares that the data are public."""
+    """Refuses a private run on custom data without a folder that keeps the ledgers.
+
+    All private runs on custom data must be counted, unless the owner declares that the data are
+    public.
+    """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
             f"must be the folder that keeps the ledgers of data set {spec.name!r} for all runs, or "
@@ -88,18 +90,25 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def protects_users(settings: RunSettings) -> bool:
-    """Returns whether the privacy unit is a user with all records of that user."""
+    """Returns True if the run protects users with all their records, and not single records."""
     return settings.privacy is not None and settings.privacy.unit == USER
 
 
 def divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the training indices and the local test split of each client. The split is empty
-    without `local_test`.
+    """Divides the records of each client into training records and a test split.
 
-    If users are protected, a user's records are all in one split, and at most `user_records`
-    records of each user are used for training.
+    The test splits are empty if `local_test` is 0. If the run protects users, all records of a user
+    are in the same split, and at most `user_records` records of each user are used for training.
+
+    Args:
+        settings: the settings of the run.
+        parts: the indices of each client's records.
+        data: the data set that contains the records.
+
+    Returns:
+        The indices of each client's training records, and the indices of its test split.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = protects_users(settings)
@@ -116,16 +125,17 @@ def divided(
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """The data of a run.
+    """The images of a run, and what is known about the clients to which they belong.
 
     Attributes:
-        settings: the run's settings, completed by the declaration.
+        settings: the run's settings, completed with the values of the owner's declaration.
         train: the training images.
-        test: the test images; None: there are none.
+        test: the test images. None if there are no test images.
         test_kind: "public", "private" or "none".
-        parts: the positions of each client's images; None: the partition divides them.
-        names: the clients' names; None: not given.
-        left_out: the files of the data's folders that were not read, as text; empty if none.
+        parts: the indices of each client's training images. None if the settings of the partition
+            divide the images.
+        names: the names of the clients. None if no names were given.
+        left_out: a text that states which files in the folder were not read. Empty if all were.
     """
 
     settings: RunSettings
@@ -145,17 +155,18 @@ def data_of_run(
     *,
     download: bool,
 ) -> RunData:
-    """Loads and divides the data of a run.
+    """Loads the images of a run, and completes the settings with what the images declare.
 
     Args:
         settings: the run's settings.
-        data: as in `simulate`.
-        test: the declared kind of the test images, if any.
-        note: receives a note on files that were left out.
-        download: let torchvision fetch a named data set.
+        data: custom data, as in `simulate`. None loads the data that the settings name.
+        test: the kind of the test images, as in `simulate`.
+        note: a function that receives a warning or a note about files that were not read.
+        download: True lets torchvision download a named data set.
 
     Raises:
-        DataError: the data cannot be used, or a private run's folder has no declaration.
+        DataError: the data cannot be used, or the folder of a private run has no declaration of
+            public facts.
     """
     if test is not None:
         check_choice(None, "test", test, (PUBLIC, PRIVATE, NO_TEST))
@@ -200,8 +211,7 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
 
 
 def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
-    """Notifies the user that a published data set has fewer images on this machine than were
-    published."""
+    """Warns the user if this machine has fewer images of a data set than were published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name != "femnist":  # LEAF draws some
         note(
@@ -211,10 +221,10 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
 
 
 def specification(settings: RunSettings) -> DatasetSpec:
-    """Returns the public specification of a run's data. The data are not read.
+    """Returns the public specification of a run's data, without reading the data.
 
     Raises:
-        DataError: the custom images have no declaration.
+        DataError: the custom images have no declaration of public facts.
     """
     if settings.folder is None:
         return dataset_spec(settings.dataset)
@@ -222,10 +232,10 @@ def specification(settings: RunSettings) -> DatasetSpec:
 
 
 def declared(settings: RunSettings) -> Declaration:
-    """Returns the signed declaration of a user's images.
+    """Returns the signed declaration in which the owner of custom images states public facts.
 
     Raises:
-        DataError: there is none; the message states how to create it.
+        DataError: there is no declaration, or it is not signed. The message states what to do.
     """
     declaration = None
     if settings.folder is not None:
@@ -249,7 +259,11 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
-    """Returns the settings, in which the declaration's values replace those that are not set."""
+    """Returns the settings with the values of the declaration for settings that are not set.
+
+    Raises:
+        SettingError: `privacy.ledger` is another folder than the declaration states.
+    """
     settings = replace(settings, dataset=declaration.spec.name)
     if settings.partition.kind == EXPLICIT:
         clients = max(1, len(declaration.sites))
@@ -263,8 +277,8 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         stated = privacy.ledger
         if stated is not None and expand_home(stated).resolve() != declaration.ledger.resolve():
             reason = (
-                f"must be the ledger folder of the declaration, {declaration.ledger}. Other folders "
-                "do not count earlier releases from these images"
+                f"must be the ledger folder of the declaration, {declaration.ledger}. Only this "
+                "folder counts the earlier releases from these images"
             )
             raise SettingError("privacy", "ledger", reason, value=str(stated))
         privacy = replace(privacy, ledger=declaration.ledger)
@@ -279,12 +293,12 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
 
 @dataclass(frozen=True, eq=False)
 class Clients:
-    """The clients of a run.
+    """The clients of a run, with their names and records.
 
     Attributes:
-        data: the training data of all clients.
-        parts: the positions of each client's records.
-        names: the declared names (`check_names`); None if there are none.
+        data: the data set that contains the records of all clients.
+        parts: the indices of each client's records.
+        names: the names of the clients (see `check_names`). None if no names were given.
     """
 
     data: ImageData
@@ -292,29 +306,37 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """Returns the keyed hashes of the images of each client, uint8 [N, 16].
+        """Computes the keyed hash of each client's images, by which ledgers identify records.
 
-        Labels are left out: an image that is relabelled for another study is the same record.
+        The hashes of a client have the shape [N, 16], uint8. They do not include labels, because an
+        image with another label is still the same record.
         """
         return [record_digests(self.data, part, key, labels=False) for part in self.parts]
 
     def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
-        """Returns the clients' ledgers from a folder that is kept across runs.
+        """Opens the clients' ledgers in a folder that is kept across runs.
 
         Raises:
-            LedgerError: a ledger is for other records.
+            LedgerError: a client's records differ from those for which its ledger was charged.
         """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
     @property
     def ledger_names(self) -> tuple[str, ...]:
-        """Returns the names of the clients' new ledgers."""
+        """The names of the clients' ledgers, which are default names if no names were given."""
         return self.names or default_names(len(self.parts))
 
 
 def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> list[Ledger]:
-    """Returns a new ledger for each name. Without a `folder`, ledgers are in memory. The ledgers of
-    a run folder are public, so they contain no fingerprints of records."""
+    """Opens the ledger of each name in a run folder, or creates new ledgers.
+
+    The ledgers in a run folder are public, so they contain no fingerprints of records.
+
+    Args:
+        names: the names of the clients.
+        folder: the folder of the ledgers. None creates ledgers in memory.
+        run: the settings of the run.
+    """
     dataset = data_set_id(run)
     ledgers = []
     for name in names:
@@ -326,13 +348,18 @@ def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> 
 def planned_ledgers(
     run: RunSettings, folder: Path | None, names: Sequence[str] | None = None
 ) -> list[Ledger]:
-    """Returns the ledgers for a plan. Existing ledgers are read, and the others are empty. No data
-    are read and no file is created.
+    """Returns the clients' ledgers, from which the privacy cost of a run can be planned.
 
-    They have these names, or default ones.
+    Existing ledgers are read. For a client without a ledger, an empty ledger in memory is returned.
+    No data are read and no file is created.
+
+    Args:
+        run: the settings of the run.
+        folder: the folder that keeps the ledgers across runs. None if there is no such folder.
+        names: the names of the clients. None uses default names.
 
     Raises:
-        LedgerError: a ledger is damaged, of another data set, or missing although it existed.
+        LedgerError: a ledger is damaged, belongs to another data set, or was deleted.
     """
     if folder is not None:
         LedgerFolder(folder).check_whole()
@@ -344,11 +371,11 @@ def planned_ledgers(
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Returns an identifier of the clients' data sets, which combines the data set and the
-    partition.
+    """Returns a text that identifies the data set and its partition in the clients' ledgers.
 
-    It ignores the local test split, because the records are the same. Custom clients are identified
-    by their records.
+    It does not depend on the local test split, because the records are the same. If the clients are
+    custom parts of the data, the text does not identify the parts. The ledgers then identify the
+    records themselves.
     """
     kind = run.partition.kind
     if kind == EXPLICIT:

@@ -1,10 +1,9 @@
-"""The server of a federation: a method and its state. The server sees messages, but no data of
-clients.
+"""The server of a federation, which sees the clients' messages but not their data.
 
-In each exchange of a round it makes one request to all clients of the round, and computes its next
-state from their replies, by client index.
+In each exchange of a round, the server sends one request to all clients of the round. It computes
+its next state from the clients' replies.
 
-`negotiate_terms` agrees on the run terms with the clients, and `run_round` runs a round.
+`negotiate_terms` sends the run terms to the clients, and `run_round` runs a round.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from fedsynth.privacy.plans import FIRST, PHASES
 
 @dataclass(frozen=True)
 class Checked:
-    """The uploads of an exchange that have been checked.
+    """The result of checking the uploads of an exchange.
 
     Attributes:
-        accepted: the valid uploads, by client, ascending.
-        rejected: client -> what is wrong with its upload.
+        accepted: a mapping from client indices to valid uploads, in ascending order.
+        rejected: a mapping from client indices to errors, which state why an upload is invalid.
     """
 
     accepted: Mapping[int, Message]
@@ -53,14 +52,14 @@ class Checked:
 
 
 class Server:
-    """The server of one federation.
+    """The server of one federation, which holds the state of the method.
 
     Args:
-        method: the method, which defines the steps.
-        parameters: the initial model, on the server's device.
+        method: the method, which defines the steps of the server.
+        parameters: the parameters of the initial model, on the server's device.
 
     Attributes:
-        state: after the last completed round.
+        state: the state of the method after the last completed round.
     """
 
     def __init__(self, method: Method, parameters: Mapping[str, Tensor]) -> None:
@@ -70,16 +69,17 @@ class Server:
 
     @classmethod
     def begun(cls, method: Method, context: RoundContext) -> Self:
-        """Returns a server whose model has the initial weights of the context's architecture."""
+        """Creates a server before the first round, with the initial weights in the context."""
         initial = context.architecture.state_dict()
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
     def request(self, phase: str, context: RoundContext) -> Message | None:
-        """Returns the request for the clients of a round in this exchange, or None if the round
-        does not have this exchange.
+        """Returns the server's request to the clients of a round in one exchange.
+
+        Returns None if the round does not have this exchange.
 
         Raises:
-            TypeError: the method made another message than it declares.
+            TypeError: the method made a message of another type than it declares.
         """
         if phase == FIRST:
             self._next = self.state
@@ -92,11 +92,11 @@ class Server:
         return message
 
     def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
-        """Checks each reply against the method's rules for its client, before the reply is used
-        (`Method.upload_rules`, `Method.check_upload`).
+        """Checks the clients' replies against the method's rules, before they are used.
 
-        A reply that shares memory with the server's state is rejected, too: a client in the same
-        process could change the state later.
+        The rules are `Method.upload_rules` and `Method.check_upload`. A reply that shares memory
+        with the server's state is rejected, too, because a client in the same process could change
+        the state later.
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
@@ -123,16 +123,18 @@ class Server:
         for name, tensor in reply.arrays():
             if tensor.device.type != context.device.type:
                 raise UploadRejectedError(
-                    name, f"is on {tensor.device.type}, but the server is on {context.device.type}"
+                    name,
+                    f"must be on the server's device type {context.device.type!r}, got "
+                    f"{tensor.device.type!r}",
                 )
         self.method.check_upload(phase, reply, client, context)
 
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
-        """Computes the next server state from checked replies, given by client index.
+        """Computes the next state of the server from the clients' replies, which were checked.
 
         Raises:
-            TypeError: a reply of another type than the method declares.
-            DivergedError: the new model is not finite.
+            TypeError: a reply has another type than the method declares.
+            DivergedError: the new model has numbers that are not finite.
         """
         for reply in replies.values():
             check_declared(self.method, reply, declared(self.method, phase, "upload"))
@@ -145,7 +147,7 @@ class Server:
         self.state = self._next = state
 
     def end(self, context: RoundContext) -> None:
-        """Finishes the state after the last round.
+        """Lets the method complete the state of the server after the last round.
 
         Args:
             context: the context of the last completed round.
@@ -153,12 +155,13 @@ class Server:
         self.state = self._next = self.method.at_end(self.state, context)
 
     def receive_total(self, phase: str, total: SecureSum, context: RoundContext) -> None:
-        """Computes the next server state from the sum of the replies. The server has not seen any
-        single reply.
+        """Computes the next state of the server from the sum of the clients' replies.
+
+        With secure aggregation, the server sees only this sum and no single reply.
 
         Raises:
-            TypeError: a sum of other messages than the method declares.
-            DivergedError: the new model is not finite.
+            TypeError: the sum has another type than the method declares.
+            DivergedError: the new model has numbers that are not finite.
         """
         check_declared(self.method, total.message, declared(self.method, phase, "upload"))
         count = len(total.clients)
@@ -169,22 +172,22 @@ class Server:
             self.state = state
 
     def final_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the final model."""
+        """Returns the parameters of the final model."""
         return self.method.final_parameters(self.state)
 
 
 FIRST_EXCHANGE = "first exchange: "
-"""The prefix of a rejection's reason, if the round continues without that client."""
+"""The beginning of the reason why a client's upload was rejected in the first exchange."""
 
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """The reason why the uploads of a round are discarded.
+    """The facts about a round that does not count, because too few clients sent usable uploads.
 
     Args:
         phase: the exchange with too few usable uploads.
         uploads: the number of usable uploads.
-        needed: the number that is the quorum.
+        needed: the smallest number of usable uploads with which the round would count (the quorum).
     """
 
     phase: str
@@ -197,12 +200,15 @@ class RoundResult:
     """The result of a round.
 
     Args:
-        uploads: the uploads of the main exchange, by client.
-        sent: all used messages of each client, in the order of the exchanges.
-        refusal: the reason why the round did not take place, or None.
-        lost: client -> why it did not answer.
-        rejected: client -> why its upload could not be used.
-        no_quorum: the reason why the round does not count, or None.
+        uploads: a mapping from client indices to the uploads of the main exchange.
+        sent: a mapping from client indices to all usable uploads of the client, in the order of the
+            exchanges.
+        refusal: the refusal of a client, because of which the round was not completed. None if no
+            client refused.
+        lost: a mapping from the index of each client that did not answer to the reason.
+        rejected: a mapping from the index of each client whose upload could not be used to the
+            reason.
+        no_quorum: the facts about a round that does not count. None if the round counts.
     """
 
     uploads: Mapping[int, Message] = field(default_factory=dict)
@@ -214,18 +220,18 @@ class RoundResult:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Returns the clients that were present until the end, in ascending order."""
+        """The indices of the clients that did not fail in the round, in ascending order."""
         return tuple(sorted(self.sent.keys() - self.lost.keys() - self.rejected.keys()))
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement between the server and its clients before the first round.
+    """The terms of a run on which the server and its clients agree before the first round.
 
     Args:
-        terms: the terms, which all clients receive.
-        plan: each client's planned charges; None without differential privacy.
-        context: the public context, with the terms.
+        terms: the run terms, which all clients receive.
+        plan: the privacy plan of the run. None without differential privacy.
+        context: the public context with the run terms.
     """
 
     terms: RunTerms
@@ -239,18 +245,21 @@ def negotiate_terms(
     exchange: Exchange,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> Agreement:
-    """Computes the terms that depend on the clients' join messages, and sends them to every client.
-    They contain σ with differential privacy, otherwise the clients' sizes.
+    """Lets the clients join, computes the run terms, and sends the terms to every client.
+
+    With differential privacy, the terms contain the noise multiplier σ. Otherwise they contain the
+    numbers of the clients' training records.
 
     Args:
         settings: the settings of the run.
         context: the public context of round 1.
-        exchange: the exchange with the clients.
-        planned: maps the clients' ledgers to the plan, if a resumed run has one; None: a new plan
-            is made.
+        exchange: the connection to the clients.
+        planned: a function that returns the original plan of a resumed run, given the contents of
+            the clients' ledgers. None makes a new plan.
 
     Raises:
-        PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even with an unused budget.
+        PrivacyError: no plan can be made (`PrivacyPlan.make`), a client has no ledger, or the cap
+            does not allow a single round.
     """
     joined = exchange.join()
     if settings.privacy is None:
@@ -260,7 +269,8 @@ def negotiate_terms(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"only {len(histories)} of {context.clients} clients have sent their ledgers"
+            f"a private run needs the ledgers of all {context.clients} clients, but only "
+            f"{len(histories)} clients have sent a ledger"
         )
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)
@@ -275,22 +285,23 @@ def negotiate_terms(
 def run_round(
     server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
 ) -> RoundResult:
-    """Runs one round up to the server's next state. The run ends if a client refuses.
+    """Runs one round, after which the server has its next state.
 
-    A client that is lost, or whose upload is rejected, is excluded from the rest of the round,
-    which continues with the others. If they are fewer than the quorum, the server's state is
-    unchanged.
+    If a client refuses to take part, the round is not completed. If a client does not answer or its
+    upload is rejected, the round continues without this client. If too few clients are left, the
+    round does not count, and the state of the server is not changed.
 
     Args:
-        server: makes the requests, and its next state.
-        exchange: the exchange with the clients.
+        server: the server.
+        exchange: the connection to the clients.
         context: the context of the round.
-        quorum: the smallest share of the round's clients whose uploads make a round; at least one
-            upload is needed.
+        quorum: the share of the round's clients that must send a usable upload, so that the round
+            counts. At least one upload is always needed.
 
     Raises:
         RequestRefusedError: a client refused the server's request as invalid.
-        DivergedError: no client of the round has sent finite numbers, or the new model has none.
+        DivergedError: the uploads of all clients, or the new model, have numbers that are not
+            finite.
     """
     refusals = exchange.prepare(context)
     if refusals:
@@ -335,7 +346,7 @@ def run_round(
 
 
 def needed_uploads(quorum: float, clients: int) -> int:
-    """Returns the smallest number of uploads that makes a round valid.
+    """Returns the smallest number of usable uploads with which a round counts.
 
     >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
     (3, 1, 3)
@@ -344,8 +355,12 @@ def needed_uploads(quorum: float, clients: int) -> int:
 
 
 def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
-    """Raises DivergedError if the uploads of all clients are not finite. Then the optimisation has
-    diverged, and no single client is the cause."""
+    """Checks that not all clients of a round sent numbers that are not finite.
+
+    Raises:
+        DivergedError: the numbers of all clients are not finite. The training has diverged then,
+            and no single client is the cause.
+    """
     diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]
