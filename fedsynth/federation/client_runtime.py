@@ -308,7 +308,7 @@ class ClientRuntime:
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(
-                f"the server's noise multiplier must be a number above 0, got {sigma!r:.80}"
+                f"the server's noise multiplier must be above 0 and finite, got {sigma!r:.80}"
             )
         plan = PrivacyPlan.checked(self.settings, self.context)
         if self._remote and not self.method.requires_secure_sum:

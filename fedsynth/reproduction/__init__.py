@@ -1,8 +1,7 @@
-"""Reproduction of the papers' tables: published numbers, presets, runs of single cells, and
-comparisons.
+"""Reproduces the tables of published papers, and compares the results with the published numbers.
 
-presets.py     a table's cells and settings, read from tables/*.toml and published_results.csv
-rows.py        finished runs as JSON lines, and the published metrics of a run
-runs.py        runs cells, or a fraction of their work, within a time budget, and resumes
-comparison.py  published and reproduced numbers: within, above, below
+presets.py     reads the cells and settings of each table
+rows.py        stores the results of finished runs, and computes the published metrics from them
+runs.py        runs the cells of tables within a time budget
+comparison.py  compares published with reproduced numbers
 """

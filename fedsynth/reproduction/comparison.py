@@ -1,10 +1,10 @@
-"""Compares published numbers with the results of runs, one line for each published number.
+"""Compares published numbers with the results of runs.
 
-A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²), where s_m and
-s_p are the standard deviations over runs, not of means: the authors and we draw different
-partitions and initial points, and the mean of a few seeds is uncertain. An unknown deviation (a
-paper that prints none, a single seed here) is replaced by the other one; without either there is no
-verdict.
+A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
+are the standard deviations over runs, and not those of the means, because the authors and we draw
+different partitions and initial weights, and because the mean of a few seeds is uncertain. If s_p
+is unknown because the paper does not state it, s_m is used for both. If s_m is unknown because
+there is only one seed, s_p is used for both. If both are unknown, there is no verdict.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """A published number together with the results of its runs.
+    """A published number, with the results of the runs that reproduce it.
 
     Args:
-        preset: the table's name.
-        cell: the cell's differing columns, as one line.
+        preset: the name of the table's preset.
+        cell: a line of text that identifies the cell in the table.
         number: the published number.
-        values: the reproduced number of each run that did not diverge, by seed.
-        runs: the rows of all its runs.
-        scale: None: whole runs.
-        changes: settings that differ from the preset's.
+        values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
+        runs: the rows of all runs of the cell.
+        scale: the fraction of the work that the runs did. None for whole runs.
+        changes: the settings of the runs that differ from the preset.
     """
 
     preset: str
@@ -48,30 +48,34 @@ class Line:
 
     @property
     def spread(self) -> Spread:
-        """Returns the mean and the standard deviation over seeds."""
+        """The mean and the standard deviation of the reproduced numbers."""
         return Spread.of(list(self.values.values()))
 
     @property
     def hours(self) -> float:
-        """Returns the total duration of all runs in hours, including runs that diverged."""
+        """The total duration of all runs in hours, including runs that diverged."""
         return sum(float(run["seconds"]) for run in self.runs) / 3600
 
     @property
     def commits(self) -> list[str]:
-        """Returns the commits of the code with which the runs were made."""
+        """The commits of the code with which the runs were made, or versions if unknown."""
         return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
 
     @property
     def reduced_precision(self) -> str:
-        """Returns the precisions other than fp32 in parentheses, or an empty string if all runs
-        used fp32."""
+        """The precisions other than fp32 that the runs used, in parentheses.
+
+        It is an empty string if all runs used fp32.
+        """
         names = sorted({run["precision"] for run in self.runs} - {"fp32"})
         return f" ({', '.join(names)})" if names else ""
 
     @property
     def verdict(self) -> str:
-        """Returns whether the result is within, above or below the published value. Scaled and
-        changed runs have no verdict."""
+        """The verdict on the reproduced numbers, such as "within", or why there is no verdict.
+
+        There is no verdict if the runs were scaled, diverged, used changed settings or are missing.
+        """
         diverged = sum("diverged" in run for run in self.runs)
         if self.scale is not None:
             return "scaled: no verdict"
@@ -85,10 +89,10 @@ class Line:
 
 
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
-    """Returns the verdict `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The module's docstring states the
-    rule.
+    """Compares reproduced values with a published mean, and returns the verdict.
 
-    Above and below mean larger and smaller numbers, not better and worse ones.
+    The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The text of this module states the rule.
+    `ABOVE` means that the reproduced mean is larger, which need not be better.
 
     >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3])
     ('within', 'below')
@@ -115,10 +119,10 @@ def lines(
     """Returns one line for each published number of the cells.
 
     Args:
-        table: the cells' table.
-        cells: some of its cells.
-        seeds: whose runs count.
-        rows: finished runs by their hashes (`Rows.all`).
+        table: the preset of the table.
+        cells: some cells of the table.
+        seeds: the seeds of the runs that count.
+        rows: a mapping from run hashes to the rows of finished runs (`Rows.all`).
         scale, changes: the scale and the changed settings of the runs.
     """
 
@@ -144,7 +148,7 @@ def lines(
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
-    """Returns the rows of the jobs that have finished, by seed."""
+    """Returns a mapping from the seed of each finished job to its row."""
     hashes = {job.seed: run_hash(job.settings) for job in jobs}
     return {seed: rows[digest] for seed, digest in hashes.items() if digest in rows}
 
@@ -152,8 +156,11 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 def _fedavg_jobs(
     table: Preset, cell: Cell, seeds: Sequence[int], scale: float | None, changes: Changes | None
 ) -> list[Job]:
-    """Returns the runs of FedAvg on the same data, if a number counts the rounds until FedAvg's
-    accuracy is reached."""
+    """Returns the runs of FedAvg that are needed to compute the numbers of a cell.
+
+    They are needed if a number counts the rounds until FedAvg's accuracy is reached. They use the
+    data set and partition of the cell. Otherwise the list is empty.
+    """
     if all("fedavg" not in number.metric for number in cell.numbers):
         return []
     data = (cell.dataset, cell.partition)
@@ -162,7 +169,7 @@ def _fedavg_jobs(
 
 
 def format_number(mean: float | None, std: float | None) -> str:
-    """Returns a number with its standard deviation. The number of decimals depends on its size."""
+    """Formats a mean and its standard deviation. Larger means get fewer decimals."""
     digits = 4
     if abs(mean or 0) >= 1000:
         digits = 0

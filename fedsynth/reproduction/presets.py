@@ -1,25 +1,29 @@
-"""Presets: the cells of each published table, and the settings with which they are run.
+"""Presets of published tables: the cells of each table, and the settings with which they are run.
 
-A later block of settings overrides an earlier one, and every block overrides the settings that the
-cell's columns imply (`sections_of_words`). Settings that no block sets come from the data set's
-preset (`terms.resolve`) or are the method's defaults. A cell holds the rows of
-published_results.csv that one run reproduces: rows of other metrics or other domains are numbers of
-the same cell.
+A cell contains the rows of published_results.csv that one run reproduces. Rows that differ only in
+their metric or domain are different numbers of the same cell.
 
-Words with one meaning in every table are defined here ("dirichlet(0.1)"). The words of one paper
-("cnn (not specified in the paper)") are defined in the table's preset.
+The settings of a cell come from blocks of settings in the preset. A later block overrides an
+earlier block. Every block overrides the settings that follow from the words in the cell's columns
+(`sections_of_words`). Settings that no block sets have the default values for the data set and the
+method.
 
-A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
+Words that mean the same in every table, such as "dirichlet(0.1)", are defined here. Words of one
+paper, such as "cnn (not specified in the paper)", are defined in the preset of the table.
 
-    source, table    as in published_results.csv
+Each file in `tables/` is the preset of one table. For example, `feddm-table2.toml` is the preset
+"feddm:table2". It contains:
+
+    source, table    the paper and the table, as in published_results.csv
     title            what the table shows
-    base             a file of `tables/base/` whose blocks precede the table's own (optional)
-    [[settings]]     a block: sections of settings (`method.lr = 0.01`), `source` (where the paper
-                     states them, or "not given in the paper: chosen"), `why`; `when`, the cells
-                     that it applies to (column = value, or a list of values); `variant`, which of
-                     several final models the cell's number is of
-    [[not_runnable]] `when`, and the `reason`
-    [[cells]]        cells without a published number, column = value or list of values
+    base             a file in `tables/base/` whose blocks come before those of this file (optional)
+    [[settings]]     a block of settings, with sections of settings (`method.lr = 0.01`) and
+      source         where the paper states the settings, or "not given in the paper: chosen"
+      why            the reason for a choice (optional)
+      when           the cells to which the block applies (column = value, or a list of values)
+      variant        the final model to which the numbers refer, if a run has several
+    [[not_runnable]] cells that cannot be run (`when`), with the `reason`
+    [[cells]]        cells without a published number (column = value, or a list of values)
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ SELECTORS: Mapping[str, tuple[str, str]] = {
     "clients": ("partition", "clients"),
     "rounds": ("run", "rounds"),
 }
-"""Settings that select a cell, by the corresponding filter of `Preset.select`."""
+"""A mapping from filters of `Preset.select` to the settings that can select a cell."""
 Changes = Mapping[str, Mapping[str, Any]]
 When = Mapping[str, tuple[str, ...]]
 DATASETS: Mapping[str, str] = {
@@ -59,7 +63,7 @@ DATASETS: Mapping[str, str] = {
     "domainnet10": "domainnet-10",
     "tiny_imagenet": "tiny-imagenet",
 }
-"""The file's names of data sets that have another name in this package."""
+"""A mapping from data set names in published_results.csv to different names in this package."""
 _PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (r"(?:NIID-1 )?dirichlet\((?P<alpha>[\d.]+)\)", {"kind": "dirichlet"}),
     (r"(?P<classes_per_client>\d+) classes per client", {"kind": "classes"}),
@@ -73,18 +77,19 @@ _PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 
 
 class PresetError(FedsynthError):
-    """Raised when a preset, table or cell does not exist or cannot be run."""
+    """Raised if a preset or a cell does not exist, is invalid or cannot be run."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A published number that belongs to a cell.
+    """A published number in a cell of a table.
 
     Args:
-        metric: what is measured ("amp_pct").
-        domain: the domain where the table has several, "average" for their mean; else empty.
-        value: the number; None: the paper shows a figure and prints no number.
-        std: the standard deviation. None: not published.
+        metric: the name of the metric, such as "amp_pct".
+        domain: the domain on which the metric is measured, or "average" for the mean of all
+            domains. Empty if the data set has no domains.
+        value: the number. None if the paper shows only a plot.
+        std: the standard deviation. None if the paper does not state it.
     """
 
     metric: str
@@ -94,17 +99,18 @@ class Number:
 
     @property
     def label(self) -> str:
-        """Returns the name of the metric, followed by the domain if there is one."""
+        """The name of the metric, followed by the domain if there is one."""
         return f"{self.metric} ({self.domain})" if self.domain else self.metric
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The part of a table that one run with one seed reproduces. The columns have the names and
-    values of published_results.csv.
+    """The numbers of a published table that one run with one seed reproduces.
+
+    The other attributes are columns of published_results.csv, with the values in that file.
 
     Args:
-        preset: the table's name.
+        preset: the name of the table's preset.
         numbers: the published numbers of the cell.
     """
 
@@ -119,7 +125,7 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """Returns the columns that identify the cell."""
+        """Returns the columns that identify the cell, as a mapping from names to values."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:
@@ -132,11 +138,12 @@ class Block:
     """Settings that apply to some cells, with their source.
 
     Args:
-        sections: the settings.
-        source: where the paper states them, or a statement that we chose them.
-        why: the reason for a choice; may be empty.
-        when: the cells that the block applies to, as column: values; empty: all cells.
-        variant: which of several final models is measured; empty: the run's model.
+        sections: the sections of settings.
+        source: where the paper states the settings, or a statement that we chose them.
+        why: the reason for our choice. It may be empty.
+        when: a mapping from columns to values, which selects the cells to which the block applies.
+            If it is empty, the block applies to all cells.
+        variant: the final model to which the numbers refer, if a run has several. Otherwise empty.
     """
 
     sections: Mapping[str, Mapping[str, Any]]
@@ -148,15 +155,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Preset:
-    """A published table that can be run.
+    """A published table, with the settings with which its cells are run.
 
     Args:
-        name: "feddm:table2".
-        source, table: as in published_results.csv.
+        name: the name of the preset, such as "feddm:table2".
+        source, table: the paper and the table, as in published_results.csv.
         title: what the table shows.
-        blocks: the blocks of settings, in order.
-        refusals: cells that cannot be run, by their columns, and why.
-        cells: the cells, in the order of the table.
+        blocks: the blocks of settings. A later block overrides an earlier block.
+        refusals: pairs of columns that select cells, and the reason why these cells cannot be run.
+        cells: the cells in the order of the table.
     """
 
     name: str
@@ -168,11 +175,14 @@ class Preset:
     cells: tuple[Cell, ...]
 
     def refusal(self, cell: Cell) -> str:
-        """Returns the reason why a cell cannot be run, or an empty string if it can."""
+        """Returns the reason why a cell cannot be run, or an empty string if it can be run."""
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """Returns the final model to which the numbers refer, or "" if the run has only one."""
+        """Returns the name of the final model to which the numbers of a cell refer.
+
+        Returns an empty string if a run of the cell has only one final model.
+        """
         variants = [block.variant for block in self.blocks if cell.fits(block.when)]
         return next(filter(None, reversed(variants)), "")
 
@@ -195,8 +205,8 @@ class Preset:
 
         Args:
             cell: one of `cells`.
-            seed: the seed of the run, including the partition.
-            changes: sections that override the preset's.
+            seed: the seed of the run and of its partition.
+            changes: sections of settings that override those of the preset.
 
         Raises:
             PresetError: the cell cannot be run.
@@ -209,11 +219,12 @@ class Preset:
         """Returns the cells that match all filters, in the order of the table.
 
         Args:
-            filters: None does not filter. `dataset` and `method` take the table's word or the name
-                in this package, `partition` the table's words, and `note` a part of the note.
+            filters: the required value of each column. None allows every value. `dataset` and
+                `method` may be the word in the table or the name in this package. `partition` must
+                be the words in the table. `note` may be a part of the note.
 
         Raises:
-            PresetError: no cell matches; the message lists the values that exist.
+            PresetError: no cell matches all filters. The message lists the possible values.
         """
         cells = self.cells
         for column, value in filters.items():
@@ -223,8 +234,8 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} has no cell with {column} {value}. Use "
-                    f"{', '.join(filter(None, choices)) or 'no ' + column}"
+                    f"preset {self.name} has no cell with {column}={value}. Possible values: "
+                    f"{', '.join(filter(None, choices)) or 'none'}"
                 )
             cells = matching
         return cells
@@ -240,7 +251,10 @@ class Preset:
 
 
 def _value(cell: Cell, column: str) -> str:
-    """Returns the text of a cell in one column, or its α. No value gives an empty text."""
+    """Returns the text in one column of a cell. The column "alpha" is α of the partition.
+
+    The text is empty if there is no value.
+    """
     if column != "alpha":
         return str(getattr(cell, column))
     alpha = partition_of(cell.partition).get("alpha")
@@ -248,16 +262,19 @@ def _value(cell: Cell, column: str) -> str:
 
 
 def dataset_of(word: str) -> str:
-    """Returns the name of the cell's data set in this package, without the domain."""
+    """Returns this package's name of the data set that a table calls `word`.
+
+    A domain, which may follow the name after a colon, is left out.
+    """
     name = word.partition(":")[0]
     return DATASETS.get(name, name)
 
 
 def partition_of(word: str) -> dict[str, Any]:
-    """Returns the partition settings for the partition's name in the table.
+    """Returns the settings of the partition that a table describes with these words.
 
     Raises:
-        PresetError: no partition has this name.
+        PresetError: the words are unknown.
     """
     for pattern, values in _PARTITIONS:
         match = re.fullmatch(pattern, word)
@@ -267,11 +284,11 @@ def partition_of(word: str) -> dict[str, Any]:
         for name, text in match.groupdict().items():
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
-    raise PresetError(f"the partition {word!r} of a published table is unknown")
+    raise PresetError(f"published_results.csv names the unknown partition {word!r}")
 
 
 def sections_of_words(cell: Cell) -> Sections:
-    """Returns the settings that follow from a cell's columns in every table."""
+    """Returns the settings that follow from the words in a cell's columns, whatever the table."""
     sections: Sections = {
         "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
@@ -289,7 +306,7 @@ def sections_of_words(cell: Cell) -> Sections:
 
 
 def override(sections: Changes, changes: Changes) -> Sections:
-    """Returns the sections of settings with the values of `changes` inserted."""
+    """Returns sections of settings in which the values in `changes` replace those in `sections`."""
     merged = {name: dict(values) for name, values in sections.items()}
     for name, values in changes.items():
         merged.setdefault(name, {}).update(values)
@@ -297,7 +314,7 @@ def override(sections: Changes, changes: Changes) -> Sections:
 
 
 def cell_words(cell: Cell, preset: Preset) -> str:
-    """Returns one line with the cell's method and the columns that differ within the table."""
+    """Describes a cell in one line, by its method and the columns that vary within the table."""
     parts = []
     for name, text in cell.columns().items():
         varies = name == "method" or len({getattr(c, name) for c in preset.cells}) > 1
@@ -309,11 +326,13 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the first matching cell. Cells of the paper's own method and cells that can be run
-    come first.
+    """Returns the cell that is used if the filters match several cells of a table.
+
+    It is the first cell that can be run with the method that the paper proposes. If there is no
+    such cell, it is the first cell that can be run, or else the first cell.
 
     Raises:
-        PresetError: no cell matches.
+        PresetError: no cell matches the filters.
     """
     matching = table.select(**filters)
     runnable = [cell for cell in matching if not table.refusal(cell)] or list(matching)
@@ -322,17 +341,17 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns the settings of a preset after the given changes, and the cell that they select.
+    """Returns the settings of a preset with changes, and the cell that the changes select.
 
-    Data set and method must be in the table. Alpha and the numbers of clients and rounds select a
-    cell only if the table has such a cell.
+    A changed data set or method selects a cell, and the table must have such a cell. A changed α,
+    number of clients or number of rounds selects a cell only if the table has such a cell.
 
     Args:
         table: the preset.
-        changes: sections of settings, without None.
+        changes: sections of settings that override those of the preset. No value may be None.
 
     Raises:
-        PresetError: the table has no such data set or method, or the cell cannot be run.
+        PresetError: the table has no cell with the data set or method, or the cell cannot be run.
     """
     filters: dict[str, Any] = {}
     for column, (section, key) in SELECTORS.items():
@@ -360,7 +379,7 @@ _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 @functools.cache
 def published() -> tuple[Mapping[str, str], ...]:
-    """Returns the rows of published_results.csv. A text is empty if the paper gives no value."""
+    """Returns the rows of published_results.csv. A value that a paper does not state is empty."""
     text = (DATA / "published_results.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()))
 
@@ -381,14 +400,15 @@ def load_preset(
     """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
     Args:
-        name: the table's preset ("feddm:table2"; `fedsynth reproduce --list` prints all names).
-        dataset, partition, alpha, clients, rounds, method, note: select the cell of the table. If
-            several match, the first cell of the paper's method is used.
+        name: the name of the preset, such as "feddm:table2". The command `fedsynth reproduce
+            --list` prints all names.
+        dataset, partition, alpha, clients, rounds, method, note: filters that select a cell of the
+            table. If several cells match, the first cell with the paper's method is used.
         seed: the seed of the run.
-        changes: sections of settings that override the preset's, as `resolve` takes them.
+        changes: sections of settings that override those of the preset, as for `resolve`.
 
     Raises:
-        UnknownNameError: no such preset.
+        UnknownNameError: there is no preset with this name.
         PresetError: no cell matches, or the cell cannot be run.
 
     >>> settings = load_preset("feddm:table2", dataset="cifar10", alpha=0.1)
@@ -409,10 +429,10 @@ def preset_names() -> tuple[str, ...]:
 
 @functools.cache
 def preset(name: str) -> Preset:
-    """Returns the preset of a published table.
+    """Loads the preset of a published table, given the name of the preset.
 
     Raises:
-        UnknownNameError: no such preset.
+        UnknownNameError: there is no preset with this name.
     """
     if name not in preset_names():
         raise unknown_name("preset", name, preset_names())
@@ -436,7 +456,10 @@ def preset(name: str) -> Preset:
 
 @functools.cache
 def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """Returns paper, location and description of each published experiment without numbers here."""
+    """Returns the published experiments of which published_results.csv has no numbers.
+
+    Each experiment is given as the paper, the place in the paper and a description.
+    """
     return tuple(
         (paper["paper"], table, what)
         for paper in _read(DATA / "not_covered.toml")["papers"]
@@ -456,7 +479,10 @@ def _table_order(name: str) -> tuple[str, int, str]:
 
 def _when(name: str, columns: Mapping[str, Any]) -> When:
     if unknown := set(columns) - set(COLUMNS):
-        raise PresetError(f"preset {name}: `when` has the unknown column {min(unknown)}")
+        raise PresetError(
+            f"preset {name}: the columns in `when` must be among {', '.join(COLUMNS)}, got "
+            f"{min(unknown)}"
+        )
     when = {}
     for column, values in columns.items():
         when[column] = tuple(values) if isinstance(values, list) else (values,)
@@ -465,9 +491,9 @@ def _when(name: str, columns: Mapping[str, Any]) -> When:
 
 def _block(name: str, entry: Mapping[str, Any]) -> Block:
     if unknown := set(entry) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a block of settings has the unknown key {min(unknown)}")
+        raise PresetError(f"preset {name}: a [[settings]] block has the unknown key {min(unknown)}")
     if not entry.get("source"):
-        raise PresetError(f"preset {name}: a block of settings has no source")
+        raise PresetError(f"preset {name}: every [[settings]] block must have the key `source`")
     return Block(
         {section: entry[section] for section in SECTIONS if section in entry},
         entry["source"],
@@ -478,7 +504,10 @@ def _block(name: str, entry: Mapping[str, Any]) -> Block:
 
 
 def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
-    """Yields the cells. Rows that differ only in metric and domain belong to the same cell."""
+    """Groups rows of published_results.csv into cells, and yields the cells.
+
+    Rows that differ only in metric and domain belong to the same cell.
+    """
     groups: dict[tuple[str, ...], list[Number]] = {}
     for row in rows:
         dataset, _, domain = row["dataset"].partition(":")
@@ -491,7 +520,10 @@ def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]
 
 
 def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields the cells without published numbers, one for each combination of column values."""
+    """Yields the cells for which the paper prints no numbers.
+
+    An entry may list several values of a column. There is one cell for each combination of values.
+    """
     for entry in entries:
         columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])

@@ -1,18 +1,19 @@
-"""The results of finished runs, stored as JSON lines with one file for each table, and the folders
-of unfinished runs.
+"""Stores the results of finished runs of published tables, and finds the unfinished runs.
+
+A row is the result of one finished run. The rows of a table are the lines of one JSON lines file.
 
     OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
     OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
     OUTPUT/scaled-0.05/…               the same for scaled runs, which are kept separate
 
-A run is identified by a hash of the settings that decide its result, so that tables which need the
-same run share it (FedKF's Tables V and VIII; both final models of one training). Precision is not
-in the hash, because it changes results only by rounding; it is recorded in the row and shown with
-its numbers.
+A run is identified by a hash of the settings that decide its result. Tables that need the same run
+therefore share it, such as FedKF's Tables V and VIII. The precision is not in the hash, because it
+changes results only by rounding. The row states the precision, and it is shown with the numbers.
 
-`measured` computes a published metric from the curve of a run. A curve has a list for each metric
-of a run's rounds, under its dotted path in metrics.jsonl ("models.oca.local.amp"), and the list
-"round"; None marks a round that was not evaluated.
+`measured` computes a published metric from the curve of a run. The curve is a mapping from each
+metric to the list of its values after each round. A metric's name is its dotted path in
+metrics.jsonl, such as "models.oca.local.amp". The list "round" has the numbers of the rounds. None
+marks a round in which the metric was not computed.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def run_hash(settings: RunSettings) -> str:
-    """Returns a hash that identifies a run by its settings."""
+    """Returns a hash of the settings of a run that decide its result."""
     return fingerprint(settings, without=("precision",))
 
 
 class Rows:
-    """The rows in a folder, either of full runs or of runs with one scale.
+    """The results of finished runs in a folder, which are either whole runs or scaled runs.
 
     Args:
         output: the folder.
-        scale: None: whole runs.
+        scale: the fraction of the work that scaled runs do. None for whole runs.
     """
 
     def __init__(self, output: Path, scale: float | None = None) -> None:
@@ -66,10 +67,10 @@ class Rows:
         self.scale = scale
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Returns all rows, by the hash of their run.
+        """Reads all rows, and returns a mapping from the hash of each run to its row.
 
         Raises:
-            OutputError: a file cannot be read, or has lines that are not rows.
+            OutputError: a file cannot be read, or a line is not the row of a finished run.
         """
         rows_by_settings: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
@@ -103,14 +104,19 @@ class Rows:
             raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
     def run_folder(self, settings: RunSettings) -> Path:
-        """Returns the folder in which the run folder is created. Runs with different precisions
-        have different folders until they are finished."""
+        """Returns the parent folder of the run folder for a run with these settings.
+
+        Runs that differ only in precision have different folders.
+        """
         return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
 
     @property
     def trained(self) -> Path | None:
-        """Returns the folder that caches trained clients for all one-shot methods of a table.
-        Returns None if the exact version of the code is unknown."""
+        """The folder in which runs of one round share their trained clients.
+
+        It is None if the code is not a git commit without changes, because trained clients of
+        another version must not be used.
+        """
         version = commit()
         if version is None or version.endswith("+"):
             return None
@@ -119,7 +125,9 @@ class Rows:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Yields whether this process has exclusive use of the folder. The claim ends with the block.
+    """Claims a folder for this process in a `with` block, so that no other process uses it.
+
+    Yields True if the claim succeeded, and False if another process has claimed the folder.
 
     Raises:
         OutputError: the folder cannot be created.
@@ -139,25 +147,37 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def finished(folder: Path) -> Path | None:
-    """Returns the run folder of a finished run inside this folder, or None."""
+    """Returns the run folder of a finished run in `folder`, or None if there is none."""
     return next(reversed(run_folders(folder)), None)
 
 
 def unfinished(folder: Path) -> Path | None:
-    """Returns the run folder of a run that can be resumed inside this folder, or None."""
+    """Returns the run folder of an unfinished run in `folder`, or None if there is none.
+
+    Such a run can be resumed.
+    """
     configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
     return max((path.parent for path in configs), default=None)
 
 
 def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
-    """Returns the metrics of each round of a run folder. The list is empty before round 1."""
+    """Reads the metrics of each round from a run folder.
+
+    The list is empty if no round is finished or `folder` is None.
+    """
     if folder is None or not (folder / METRICS).exists():
         return []
     return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]
 
 
 def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
-    """Returns the fields of a row that summarise the rounds of a finished run."""
+    """Returns the entries of a result row that summarise the rounds of a finished run.
+
+    Args:
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
+    """
     last: Mapping[str, Any] = {"upload_floats": 0, "client_upload_bytes": [0]}
     if rows:
         last = rows[-1]
@@ -171,7 +191,7 @@ def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str,
 
 
 def environment() -> dict[str, Any]:
-    """Returns the code version, the date and the machine, which are recorded in each row."""
+    """Returns the entries of a row that state the version of the code, the date and the machine."""
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -186,8 +206,10 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Returns the commit of the package, with "+" if files had uncommitted changes when this
-    process first asked. Returns None outside a git checkout."""
+    """Returns the git commit of this package, or None if the package is not in a git checkout.
+
+    A "+" at the end means that files had uncommitted changes. The result of the first call is kept.
+    """
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None
@@ -206,16 +228,18 @@ def _git(root: Path, *arguments: str) -> str:
 
 Curve = Mapping[str, Sequence[float | None]]
 MEBI = 2**20
-"""Bytes of a published megabyte: FedAF's 1.46 MB are 381,450 numbers of four bytes."""
+"""The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
+bytes."""
 FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
-    """Returns the metrics of a run's rounds as curves.
+    """Converts the metrics of each round to a curve, which has one list for each metric.
 
     Args:
-        rows: the rows of metrics.jsonl.
-        domains: True if clients are domains, so that the accuracy of each client is kept.
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
     """
     flat = [_figures("", row, domains) for row in rows]
     names = dict.fromkeys(name for figures in flat for name in figures)
@@ -226,7 +250,7 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
 
 
 def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, float]:
-    """Returns the numbers in a row, by their paths, rounded to six decimals."""
+    """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for name, accuracy in row.get("domain_accuracy", {}).items():
         figures[f"{prefix}domain_accuracy.{name}"] = accuracy
@@ -249,15 +273,17 @@ def measured(
     dataset: str,
     fedavg: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """Returns the value of a finished run for a published number, in the unit of that number.
-    Returns None if the run has no such value.
+    """Returns the value with which a finished run reproduces a published number.
+
+    The value has the unit of the published number. It is None if the run did not compute it.
 
     Args:
-        number: the published one.
-        row: the row of the run.
-        variant: which of several final models is measured; empty: the run's.
+        number: the published number.
+        row: the row of the finished run.
+        variant: the final model to which the number refers, if a run has several. Otherwise empty.
         dataset: the name of the data set in this package.
-        fedavg: FedAvg's row of the same seed, for the number of rounds to FedAvg's accuracy.
+        fedavg: the row of the FedAvg run with the same seed. It is needed for the number of rounds
+            until FedAvg's accuracy is reached.
     """
     curve = row["curve"]
     if number.metric == "upload_floats_per_round":
@@ -280,8 +306,10 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns a metric of the variant if the run has several final models, otherwise the metric of
-    its model."""
+    """Returns the values of a metric after each round.
+
+    They belong to the model `variant` if the run has several final models.
+    """
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
@@ -291,8 +319,12 @@ def _last(curve: Curve, name: str) -> float | None:
 
 
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
-    """Returns the accuracy on a domain. Clients with personalised models are tested on their own
-    test split of the domain, all others on the domain's part of the test set."""
+    """Returns the last accuracy on a domain, or the mean over all domains for "average".
+
+    If the run evaluated the test splits of the clients, the accuracy is that of the domain's client
+    on its test split. Otherwise, it is the accuracy on the domain's part of the test set. Returns
+    None if it is missing.
+    """
     names = dataset_spec(dataset).domains
     accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
     if set(accuracies.values()) == {None}:
@@ -304,8 +336,11 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
 
 
 def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
-    """Returns the number of rounds until AMP reaches FedAvg's final AMP. If it never does, returns
-    the number of rounds plus one."""
+    """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
+
+    Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is
+    missing.
+    """
     targets = [value for value in _column(fedavg["curve"], "aca", "local.amp") if value is not None]
     amps = _column(curve, variant, "local.amp")
     if not targets or not amps:

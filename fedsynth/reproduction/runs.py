@@ -1,22 +1,25 @@
-"""Runs the cells of tables one after another within a time budget, and resumes interrupted runs.
+"""Runs the cells of published tables within a time budget, and resumes interrupted runs.
 
-A call that is stopped by its budget, a signal or a kill leaves run folders with checkpoints
-(docs/decisions/resuming.md). The next call resumes them and yields the same numbers as an
-uninterrupted one. Several processes may share a folder: each skips the runs that another one has
-claimed.
+A call that is stopped by its budget or by a signal leaves run folders with checkpoints
+(docs/decisions/resuming.md). The next call resumes these runs and gives the same numbers as an
+uninterrupted call. Several processes may share a folder. Each process skips the runs that another
+process has claimed.
 
-The budget stops a run at the end of a round: a round begins only if there is time for one as long
-as the last. Condensation without privacy, plain local training of one client after another and a
-server's distillation are also checkpointed inside a round, every minute, so the budget can stop
-them there.
+The time budget stops a run at the end of a round. A round begins only if the remaining time is at
+least as long as the last round. Some loops are also checkpointed every minute during a round, so
+that the budget can stop them there. These are condensation without privacy, local training of one
+client after another, and the distillation on the server.
 
-A cell may be scaled to a fraction s in (0, 1) of its work, to check that it runs; this is never a
-result. Rounds, and every length of a method (settings that count epochs, steps or iterations), are
-multiplied by s, with minimum 1 and 2, as is the round in which a part of a method starts. A
-fraction s of each class's examples is used, but at least 50 per client on average, relative to the
-published size; the minimum numbers of examples of a client, and of a class to be condensed, shrink
-by the same factor. Networks, batches, rates, images per class, clients and the test set are
-unchanged.
+A cell may be scaled to a fraction s in (0, 1) of its work, to check that it can be run. The numbers
+of such a run are not results. The following settings are multiplied by s:
+
+- the number of rounds, with minimum 1, and the round in which a part of a method starts.
+- the settings of a method that count epochs, steps or iterations, with minimum 2.
+- the fraction of each class's examples that is used. On average, at least 50 examples per client
+  remain, relative to the published size of the data set.
+- the minimum numbers of examples of a client, and of a class that is condensed.
+
+Networks, batches, learning rates, images per class, clients and the test set are not changed.
 """
 
 from __future__ import annotations
@@ -54,15 +57,15 @@ from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import trains_together
 
 EXAMPLES = 50
-"""Average number of examples per client that scaling keeps at least."""
+"""The average number of examples per client that a scaled run keeps at least."""
 LENGTHS = ("epochs", "steps", "iterations")
 CHECKPOINTED = ("condense", "local training", "distillation")
-"""The phases that are checkpointed inside a round."""
+"""The names of the loops that write checkpoints during a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """Raised when the time budget is exhausted. The run stops cleanly, as after Ctrl-C."""
+    """Raised if the time budget is exhausted. The run then stops as after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ class Job:
     """One run of a cell.
 
     Args:
-        table: the cell's table.
-        cell: one of its cells.
+        table: the preset of the table.
+        cell: a cell of the table.
         seed: the seed of the run.
         settings: the settings of the run, after scaling.
-        changes: sections of settings that differ from the preset's.
+        changes: sections of settings that override those of the preset.
     """
 
     table: Preset
@@ -85,12 +88,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Returns a one-line description of the run."""
+        """A description of the run in one line."""
         return f"{self.table.name} {cell_words(self.cell, self.table)} seed={self.seed}"
 
 
 def changed_settings(changes: Changes) -> str:
-    """Returns the changed settings as text, such as `section.key=value, ...`."""
+    """Formats changed settings as one line, such as "method.lr=0.1, run.rounds=5"."""
     texts = []
     for section, values in changes.items():
         texts += [f"{section}.{key}={value}" for key, value in values.items()]
@@ -106,16 +109,17 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns the runs of all cells that can be run. The first seed of every cell comes before the
-    second.
+    """Returns one run for each seed and each cell that can be run.
+
+    The runs with the first seed come first.
 
     Args:
-        table: the cells' table.
-        cells: some of its cells.
+        table: the preset of the table.
+        cells: some cells of the table.
         seeds: the seeds of the runs.
-        scale: None: whole runs.
-        changes: sections of settings that override the preset's.
-        speed: sections of settings that do not change results (device, compile, the data folder).
+        scale: the fraction of the work that the runs do. None for whole runs.
+        changes: sections of settings that override those of the preset.
+        speed: sections of settings that do not change results, such as the device.
 
     Raises:
         FedsynthError: the changes are invalid, as for `resolve`.
@@ -132,12 +136,13 @@ def jobs_of(
 
 
 def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, Any]]:
-    """Returns the settings that a scaled run changes, by section. They are empty if the scale is
-    None.
+    """Returns the sections of settings in which a scaled run differs from a whole run.
+
+    The result is empty for a whole run.
 
     Args:
         settings: the settings of the whole run.
-        scale: s.
+        scale: s, the fraction of the work. None for a whole run.
 
     Raises:
         SettingError: s is not in (0, 1).
@@ -170,10 +175,9 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
 
 
 def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
-    """Returns True if the long loops of a round are checkpointed, so that an interruption loses
-    little work.
+    """Returns True if a run also writes checkpoints during a round, and not only between rounds.
 
-    Private rounds and clients that train in one pass are not checkpointed inside a round.
+    Private runs and runs whose clients are trained together do not write such checkpoints.
     """
     method = settings.method
     if settings.privacy is not None:
@@ -187,7 +191,7 @@ class Clock:
     """A clock that counts down a time budget.
 
     Args:
-        seconds: the time after which no round begins.
+        seconds: the time budget. After this time no round begins.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -195,7 +199,7 @@ class Clock:
 
     @property
     def remaining(self) -> float:
-        """Returns the remaining seconds, at least 0."""
+        """The number of seconds that remain. It is never negative."""
         return max(0.0, self._end - time.monotonic())
 
 
@@ -203,10 +207,10 @@ class BudgetObserver(Observer):
     """Forwards events to another observer, and ends the run when the time budget is exhausted.
 
     Args:
-        inner: receives all events.
-        clock: the budget.
+        inner: the observer that receives the events.
+        clock: the clock with the time budget.
         rounds: the number of rounds of the run.
-        checkpointed: True if a round is also checkpointed while it runs.
+        checkpointed: True if the run also writes checkpoints during a round.
     """
 
     def __init__(self, inner: Observer, clock: Clock, rounds: int, checkpointed: bool) -> None:
@@ -237,7 +241,11 @@ class BudgetObserver(Observer):
 
 
 def round_fits(clock: Clock, round_seconds: float, checkpointed: bool) -> bool:
-    """Returns True if a round may begin: it ends in time, or writes checkpoints while it runs."""
+    """Returns True if there is enough time for a round to begin.
+
+    Some time must remain. If the run writes no checkpoints during a round, the remaining time must
+    be at least `round_seconds`, the duration of the last round.
+    """
     return clock.remaining > 0 and (checkpointed or round_seconds <= clock.remaining)
 
 
@@ -246,11 +254,12 @@ class Outcome:
     """The result of a job.
 
     Args:
-        job: the run.
-        status: "finished", "existing" (made by an earlier call), "stopped" or "not begun" (by the
-            budget), "claimed" (another process runs it), or "failed".
-        text: details.
-        error: the error of a failed run.
+        job: the job.
+        status: "finished", "existing" (an earlier call finished the run), "stopped" (the budget
+            ended during the run), "not begun" (the budget was too short), "claimed" (another
+            process is running the job), or "failed".
+        text: details of the status in words. It may be empty.
+        error: the error of a failed run. Otherwise None.
     """
 
     job: Job
@@ -260,19 +269,19 @@ class Outcome:
 
     @property
     def description(self) -> str:
-        """Returns the status and details of the outcome in one line."""
+        """The status and the details in one line."""
         return f"{self.status}: {self.text}" if self.text else self.status
 
 
 class Runner:
-    """Runs jobs and appends a row for each finished run.
+    """Runs jobs within a time budget, and stores the result of each finished run.
 
     Args:
-        rows: where rows are stored.
-        clock: the budget.
-        report: receives a line for each run.
-        watch: returns an observer for a run.
-        download: let torchvision fetch data sets.
+        rows: the store to which the results are appended.
+        clock: the clock with the time budget.
+        report: a function that receives one line of text on each job.
+        watch: a function of a run's settings that returns a context manager with an observer.
+        download: True lets torchvision download missing data sets.
     """
 
     def __init__(
@@ -292,8 +301,10 @@ class Runner:
         self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Runs the jobs in turn and yields the outcome of each. No job begins after the time budget
-        is exhausted."""
+        """Runs the jobs one after another, and yields the outcome of each job.
+
+        No run begins after the time budget is exhausted.
+        """
         for job in jobs:
             try:
                 outcome = self._run_unless_existing(job)
@@ -370,7 +381,7 @@ class Runner:
         return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
 
     def _loaded(self, settings: RunSettings) -> tuple[ImageData, ImageData]:
-        """Returns the data of a run. The data set that was used last stays in memory."""
+        """Loads the data set of a run. The data set that was used last stays in memory."""
         if self._data is None or self._data[0] != settings.dataset:
             self._data = None
             loaded = load_dataset(settings.dataset, settings.data_root, download=self._download)
