@@ -1,5 +1,4 @@
-"""The trial of a private run's client steps: what the method's clients compute, and nothing else; its
-doubts are in the report's verdict."""
+"""Tests of the trial of a private run's client steps, and of its warnings in the report's verdict."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.families import by_family
 from tests.quick_settings import quick_settings
 
-WORDS = "position of an example"
+MESSAGE = "position of an example"
 CPU = torch.device("cpu")
 Rows = Callable[..., Tensor]
 
@@ -40,54 +39,54 @@ Rows = Callable[..., Tensor]
 def settings(
     method: str, dataset: str = "digits", privacy: dict[str, Any] | None = None, **model: Any
 ) -> RunSettings:
-    given = {
+    base = {
         "run": {"method": method, "rounds": 1 if method == "dense" else 2},
         "method": {} if method == "fedstats" else quick_settings(method),
         "model": model,
         "partition": {"clients": 2},
         "privacy": {"noise_multiplier": 1.0} if privacy is None else privacy,
     }
-    return replace(resolve(given), dataset=dataset)
+    return replace(resolve(base), dataset=dataset)
 
 
-def warned(run: RunSettings, device: torch.device = CPU) -> list[str]:
+def warnings_of(run: RunSettings, device: torch.device = CPU) -> list[str]:
     return check_private_steps(run, public_context(run, dataset_spec(run.dataset), device))
 
 
-def by_position(rows: Rows, bits: float = 2**-20) -> Rows:
-    """Rows of a machine whose kernels add up every other one in another order."""
+def shifted_by_position(rows: Rows, bits: float = 2**-20) -> Rows:
+    """Imitates kernels that sum every other row in a different order."""
 
-    def moved(*args: Any, **kwargs: Any) -> Tensor:
-        found = rows(*args, **kwargs).clone()
-        found[1::2] *= 1 + bits
-        return found
+    def shifted(*args: Any, **kwargs: Any) -> Tensor:
+        result = rows(*args, **kwargs).clone()
+        result[1::2] *= 1 + bits
+        return result
 
-    return moved
+    return shifted
 
 
-def moving(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    if what == "gradients":
-        moved = by_position(dpsgd._per_example_gradients)
-        monkeypatch.setattr(dpsgd, "_per_example_gradients", moved)
-    if what == "features":
-        monkeypatch.setattr(NetworkFeatures, "real", by_position(NetworkFeatures.real))
+def shift_rows(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "gradients":
+        shifted = shifted_by_position(dpsgd._per_example_gradients)
+        monkeypatch.setattr(dpsgd, "_per_example_gradients", shifted)
+    if kind == "features":
+        monkeypatch.setattr(NetworkFeatures, "real", shifted_by_position(NetworkFeatures.real))
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_doubt_is_on_the_console_and_in_the_verdict(
+def test_warnings_are_printed_and_reported(
     private: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    moving(monkeypatch, "gradients")
+    shift_rows(monkeypatch, "gradients")
     privacy: dict[str, Any] | None = None if private else {}
     result = simulate(settings("fedavg", privacy=privacy, width=8, depth=2), output=tmp_path)
-    assert capsys.readouterr().err.count(WORDS) == private
+    assert capsys.readouterr().err.count(MESSAGE) == private
     if result.privacy is None or result.folder is None:
         return
     [warning] = result.privacy["verdict"]["warnings"]  # type: ignore[index]
-    assert WORDS in warning
+    assert MESSAGE in warning
     monkeypatch.undo()  # on another machine
     assert verify_run(result.folder).problems == []
     start = json.loads((result.folder / "privacy_start.json").read_text())
@@ -100,44 +99,42 @@ def test_a_doubt_is_on_the_console_and_in_the_verdict(
     "method",
     by_family(["feddm", "fedaf", "fedsum", "fedavg", "fedstats"], ("feddm", "fedavg", "fedstats")),
 )
-@pytest.mark.parametrize("what", ["gradients", "features", "nothing"])
-def test_what_the_methods_clients_compute_is_what_is_tried(
-    method: str, what: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["gradients", "features", "nothing"])
+def test_trials_compute_client_steps(
+    method: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a trial of the plain forward pass, which is no client's: condensing methods sum
-    features of channels-last passes, methods that train gradients, FedStats neither."""
-    moving(monkeypatch, what)
-    mine = {"fedavg": "gradients", "fedstats": "factors"}.get(method, "features")
-    assert len(warned(settings(method, width=8, depth=2))) == (what == mine)
+    """A broken version would try the plain forward pass, but condensation sums features of
+    channels-last passes, training sums gradients, and FedStats neither."""
+    shift_rows(monkeypatch, kind)
+    computed = {"fedavg": "gradients", "fedstats": "factors"}.get(method, "features")
+    assert len(warnings_of(settings(method, width=8, depth=2))) == (kind == computed)
 
 
 @pytest.mark.parametrize("kind", ["rows", "products"])
-def test_a_difference_of_one_bit_in_one_position_is_seen(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of vectors, and of the factors of FedStats' and of linear models."""
+def test_single_bit_differences_are_detected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers vectors, and the factors of FedStats and of linear models."""
     model = {"name": "linear"} if kind == "rows" else {"name": "linear", "features": "pixels"}
     run = settings("fedavg", **model)
-    assert not warned(run)
+    assert not warnings_of(run)
     name = "_per_example_gradients" if kind == "rows" else "clipped_product"
     original = getattr(dpsgd, name)
 
-    def moved(*args: Any) -> Any:
-        found = original(*args)
-        rows = found if kind == "rows" else found.column
+    def shifted(*args: Any) -> Any:
+        result = original(*args)
+        rows = result if kind == "rows" else result.column
         rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
-        return found
+        return result
 
-    monkeypatch.setattr(dpsgd, name, moved)
-    assert len(warned(run)) == 1
+    monkeypatch.setattr(dpsgd, name, shifted)
+    assert len(warnings_of(run)) == 1
 
 
-def test_a_mechanism_without_a_guarantee_gives_no_warning(
+def test_mechanisms_without_guarantee_cause_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    moving(monkeypatch, "features")
+    shift_rows(monkeypatch, "features")
     privacy = {"noise_multiplier": 1.0, "mechanism": "paper"}
-    assert not warned(settings("feddm", privacy=privacy))
+    assert not warnings_of(settings("feddm", privacy=privacy))
 
 
 @pytest.mark.parametrize("dataset", by_family(("digits", "mnist", "cifar10"), ("digits",)))
@@ -145,59 +142,61 @@ def test_a_mechanism_without_a_guarantee_gives_no_warning(
     ("method", "model"),
     [("fedstats", {}), ("fedavg", {"features": "whitened-scattering", "name": "linear"})],
 )
-def test_models_on_features_are_tried_as_they_are_summed(
+def test_models_on_features_cause_no_warning(
     method: str, model: dict[str, Any], dataset: str
 ) -> None:
-    """Catches a trial of their plain forward pass, whose width is no multiple of 16: a warning with
-    each run."""
-    assert not warned(settings(method, dataset, **model))
+    """Regression: the plain forward pass was tried, whose width is no multiple of 16, and each run
+    had a warning."""
+    assert not warnings_of(settings(method, dataset, **model))
 
 
-def test_fedstats_is_tried_with_what_a_server_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a trial at the first weights only, where products with T, the identity, are exact."""
+def test_fedstats_is_tried_with_server_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of the initial weights only would miss errors, since products with T = I are exact."""
 
-    def moved(left: torch.Tensor, rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        product = two_sided(left, rows, right)
-        if not torch.equal(left, torch.eye(len(left))):
+    def shifted(
+        first_factor: torch.Tensor, rows: torch.Tensor, second_factor: torch.Tensor
+    ) -> torch.Tensor:
+        product = two_sided(first_factor, rows, second_factor)
+        if not torch.equal(first_factor, torch.eye(len(first_factor))):
             product[5] = torch.nextafter(product[5], torch.full_like(product[5], 9.0))
         return product
 
-    monkeypatch.setattr(feature_linear, "two_sided", moved)
-    assert len(warned(settings("fedstats", "mnist"))) == 1
+    monkeypatch.setattr(feature_linear, "two_sided", shifted)
+    assert len(warnings_of(settings("fedstats", "mnist"))) == 1
 
 
-def test_each_kind_of_network_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a trial of the run's own network only, where clients have others."""
+def test_kinds_of_networks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken version would ignore the networks of clients."""
     run = settings("dense", "mnist", name="linear", clients="lenet5,mlp")
-    tried: list[str] = []
+    names: list[str] = []
     original = dpsgd._per_example_gradients
 
     def gradients(model: nn.Module, *args: Any) -> Tensor:
-        tried.append(type(model).__name__)
+        names.append(type(model).__name__)
         rows = original(model, *args)
-        return by_position(lambda: rows)() if type(model).__name__ == "Mlp" else rows
+        return shifted_by_position(lambda: rows)() if type(model).__name__ == "Mlp" else rows
 
     monkeypatch.setattr(dpsgd, "_per_example_gradients", gradients)
-    assert len(warned(run)) == 1
-    assert tried.count("LeNet5") == tried.count("Mlp") > 0
-    assert "Linear" not in tried
+    assert len(warnings_of(run)) == 1
+    assert names.count("LeNet5") == names.count("Mlp") > 0
+    assert "Linear" not in names
 
 
-def test_a_step_ends_with_its_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a trial that computes all steps without a release, or whose finding is lost if they
-    fail on random images."""
+def test_trials_end_with_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken versions would compute steps without a release, or lose findings if these fail on
+    random images."""
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("post-processing")
 
     monkeypatch.setattr(feddm, "split_uploads", fails)
-    moving(monkeypatch, "features")
+    shift_rows(monkeypatch, "features")
     privacy = {"noise_multiplier": 1.0, "mechanism": "features"}
-    [warning] = warned(settings("feddm", privacy=privacy))
-    assert WORDS in warning
+    [warning] = warnings_of(settings("feddm", privacy=privacy))
+    assert MESSAGE in warning
 
 
-def test_a_trial_that_fails_is_in_the_verdict_and_ends_nothing(
+def test_failed_trials_cause_warnings_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*args: Any) -> Any:
@@ -210,7 +209,7 @@ def test_a_trial_that_fails_is_in_the_verdict_and_ends_nothing(
     assert "out of memory" in warning
 
 
-def test_as_many_records_are_tried_as_a_step_has_and_memory_allows() -> None:
+def test_trial_size_is_limited_by_step_and_memory() -> None:
     def records(**model: Any) -> int:
         run = settings("fedavg", "cifar10", **model)
         run = replace(run, method=replace(run.method, batch=256))  # type: ignore[call-arg]
@@ -223,7 +222,7 @@ def test_as_many_records_are_tried_as_a_step_has_and_memory_allows() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "convnet"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_even_sides_and_widths_of_eight_are_safe_here(name: str, device: str) -> None:
+def test_common_models_cause_no_warning(name: str, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    assert not warned(settings("fedavg", "mnist", name=name, width=8), torch.device(device))
+    assert not warnings_of(settings("fedavg", "mnist", name=name, width=8), torch.device(device))

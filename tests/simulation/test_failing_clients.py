@@ -110,7 +110,7 @@ def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: st
 
 
 def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
-    """Where no round has one, the run ends with the first model (test_lying_uploads.py has the
+    """Where no round has one, the run ends with the first model (test_malicious_uploads.py has the
     rounds)."""
     result = simulate(failing_case("fedfm", quorum=0.75))
     counted = [row for row in result.metrics if "not_counted" not in row]

@@ -1,8 +1,7 @@
-"""Uploads that lie: every method's messages under every attack, and what becomes of the round.
+"""Tests of malicious uploads: all messages of all methods under all attacks.
 
-What clients send is taken from tiny runs. An attack changes one field of one client's upload; the
-server must reject that upload, name that client and field, and go on as if the client was not
-there.
+The uploads are recorded in tiny runs. An attack changes a field of the upload of one client. The
+server must reject this upload, name the client and the field, and continue without the client.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.families import by_family
 from tests.simulation.test_unchanged import CASES, OWN_MODELS, case, settings_of
 
 QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")
-LIAR = 1
+ATTACKER = 1
 CLIENTS = 4
 TINY: dict[str, Any] = {
     **{name: case(name) for name in METHODS},
@@ -43,8 +42,8 @@ TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """One exchange of a run: the server's state before it, and what its clients sent."""
+class RecordedExchange:
+    """An exchange of a run: the server's state before it, and the uploads of the clients."""
 
     method: Any
     state: ServerState
@@ -53,33 +52,33 @@ class Exchanged:
     context: RoundContext
 
     def server(self) -> Server:
-        made = Server(self.method, self.state.parameters)
-        made.state = made._next = self.state
-        return made
+        server = Server(self.method, self.state.parameters)
+        server.state = server._next = self.state
+        return server
 
-    def rejected(self, message: Message) -> str:
-        """Why the server rejects this in place of the liar's; nobody else is."""
-        checked = self.server().check(self.phase, {**self.replies, LIAR: message}, self.context)
-        assert list(checked.rejected) == [LIAR]
-        others = {k: sent for k, sent in self.replies.items() if k != LIAR}
-        assert dict(checked.accepted) == others
-        return str(checked.rejected[LIAR])
+    def rejection(self, message: Message) -> str:
+        """Returns the reason for which the server rejects the attacker's message, and only this."""
+        checked = self.server().check(self.phase, {**self.replies, ATTACKER: message}, self.context)
+        assert list(checked.rejected) == [ATTACKER]
+        honest = {k: sent for k, sent in self.replies.items() if k != ATTACKER}
+        assert dict(checked.accepted) == honest
+        return str(checked.rejected[ATTACKER])
 
 
 @functools.cache
-def exchanges(name: str) -> tuple[Exchanged, ...]:
-    """Those of a case's last round, in order."""
-    seen: list[Exchanged] = []
+def exchanges(name: str) -> tuple[RecordedExchange, ...]:
+    """Returns the exchanges of a case's last round, in order."""
+    seen: list[RecordedExchange] = []
 
-    class Watching(Server):
+    class RecordingServer(Server):
         def check(self, phase: str, replies: Any, context: RoundContext) -> Any:
-            seen.append(Exchanged(self.method, self._next, phase, dict(replies), context))
+            seen.append(RecordedExchange(self.method, self._next, phase, dict(replies), context))
             return super().check(phase, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.simulation.run.Server", Watching)
+        patch.setattr("fedsynth.simulation.run.Server", RecordingServer)
         simulate(settings_of(TINY[name]))
-    return tuple(one for one in seen if one.context.round == seen[-1].context.round)
+    return tuple(item for item in seen if item.context.round == seen[-1].context.round)
 
 
 # ------------------------------------------------------------------------------------------ attacks
@@ -87,8 +86,8 @@ def exchanges(name: str) -> tuple[Exchanged, ...]:
 Attack = Callable[[Any], Any]
 
 
-def filled(value: float) -> Attack:
-    """One value of a tensor is another."""
+def with_value(value: float) -> Attack:
+    """Replaces a value of a tensor."""
 
     def change(tensor: Tensor) -> Tensor:
         changed = tensor.clone()
@@ -98,11 +97,11 @@ def filled(value: float) -> Attack:
     return change
 
 
-OF_TENSORS: dict[str, Attack] = {
-    "NaN": filled(float("nan")),
-    "infinite": filled(float("inf")),
-    "1e30": filled(1e30),
-    "-1e30": filled(-1e30),
+TENSOR_ATTACKS: dict[str, Attack] = {
+    "NaN": with_value(float("nan")),
+    "infinite": with_value(float("inf")),
+    "1e30": with_value(1e30),
+    "-1e30": with_value(-1e30),
     "other shape": lambda tensor: torch.cat([tensor.reshape(-1), tensor.reshape(-1)[:1]]),
     "no shape": lambda tensor: tensor.reshape(-1)[:1].reshape(()),
     "one more dimension": lambda tensor: tensor[None],
@@ -116,8 +115,8 @@ OF_TENSORS: dict[str, Attack] = {
     "a number": lambda tensor: 1.0,
     "nothing": lambda tensor: None,
 }
-FOR_FLOATS = ("NaN", "infinite", "1e30", "-1e30")
-"""Attacks that only numbers with a point can carry."""
+FLOAT_ATTACKS = ("NaN", "infinite", "1e30", "-1e30")
+"""Attacks on floating-point tensors only."""
 
 
 def in_first_float(attack: Attack) -> Attack:
@@ -128,22 +127,22 @@ def in_first_float(attack: Attack) -> Attack:
     return change
 
 
-def aliased(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Two entries of one memory, each with its own shape."""
+def with_shared_memory(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which two share memory, with different shapes."""
     large, small = sorted(named, key=lambda key: -named[key].numel())[:2]
     within = named[large].view(-1)[: named[small].numel()].view(named[small].shape)
     return {**named, small: within}
 
 
-OF_MAPPINGS: dict[str, Attack] = {
-    **{name: in_first_float(attack) for name, attack in OF_TENSORS.items()},
+MAPPING_ATTACKS: dict[str, Attack] = {
+    **{name: in_first_float(attack) for name, attack in TENSOR_ATTACKS.items()},
     "missing name": lambda named: {key: named[key] for key in list(named)[:-1]},
     "extra name": lambda named: {**named, "backdoor": torch.ones(3)},
     "name that is none": lambda named: {**named, 7: torch.ones(3)},
     "no names": lambda named: [*named.values()],
-    "aliased": aliased,
+    "aliased": with_shared_memory,
 }
-OF_NUMBERS: dict[str, Attack] = {
+NUMBER_ATTACKS: dict[str, Attack] = {
     "NaN": lambda number: float("nan"),
     "infinite": lambda number: float("inf"),
     "-1": lambda number: -1.0,
@@ -157,20 +156,20 @@ OF_NUMBERS: dict[str, Attack] = {
 
 def attacks_of(value: Any) -> dict[str, Attack]:
     if isinstance(value, Mapping):
-        return OF_MAPPINGS
+        return MAPPING_ATTACKS
     if isinstance(value, Tensor):
-        whole = not value.is_floating_point()
-        return {n: a for n, a in OF_TENSORS.items() if not (whole and n in FOR_FLOATS)}
-    return OF_NUMBERS
+        is_integer = not value.is_floating_point()
+        return {n: a for n, a in TENSOR_ATTACKS.items() if not (is_integer and n in FLOAT_ATTACKS)}
+    return NUMBER_ATTACKS
 
 
-def attacked(exchanged: Exchanged) -> Iterator[tuple[str, str, Message]]:
-    """(field, attack, the liar's message) of all attacks on one exchange."""
-    honest: Any = exchanged.replies[LIAR]
+def attacked_messages(exchanged: RecordedExchange) -> Iterator[tuple[str, str, Message]]:
+    """Yields (field, attack, message) of all attacks on an exchange."""
+    honest: Any = exchanged.replies[ATTACKER]
     for f in fields(honest):
         value = getattr(honest, f.name)
         empty = isinstance(value, Tensor | Mapping) and not len(value)
-        if empty:  # FedAF's knowledge, where it went up in a first exchange
+        if empty:  # FedAF's knowledge, if sent in a first exchange
             continue
         for name, attack in attacks_of(value).items():
             changed = attack(value)
@@ -180,27 +179,27 @@ def attacked(exchanged: Exchanged) -> Iterator[tuple[str, str, Message]]:
 
 
 @pytest.mark.parametrize("name", by_family(TINY, QUICK))
-def test_every_field_of_every_upload_is_checked(name: str) -> None:
-    """As an object, and as bytes where it can be packed."""
-    tried = 0
+def test_fields_of_uploads_are_checked(name: str) -> None:
+    """Checks messages as objects, and as bytes if possible."""
+    attacks = 0
     for exchanged in exchanges(name):
-        for field, attack, message in attacked(exchanged):
-            why = exchanged.rejected(message)
-            assert why.startswith(field), f"{field} {attack}: {why}"
-            assert len(why) < 400
-            tried += 1
+        for field, attack, message in attacked_messages(exchanged):
+            reason = exchanged.rejection(message)
+            assert reason.startswith(field), f"{field} {attack}: {reason}"
+            assert len(reason) < 400
+            attacks += 1
             try:
-                got = type(message).from_bytes(message.to_bytes())
+                unpacked = type(message).from_bytes(message.to_bytes())
             except (MessageError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
                 continue
             if attack != "aliased":  # bytes are separate, and the values are those of a model
-                exchanged.rejected(got)
-    least = {"solo": 0, "fedstats": 10}.get(name, 20)  # fedstats sends one vector an exchange
-    assert tried >= least
+                exchanged.rejection(unpacked)
+    minimum = {"solo": 0, "fedstats": 10}.get(name, 20)  # fedstats sends one vector an exchange
+    assert attacks >= minimum
 
 
 @pytest.mark.parametrize("name", by_family(TINY, QUICK))
-def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> None:
+def test_honest_uploads_are_accepted_within_size_limit(name: str) -> None:
     for exchanged in exchanges(name):
         checked = exchanged.server().check(exchanged.phase, exchanged.replies, exchanged.context)
         assert checked.rejected == {}
@@ -208,8 +207,8 @@ def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> 
             rules = exchanged.method.upload_rules(exchanged.phase, client, exchanged.context)
             packed = message.to_bytes()
             assert len(packed) <= most_bytes(type(message), rules)
-            again = {client: type(message).from_bytes(packed)}
-            checked = exchanged.server().check(exchanged.phase, again, exchanged.context)
+            unpacked = {client: type(message).from_bytes(packed)}
+            checked = exchanged.server().check(exchanged.phase, unpacked, exchanged.context)
             assert list(checked.accepted) == [client]
 
 
@@ -217,7 +216,7 @@ def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> 
 
 
 def with_fields(**changes: Callable[[Any], Any]) -> Attack:
-    """Each of these fields of a message is what its function makes of the message."""
+    """Replaces fields of a message by functions of the message."""
     return lambda sent: replace(sent, **{name: change(sent) for name, change in changes.items()})
 
 
@@ -225,10 +224,10 @@ def half_histogram(sent: Any) -> dict[str, Any]:
     return {**sent.statistics, "histogram": sent.statistics["histogram"] / 2}
 
 
-INCONSISTENT: dict[str, tuple[Attack, str]] = {
+INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": (
-            with_fields(labels=lambda sent, y=label: filled(y)(sent.labels)),
+            with_fields(labels=lambda sent, y=label: with_value(y)(sent.labels)),
             re.escape(f"labels must have values between 0 and 9, got {label:.6g}"),
         )
         for label in (-100, -1, 10, 2**40)
@@ -254,10 +253,10 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
         "at most 2 times",
     ),
 }
-ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
+METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): (
-            with_fields(soft=lambda sent, p=p: filled(p)(sent.soft)),
+            with_fields(soft=lambda sent, p=p: with_value(p)(sent.soft)),
             "^soft must have rows" if p == 0.9 else "^soft must have values",
         )
         for p in (-0.5, 0.9, 2.0)
@@ -287,42 +286,41 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
 
 @pytest.mark.parametrize(
     ("name", "attack"),
-    [(name, key) for name in ("feddm", "fedaf, first phase") for key in INCONSISTENT]
-    + list(ONE_METHODS),
+    [(name, key) for name in ("feddm", "fedaf, first phase") for key in INCONSISTENT_ATTACKS]
+    + list(METHOD_ATTACKS),
 )
-def test_values_that_do_not_go_together_are_rejected(name: str, attack: str) -> None:
-    """Labels of other images, more images than agreed, no probabilities, sizes above the declared
-    one, norms of more steps than were taken."""
-    change, words = ONE_METHODS.get((name, attack)) or INCONSISTENT[attack]
+def test_inconsistent_fields_are_rejected(name: str, attack: str) -> None:
+    """Covers wrong labels, additional images, invalid probabilities, sizes and norms."""
+    change, message = METHOD_ATTACKS.get((name, attack)) or INCONSISTENT_ATTACKS[attack]
     exchanged = exchanges(name)[-1]
-    assert re.search(words, exchanged.rejected(change(exchanged.replies[LIAR])))
+    assert re.search(message, exchanged.rejection(change(exchanged.replies[ATTACKER])))
 
 
-def test_another_clients_architecture_is_another_model() -> None:
+def test_models_of_wrong_architecture_are_rejected() -> None:
     exchanged = exchanges("feddf, own architectures")[-1]
-    assert exchanged.rejected(exchanged.replies[0]).startswith("parameters ")
+    assert exchanged.rejection(exchanged.replies[0]).startswith("parameters ")
 
 
-def test_a_model_that_is_the_servers_own_memory_is_rejected() -> None:
+def test_models_sharing_server_memory_are_rejected() -> None:
     exchanged = exchanges("fedavg")[-1]
-    own = exchanged.state.parameters
-    why = exchanged.rejected(ModelParameters(own, 1.0))
-    assert "must not share memory with the server's parameters." in why
-    copied: Any = {name: tensor.clone() for name, tensor in own.items()}
-    last = list(own)[-1]
-    copied[last] = own[last].view(own[last].shape)
-    assert f"parameters.{last} must not share" in exchanged.rejected(ModelParameters(copied, 1.0))
+    parameters = exchanged.state.parameters
+    reason = exchanged.rejection(ModelParameters(parameters, 1.0))
+    assert "must not share memory with the server's parameters." in reason
+    copied: Any = {name: tensor.clone() for name, tensor in parameters.items()}
+    last = list(parameters)[-1]
+    copied[last] = parameters[last].view(parameters[last].shape)
+    assert f"parameters.{last} must not share" in exchanged.rejection(ModelParameters(copied, 1.0))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=2, max_size=6))
-def test_overlap_is_that_of_bytes(spans: list[tuple[int, int]]) -> None:
-    whole = torch.zeros(40)
-    named = [(str(n), whole[start : start + size]) for n, (start, size) in enumerate(spans)]
-    taken = [set(range(start, start + size)) for start, size in spans]
-    expected = any(taken[i] & taken[j] for i in range(len(taken)) for j in range(i))
+def test_overlap_compares_bytes(spans: list[tuple[int, int]]) -> None:
+    memory = torch.zeros(40)
+    named = [(str(n), memory[start : start + size]) for n, (start, size) in enumerate(spans)]
+    used = [set(range(start, start + size)) for start, size in spans]
+    expected = any(used[i] & used[j] for i in range(len(used)) for j in range(i))
     assert (overlap(named) is not None) == expected
-    across = any(taken[0] & one for one in taken[1:])
+    across = any(used[0] & other for other in used[1:])
     assert (overlap(named[:1], named[1:]) is not None) == across
 
 
@@ -332,25 +330,25 @@ def test_overlap_is_that_of_bytes(spans: list[tuple[int, int]]) -> None:
 def run(
     name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Message], Message] | None
 ) -> Any:
-    """A run whose client LIAR sends what `change` makes of its uploads; None: nothing arrives."""
+    """Runs a case in which `change` alters the uploads of client ATTACKER, or None drops them."""
     honest = InProcess.step
 
     def step(self: InProcess, *arguments: Any) -> Replies:
         replies = honest(self, *arguments)
         messages = dict(replies.messages)
-        if LIAR not in messages:
+        if ATTACKER not in messages:
             return replies
-        sent = messages.pop(LIAR)
+        upload = messages.pop(ATTACKER)
         if change is None:
-            return Replies(messages, lost={LIAR: "a test's"})
-        return Replies({**messages, LIAR: change(sent)})
+            return Replies(messages, lost={ATTACKER: "dropped"})
+        return Replies({**messages, ATTACKER: change(upload)})
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "step", step)
         return simulate(settings_of(TINY[name]))
 
 
-def nan_everywhere(message: Any) -> Any:
+def with_nan(message: Any) -> Any:
     changed: dict[str, Any] = {}
     for f in fields(message):
         value = getattr(message, f.name)
@@ -367,38 +365,38 @@ def nan_everywhere(message: Any) -> Any:
     "name",
     by_family([n for n in TINY if n != "solo"], ("fedavg", "fedaf, first phase", "fedstats")),
 )
-def test_a_run_with_a_liar_is_the_run_without_it(
+def test_run_with_attacker_equals_run_without_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lied = run(name, monkeypatch, nan_everywhere)
-    lost = run(name, monkeypatch, None)
-    for key, value in lost.model.state_dict().items():
-        assert torch.equal(lied.model.state_dict()[key], value), key
-    for one, other in zip(lied.metrics, lost.metrics, strict=True):
-        assert list(one.pop("rejected")) == [str(LIAR)]
-        assert other.pop("lost") == {str(LIAR): "a test's"}
-        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    attacked_run = run(name, monkeypatch, with_nan)
+    dropped_run = run(name, monkeypatch, None)
+    for key, value in dropped_run.model.state_dict().items():
+        assert torch.equal(attacked_run.model.state_dict()[key], value), key
+    for attacked_row, dropped_row in zip(attacked_run.metrics, dropped_run.metrics, strict=True):
+        assert list(attacked_row.pop("rejected")) == [str(ATTACKER)]
+        assert dropped_row.pop("lost") == {str(ATTACKER): "dropped"}
+        assert {**attacked_row, "seconds": 0} == {**dropped_row, "seconds": 0}
 
 
-def test_who_is_rejected_in_the_first_exchange_is_not_asked_again(
+def test_rejected_clients_skip_second_exchange(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def first_alone(sent: Any) -> Any:
-        return nan_everywhere(sent) if isinstance(sent, FeatureSums) else sent
+    def corrupt_sums(sent: Any) -> Any:
+        return with_nan(sent) if isinstance(sent, FeatureSums) else sent
 
-    lied = run("fedfm", monkeypatch, first_alone)
-    lost = run("fedfm", monkeypatch, None)
-    for key, value in lost.model.state_dict().items():
-        assert torch.equal(lied.model.state_dict()[key], value), key
-    assert lied.metrics[-1]["rejected"] == {"1": "first exchange: sums is not finite"}
+    attacked_run = run("fedfm", monkeypatch, corrupt_sums)
+    dropped_run = run("fedfm", monkeypatch, None)
+    for key, value in dropped_run.model.state_dict().items():
+        assert torch.equal(attacked_run.model.state_dict()[key], value), key
+    assert attacked_run.metrics[-1]["rejected"] == {"1": "first exchange: sums is not finite"}
 
 
-def test_all_that_diverge_are_an_optimisation_and_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_of_all_clients_ends_run(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = InProcess.step
 
     def step(self: InProcess, *arguments: Any) -> Replies:
         sent = honest(self, *arguments).messages
-        return Replies({client: nan_everywhere(message) for client, message in sent.items()})
+        return Replies({client: with_nan(message) for client, message in sent.items()})
 
     monkeypatch.setattr(InProcess, "step", step)
     with pytest.raises(DivergedError, match=r"round 1: parameters.* of client 0 is not finite"):
@@ -406,8 +404,8 @@ def test_all_that_diverge_are_an_optimisation_and_no_lie(monkeypatch: pytest.Mon
 
 
 @dataclass
-class Canned:
-    """An exchange that brings what it was given."""
+class FixedExchange:
+    """An exchange with fixed replies."""
 
     replies: Mapping[int, Message]
 
@@ -415,47 +413,47 @@ class Canned:
         return []
 
     def begin(self, context: RoundContext) -> None:
-        """Nothing."""
+        """Does nothing."""
 
-    def step(self, phase: str, message: Message, context: RoundContext, asked: Any) -> Replies:
-        return Replies({client: self.replies[client] for client in asked})
+    def step(self, phase: str, message: Message, context: RoundContext, clients: Any) -> Replies:
+        return Replies({client: self.replies[client] for client in clients})
 
 
 @pytest.mark.parametrize(
-    ("quorum", "liars", "counts"),
+    ("quorum", "attackers", "reached"),
     [
         (0.5, 2, True),
         (0.75, 2, False),
         (0.0, 3, True),
         (1.0, 1, False),
-        (0.5, 4, False),  # the round ends, and not the run
+        (0.5, 4, False),  # only the round ends
     ],
 )
-def test_a_round_below_the_quorum_leaves_the_state(quorum: float, liars: int, counts: bool) -> None:
+def test_round_below_quorum_keeps_state(quorum: float, attackers: int, reached: bool) -> None:
     exchanged = exchanges("fedavg")[-1]
     server = exchanged.server()
-    bad: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(liars)}  # type: ignore[call-arg]
-    exchange: Any = Canned({**exchanged.replies, **bad})
-    played = run_round(server, exchange, exchanged.context, quorum)
-    assert set(played.rejected) == set(range(liars))
-    assert played.no_quorum == (
-        None if counts else NoQuorum(MAIN, CLIENTS - liars, ceil(quorum * CLIENTS))
+    attacks: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(attackers)}  # type: ignore[call-arg]
+    exchange: Any = FixedExchange({**exchanged.replies, **attacks})
+    outcome = run_round(server, exchange, exchanged.context, quorum)
+    assert set(outcome.rejected) == set(range(attackers))
+    assert outcome.no_quorum == (
+        None if reached else NoQuorum(MAIN, CLIENTS - attackers, ceil(quorum * CLIENTS))
     )
-    assert (server.state is exchanged.state) == (not counts)
-    assert bool(played.uploads) == counts
-    assert played.present == tuple(range(liars, CLIENTS))
+    assert (server.state is exchanged.state) == (not reached)
+    assert bool(outcome.uploads) == reached
+    assert outcome.present == tuple(range(attackers, CLIENTS))
 
 
 @pytest.mark.parametrize("name", by_family(TINY, QUICK))
-def test_a_server_copes_with_any_subset(name: str) -> None:
-    """Also one that is another in the round's two exchanges."""
+def test_server_accepts_any_subset(name: str) -> None:
+    """The subset may differ between the exchanges of a round."""
     for exchanged in exchanges(name):
-        made = []
-        for kept in ([0], [3], [1, 2], [0, 2, 3]):
+        states = []
+        for subset in ([0], [3], [1, 2], [0, 2, 3]):
             server = exchanged.server()
-            some = {k: exchanged.replies[k] for k in kept}
-            server.receive(exchanged.phase, some, exchanged.context)
+            replies = {k: exchanged.replies[k] for k in subset}
+            server.receive(exchanged.phase, replies, exchanged.context)
             assert all(bool(torch.isfinite(t).all()) for _, t in server._next.arrays())
-            made.append(server._next)
+            states.append(server._next)
         if exchanged.phase == FIRST:
-            assert made[0] is not exchanged.state
+            assert states[0] is not exchanged.state
