@@ -306,7 +306,7 @@ def test_changed_values_are_detected(
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (all_of(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
-    (edit(remove_client), "has a ledger of client client-002"),
+    (edit(remove_client), "has a ledger of client-002"),
     (
         all_of(edit(remove_client), delete("ledger/client-002.jsonl")),
         "clients in the report differ from the clients in privacy_start.json",
