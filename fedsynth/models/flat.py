@@ -98,4 +98,4 @@ def require_finite(network: nn.Module) -> None:
     """
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
-            raise OutputError(f"the training has diverged, because the weight {name} is not finite")
+            raise OutputError(f"the training has diverged, because the tensor {name} is not finite")

@@ -73,7 +73,7 @@ LABELS = np.array([0, 1, 2])
         (VALID[0], LABELS, r"got \[8, 8\]"),
         (VALID[..., None], LABELS, r"got \[3, 8, 8, 1\]"),
         (VALID, LABELS[:2], r"labels .* shape \[3\], got \[2\]"),
-        (VALID, np.array([0, 1, 10]), r"labels .* in \[0, 10\), got 1 .* such as 10"),
+        (VALID, np.array([0, 1, 10]), r"labels .* in \[0, 10\), but 1 .* such as 10"),
         (VALID, np.array([0, -1, 1]), "such as -1"),
         (VALID, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
         (VALID, LABELS.astype(float), "labels .* integers, got float64"),
