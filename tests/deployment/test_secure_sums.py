@@ -68,7 +68,7 @@ class SumRun:
     def sum(self) -> np.ndarray[Any, Any]:
         """Runs all four exchanges, with messages as bytes."""
         active = set(range(self.clients)) - self.no_keys
-        self.clients_of_sum = clients = {k: SumClient(k, self.terms) for k in active}
+        self.sum_clients = clients = {k: SumClient(k, self.terms) for k in active}
         keys = {k: self._sent(client.keys(), k) for k, client in clients.items()}
         roster = self.server.roster(keys)
         active -= self.no_shares
