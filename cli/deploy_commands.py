@@ -1,7 +1,6 @@
 """The commands `fedsynth server`, `fedsynth client` and `fedsynth deploy …`.
 
-They run a federation over several machines, with Flower.
-"""
+These commands run a federation over several machines, with Flower."""
 
 from __future__ import annotations
 
@@ -143,8 +142,8 @@ def client(
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
-    Before joining a run, the client prints what it is asked to release and how much privacy this
-    costs. It joins only runs that --policy or --approve allows.
+    Before joining a run, the client prints what the run asks it to release and how much privacy
+    this costs. The client joins only runs that --policy or --approve allows.
     """
     from fedsynth.deployment.flower.processes import require_flower
 

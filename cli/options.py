@@ -1,9 +1,9 @@
 """Options of the commands, and their conversion to sections of settings.
 
-Some options are shared by several commands. Others set the settings of a run. These are made from
-the classes of the settings: the type of a field is the type of the option, and the first sentence
-about the field in the docstring of the class is the help text. The classes are parsed but not
-imported, so that `--help` needs neither torch nor NumPy.
+Some options are shared by several commands. The options for the settings of a run are made from the
+classes of the settings. The type of a field is the type of the option, and the first sentence about
+the field in the docstring of the class is the help text. The classes are parsed but not imported,
+so that `--help` needs neither torch nor NumPy.
 
 This module also reads --set, the config file and files with user code (FILE.py:NAME), and checks
 which options --resume allows.

@@ -1,6 +1,7 @@
 """The commands `fedsynth privacy …`.
 
-They plan a privacy budget, change a ledger, and show, check, sign and audit the report of a run.
+These commands plan a privacy budget, change a ledger, and show, check, sign and audit the report of
+a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The commands `fedsynth runs | plot | report | sweep | reproduce`.
 
-They show finished runs as a table, as curves or on an HTML page, execute a grid of runs, and run
-cells of published tables.
+These commands show finished runs as a table, as curves or on an HTML page. They also execute a grid
+of runs, and run cells of published tables.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def runs(
     """Compare finished runs in a table with their results and the settings that differ.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
-    teachers) classifies the generated images in the last round. It shows the fraction that is
-    classified as the requested class, and the entropy of the predicted classes divided by log C.
+    teachers) classifies the generated images in the last round. These columns show the fraction of
+    images that is classified as the requested class, and the entropy of the predicted classes
+    divided by log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
@@ -157,9 +158,9 @@ def sweep(
     """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
 
     The grid may vary methods, partitions, seeds and any other setting. To resume a sweep that was
-    stopped, repeat the command: finished runs are kept, and others are resumed. The file has the
-    sections of a run's config.toml, which apply to all runs, and a section `[grid]` with a list of
-    values for each setting that varies (docs/sweeps.md).
+    stopped, repeat the command: finished runs are kept, and interrupted runs are resumed. The file
+    has the sections of a run's config.toml, which apply to all runs, and a section `[grid]` with a
+    list of values for each setting that varies (docs/sweeps.md).
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """

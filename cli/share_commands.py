@@ -1,7 +1,7 @@
 """The commands `fedsynth methods`, `distill`, `data describe`, `synthesize`, `export` and `student`.
 
-They describe methods and custom images, make synthetic images for release, and train networks
-without private images.
+These commands describe methods and custom images, make synthetic images for release, and train
+networks without private images.
 """
 
 from __future__ import annotations

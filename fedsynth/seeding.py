@@ -1,9 +1,10 @@
 """Creates reproducible random generators.
 
 The seed of each generator is derived from the run's seed, a purpose, and numbers such as the round
-and the client. Two generators of one run never share state, so an additional client or round does
-not change the random numbers of the others. Global generators are not used. The noise and sampling
-masks of differential privacy do *not* come from here, but from `fedsynth.privacy.randomness`.
+and the client. Two generators of one run never share state. An additional client or round therefore
+does not change the random numbers of existing clients and rounds. Global generators are not used.
+The noise and sampling masks of differential privacy do *not* come from here, but from
+`fedsynth.privacy.randomness`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 def torch_generator(
     seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """Returns a PyTorch generator on `device` for one purpose.
+    """Returns a PyTorch random generator for one purpose, on the given device.
 
     Two devices give the same random numbers only if they are of the same type.
     """
@@ -37,7 +38,7 @@ def torch_generator(
 
 
 def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """Returns a NumPy generator for one purpose."""
+    """Returns a NumPy random generator for one purpose."""
     return np.random.default_rng(derive_seed(seed, purpose, *numbers))
 
 

@@ -79,7 +79,7 @@ def check_method(method: Method) -> None:
     Each field of an upload must be public or be released by a privacy mechanism.
 
     Raises:
-        UnaccountedReleaseError: if there is such a field, or if the method has no mechanism. The
+        UnaccountedReleaseError: if a field is not protected, or if the method has no mechanism. The
             message names the method and the reason.
     """
     declared = dict(privacy_of_fields(method.upload))

@@ -74,8 +74,8 @@ def resolve(
         sections: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`. Text is
             converted to the type of the setting.
         own_method: a custom method class. It replaces the method that `sections` names.
-        own_data: the name of custom images. It replaces the data set that `sections` names, and has
-            no special default values.
+        own_data: the name of custom images, which replace the data set that `sections` names.
+            Settings have no special default values for custom images.
 
     Raises:
         UnknownNameError: if a section, setting, method, data set or model is unknown. The message

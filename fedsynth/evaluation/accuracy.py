@@ -150,7 +150,8 @@ def inexactness(
     has not trained at all. The function reads the client's data, so only a simulation may call it.
 
     Args:
-        model: the client's network after training, with weights w. It is not changed.
+        model: the client's network after training, with weights w. The call does not change this
+            network.
         start: the parameters and buffers w_t with which the client started.
         images_NCHW, labels_N: all examples of the client. The images are normalised.
         mu: μ, the weight of the proximal term.

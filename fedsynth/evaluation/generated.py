@@ -54,13 +54,14 @@ def tally(
         scores_NC: the teacher's logits or probabilities for N generated images.
         requested_N: the class that was requested for each image, or None if no classes were
             requested.
-        student_NC: the student's logits. They are used only if `requested_N` is given.
+        student_NC: the student's logits, which are used only if `requested_N` is given.
 
     Returns:
         An int64 tensor of one to three rows and C columns. The first row counts all images by the
-        class that the teacher predicts. The second row, which needs `requested_N`, counts those of
-        them that were requested as that class. The third row, which needs `student_NC`, counts
-        those of the first row for which the student predicts the same class.
+        class that the teacher predicts. The second row, which needs `requested_N`, counts the
+            images of the first row that were requested as the predicted class. The third row, which
+            needs `student_NC`, counts the images of the first row for which the student predicts
+            the same class.
     """
     classes = scores_NC.shape[1]
     teacher_NC = _one_hot(scores_NC.detach().argmax(dim=1), classes)

@@ -79,8 +79,8 @@ class FeatureMap:
         dimension: the dimension d of the vectors.
         norm_bound: a public bound in the units of the features. φ is clipped to this L2 norm before
             sums are released. fedstats computes the centre of the features from such a sum.
-        radius: R, a public constant in the same units. It is the approximate distance of an image's
-            vector from the overall mean m. fedstats clips (φ − m)/R to norm 1.
+        radius: R, a public constant in the same units: the approximate distance of an image's
+            vector from the mean m of all vectors. fedstats clips (φ − m)/R to norm 1.
         source: a text for the report that says where the two constants come from.
         function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. It must be differentiable
             if images are synthesised from statistics.

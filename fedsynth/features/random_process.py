@@ -6,9 +6,9 @@ unit vectors. The part of each product above a threshold is averaged in 3×3 ove
 separately for positive and negative products.
 
 The dictionary was learned by spherical k-means (`benchmarks/random_process.py`) from images of
-`random_images.py`. It follows from a seed and a procedure, so it is as public as an architecture.
-docs/features.md has the gain of these features over scattering, and a comparison with a network
-that was trained on the same images.
+`random_images.py`. The dictionary follows from a seed and a procedure, so it is as public as the
+architecture of a network. docs/features.md has the gain of these features over scattering, and a
+comparison with a network that was trained on the same images.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class Scattering(nn.Module):
 
         The result has the shape [N, 81, h, w], with h = H'/4 − 2.
 
-        The channel of order 0 comes first, followed by order 1, sorted by (j, θ), and order 2,
-        sorted by (θ₁, θ₂).
+        The channel of order 0 comes first. The channels of order 1 follow, sorted by (j, θ). The
+        channels of order 2 are last, sorted by (θ₁, θ₂).
         """
         spectrum = torch.fft.fft2(self._pad(x_NHW))
         zero = self._average(spectrum[:, None], self.low, 2**J)

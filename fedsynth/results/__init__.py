@@ -1,3 +1,4 @@
-"""Reads and writes the results of runs: folders, checkpoints, verification, export, tables and
-plots.
+"""Reads and writes the results of runs.
+
+The modules handle run folders, checkpoints, the verification of reports, exports, tables and plots.
 """

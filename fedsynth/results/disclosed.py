@@ -133,7 +133,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Disclosed:
-    """The metrics of a round, or a summary, split by who may see them.
+    """The metrics of a round, or the values of a summary, split by who may see a value.
 
     Attributes:
         public: the values that may be shown to anyone.
@@ -149,7 +149,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     """Splits metrics into those that may be shown and those that only a simulation may show.
 
     The metrics of model variants are split in the same way. `public` then contains the part of each
-    variant's metrics that may be shown, and `simulation_only` contains all of them.
+    variant's metrics that may be shown, and `simulation_only` contains all metrics of the variants.
 
     Args:
         values: the metrics by key.

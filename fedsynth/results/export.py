@@ -65,7 +65,8 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """The synthetic images of a run, and everything that is exported with them.
+    """The content of an export: the synthetic images of a run, and everything that is exported
+    together with the images.
 
     Attributes:
         synthetic: the images, with their privacy guarantee.
@@ -282,7 +283,7 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 def _draw(synthetic: SharedSet, folder: Path) -> None:
     """Writes each synthetic image as a PNG file into the folder of the image's class.
 
-    Images with another number of channels than 1 or 3 cannot be drawn, so nothing is written for
+    Nothing is written if the images do not have 1 or 3 channels, because PNG files cannot contain
     them.
     """
     if synthetic.spec.channels not in (1, 3):

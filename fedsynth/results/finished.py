@@ -95,8 +95,8 @@ class Run:
         summary: the fields of summary.json that are shown.
         settings: the settings in config.toml, with keys such as "run.rounds".
         rows: the metrics of each round, from metrics.jsonl.
-        hidden: the metrics of each round from the folder simulation_only. Only a private run has
-            them.
+        hidden: the metrics of each round from the folder simulation_only, which only a private run
+            has.
     """
 
     folder: Path
@@ -181,7 +181,8 @@ def run_folders(folder: Path) -> list[Path]:
 def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Returns the folders of all finished runs in the given folders.
 
-    Each folder may be a run, a folder of runs, or a sweep, whose runs are one level deeper.
+    Each given folder may be a run folder, a folder that contains run folders, or the folder of a
+    sweep.
 
     Raises:
         RunFolderError: a folder does not exist, or no finished run was found.
@@ -286,8 +287,8 @@ def labels(runs: Sequence[Run]) -> list[str]:
     """Returns a short name for each run, for legends and headings.
 
     A name consists of the method, the word "private" if only some of the runs are private, and the
-    settings that differ. It is cut to `MAX_LABEL` characters. Runs that would have the same name
-    are numbered.
+    settings that differ. The name is cut to `MAX_LABEL` characters. Runs that would have the same
+    name are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
     names = []

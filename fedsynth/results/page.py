@@ -339,8 +339,9 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
     """Yields plots that describe the generated images.
 
-    They show how often the teachers and the student classify a generated image as the requested
-    class, and the entropy of the predicted classes.
+    The plots show how often the teachers classify a generated image as the requested class, the
+    entropy of the classes that the teachers predict, and how often the student predicts the same
+    class as the teachers.
     """
     for key in ("agreement", "class_entropy_share", "student"):
         yield from _curve(runs, names, f"generator.{key}", "rounds")

@@ -1,9 +1,10 @@
 """Reads the folder of a private run, and recomputes what the run had to charge.
 
-The result is the run's plan, and a comparison with the clients' ledgers. It states which ledger
-rows belong to the plan, which do not, and which are missing. The plan is made in the same way as
-the run made it (`PrivacyPlan`): from the contents of the ledgers when the run began. A resumed run
-also takes its plan from here. The folder is untrusted input.
+The result is the run's plan, and a comparison of this plan with the clients' ledgers. The
+comparison states which ledger rows belong to the plan, which rows do not, and which rows are
+missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
+the ledgers when the run began. A resumed run also takes its plan from here. The folder is untrusted
+input.
 """
 
 from __future__ import annotations

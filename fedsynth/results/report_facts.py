@@ -154,7 +154,8 @@ def start_facts(
 
     Args:
         plan: the run's plan.
-        histories: the contents of the ledgers that the run will charge, as they are when it begins.
+        histories: the contents of the ledgers that the run will charge, at the time when the run
+            begins.
         test: the kind of test images: "public", "private" or "none".
         began: the run's identifier and start date.
         warnings: the warnings to include in the report.

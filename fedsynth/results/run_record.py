@@ -57,8 +57,8 @@ class RunResult:
     """The result of a run, as `simulate` returns it.
 
     Args:
-        settings: the run's settings. They contain the actual name of the data set and the actual
-            kind of partition.
+        settings: the run's settings, with the actual name of the data set and the actual kind of
+            partition.
         accuracy: the accuracy of the global model on the test set, in [0, 1]. None if there is no
             test set or no round. For a method with personal models (FedBN, SOLO), this accuracy is
             not the result: use AMP, in `local` in the last round's metrics. On a private test set,
@@ -189,7 +189,7 @@ class RunOutcome:
 
 @dataclass
 class RunRecord:
-    """Collects the metrics of a run, and writes them with the results into the run folder.
+    """Collects the metrics of a run, and writes the metrics and the results into the run folder.
 
     Args:
         settings: the run's settings.
@@ -307,7 +307,7 @@ class RunRecord:
         return public
 
     def tell(self, row: Disclosed) -> None:
-        """Writes the metrics of a round into the run folder, and passes them to the observer."""
+        """Writes the metrics of a round into the run folder, and informs the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
         self.observer.round_ended(row.public)

@@ -238,8 +238,9 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
         method: the class of a custom method.
 
     Raises:
-        OutputError: the file is damaged or states no architecture, the architecture is not known
-            here, or a part of it, such as an encoder, has other weights on this machine.
+        OutputError: the file is damaged, or the file states no architecture or one that is not
+            known here. Or a part of the network that is not in the file, such as an encoder, has
+            different weights on this machine than when the file was written.
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
