@@ -1,3 +1,4 @@
-"""Functions that run on one machine: simulated federations, synthesis, distillation, student
-training and audits.
+"""Simulates federations on one machine, and creates and uses synthetic sets.
+
+The package also audits the privacy of runs and distils models from files.
 """

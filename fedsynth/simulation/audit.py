@@ -1,11 +1,11 @@
-"""Audits the privacy of a run with canaries: a real run of any private method whose data contain
-them.
+"""Audits the privacy of a method with canaries, which are test records in one client's data.
 
-The audit reads no private record. The clients hold public random images with the shape of the data
-set's images, as many as the data set declares (up to a bound). So the audit costs no privacy and
-charges no permanent ledger. Its ledgers, masks and noise are those of a real run. The result is a
-lower bound on ε from one run (`fedsynth.privacy.audit`), which the caller compares with the ε that
-the ledger states. An audit can find a fault, but cannot prove privacy.
+An audit is a real run of the method, but it reads no private record. The clients have public random
+images with the shape of the data set's images, and about as many as the data set declares. The
+audit therefore costs no privacy, and no ledger that is kept across runs is charged. The noise and
+the sampling are those of a real run. The result is a lower bound on ε (`fedsynth.privacy.audit`).
+If it is above the ε that the audited client's ledger states, the implementation has a fault. An
+audit can find a fault, but it cannot prove privacy.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class AuditResult:
     Attributes:
         method: the name of the method.
         mechanism: the name of the mechanism.
-        canaries: the number of canaries m.
-        guesses: the number of canaries for which the auditor guessed, chosen before the run.
+        canaries: the number of canaries.
+        guesses: the number of guesses that the auditor made. It was fixed before the run.
         correct: the number of correct guesses.
         confidence: the probability that the bound is at most the true ε.
         delta: δ.
@@ -101,24 +101,23 @@ def audit_run(
     observer: Observer | None = None,
     test_only: np.random.Generator | None = None,
 ) -> AuditResult:
-    """Runs the method with canaries in one client's data, and computes a lower bound on ε.
+    """Runs a method with canaries in one client's data, and computes a lower bound on its ε.
 
-    The audited client is one that takes part in most rounds. The audit does not use a permanent
-    ledger, so ε is the cost of this run only.
+    The audited client takes part in as many rounds as any other client. The audit uses new ledgers,
+    so the stated ε is the cost of this run only.
 
     Args:
         settings: the settings of the run to audit.
-        canaries: the number m of canaries. Each is included with probability 1/2.
-        guesses: the number of guesses, which must be even. It is fixed before the run. None: two
-            fifths of the canaries.
+        canaries: the number of canaries. Each canary is included with probability 1/2.
+        guesses: the number of guesses, which must be even. None uses two fifths of the canaries.
         confidence: the probability that the bound of this audit is at most the true ε.
-        spec: the specification of custom data. None: that of `settings.dataset`.
-        observer: receives the progress.
-        test_only: a seeded generator of the random choices, masks and noise, for tests.
+        spec: the specification of custom data. None uses that of `settings.dataset`.
+        observer: an observer that receives the progress. None reports no progress.
+        test_only: a seeded generator for tests, from which random choices and noise are drawn.
 
     Raises:
-        SettingError, PrivacyError: if the settings have no privacy, if their mechanism states no ε,
-            or if a number is out of range.
+        SettingError, PrivacyError: the settings have no differential privacy, the mechanism states
+            no ε, or a number is out of range.
     """
     if guesses is None:
         guesses = guesses_for(canaries)
@@ -132,7 +131,7 @@ def audit_run(
         raise SettingError(
             None,
             "aggregation",
-            "must be own for an audit, because a single upload has less noise than a secure sum",
+            "must be 'own' for an audit, because a single upload has less noise than a secure sum",
         )
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
@@ -165,10 +164,10 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
-    """Returns the settings of the audited run.
+    """Returns the settings with which an audit runs the method, given the original settings.
 
-    They use new ledgers, no local test splits and no client failures, and the nominal size of the
-    original run.
+    The audit uses new ledgers, and no local test splits or client failures. It uses the nominal
+    size of the original run.
     """
     if settings.privacy is None:
         raise SettingError(
@@ -194,7 +193,9 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
 
 
 class AuditedRun(Simulation):
-    """A run that writes nothing, and scores the canaries by the releases of the audited client.
+    """A run that computes the scores of canaries from the releases of the audited client.
+
+    It writes no files.
 
     Attributes:
         canaries: the canaries with their scores.
@@ -239,7 +240,7 @@ class AuditedRun(Simulation):
         """The privacy budget of the audited client.
 
         Raises:
-            SettingError: if the run is not private.
+            SettingError: the run is not private.
         """
         budget = self.exchange.clients[self._client].budget
         if budget is None:
@@ -247,7 +248,7 @@ class AuditedRun(Simulation):
         return budget
 
     def watch(self) -> None:
-        """Runs all rounds, or as many as the cap allows, without evaluation or output."""
+        """Runs all rounds, or as many as the cap allows, so that the canaries get their scores."""
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
@@ -265,7 +266,7 @@ class AuditedRun(Simulation):
 
 
 def _busiest(settings: RunSettings) -> int:
-    """Returns a client that takes part in at least as many rounds as any other client."""
+    """Returns the index of a client that takes part in as many rounds as any other client."""
     schedule = settings.schedule()
     rounds = range(1, settings.rounds + 1)
     participants = np.concatenate([schedule.in_round(number) for number in rounds])
@@ -275,10 +276,11 @@ def _busiest(settings: RunSettings) -> int:
 def _random_federation(
     settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
-    """Creates random training images, random test images, and the indices of each client's training
-    images.
+    """Creates random images in place of a federation's data.
 
-    The last `canaries` training images are the canaries. They belong to no client yet.
+    Returns:
+        The training images, the test images, and the indices of each client's training images. The
+        last `canaries` training images are the canaries, which belong to no client yet.
     """
     nominal = 0
     if settings.privacy is not None:
@@ -299,17 +301,19 @@ def _random_federation(
 
 
 def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
-    """Returns the settings for the audit of a finished run, with the σ and the number of rounds of
-    that run.
+    """Returns the settings with which a finished run is audited.
+
+    They have the noise multiplier and the number of rounds of the finished run.
 
     Args:
         folder: the run folder.
-        settings: the settings in its config.toml. They must be those of its privacy report.
+        settings: the settings in the folder's config.toml. They must be those of the folder's
+            privacy report.
 
     Raises:
-        SettingError: if the folder has no summary of a private run.
-        PrivacyError: if the folder has no privacy report of this version, or one for other
-            settings.
+        SettingError: the folder has no summary of a private run.
+        PrivacyError: the folder has no privacy report of this version, or the report was made for
+            other settings.
     """
     no_run = SettingError(
         None, "folder", "must be a finished private run of at least one round", value=folder
@@ -335,12 +339,12 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 
     Args:
         folder: the run folder.
-        settings: the settings in its config.toml, as in `settings_of_run`.
+        settings: the settings in the folder's config.toml, as in `settings_of_run`.
         entry: the result, as `AuditResult.entry` returns it.
 
     Raises:
-        PrivacyError: if the folder has no privacy report of this version, or one for other
-            settings.
+        PrivacyError: the folder has no privacy report of this version, or the report was made for
+            other settings.
     """
     write_report({**_report(folder, settings), "audit": dict(entry)}, folder)
 
@@ -349,6 +353,6 @@ def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = read_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
         raise PrivacyError(
-            f"{folder}/config.toml has other settings than the privacy report in this folder"
+            f"the settings in {folder}/config.toml differ from those of the folder's privacy report"
         )
     return report

@@ -1,12 +1,12 @@
-"""Canaries, and the scores that an auditor computes for them from the releases of a client.
+"""Canaries, and the scores that an auditor computes for the canaries from a client's releases.
 
-A canary is a record that a fair coin includes in one client's data or not. The auditor's scores
-show how well the releases reveal the result of the coin.
+A canary is a test record. A fair coin decides whether it is included in one client's data. The
+scores show how well the client's releases reveal the results of the coins.
 
-The client's releases are real (`GaussianSumMechanism`: ledger, masks, clip, sum, noise).
+The releases are made by a real `GaussianSumMechanism`, with ledger, sampling, clipping and noise.
 `AuditedSums` adds the auditor, who is the adversary in the definition of differential privacy. The
-auditor knows all settings and networks, all other records and their masks, and what each canary
-would contribute. The auditor does not know the coins and masks of the canaries, or the noise.
+auditor knows all settings and networks, which other records were sampled, and what each canary
+would contribute. The auditor does not know the coins, which canaries were sampled, or the noise.
 
 A canary's score is the sum over all releases of the log-likelihood ratio between "in" and "out".
 Let y be the release for the canary's class minus the contributions of the other records. Let ū_i be
@@ -37,29 +37,30 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
 LENGTH = 10.0
-"""The norm of the vector of a canary, in multiples of the clip. It is far above 1, so that only the clip
-bounds the canary's contribution.
+"""The norm of a canary's vector, in multiples of the clip. It is far above 1, so that only clipping
+bounds the contribution of the canary.
 """
 COLUMNS = 4096
-"""The number of coordinates of a wide release in which the vectors of canaries are nonzero. They are drawn
-at random, so that they include some of every layer.
+"""The number of coordinates in which the vectors of canaries are nonzero, if a release has more
+coordinates. The coordinates are drawn at random, so that they include some of every layer.
 """
 
 
 def log_likelihood_ratios(
     y_D: Tensor, contributions_ND: Tensor, noise_std: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
-    """Computes score_i (see the top of this module) for one release of one group, float64 [N].
+    """Computes the score of each canary for one release of one group.
 
-    Applied to the canaries, A_i⁻¹ follows from (s²I + v·ū ūᵀ)⁻¹ by the push-through and
-    Sherman–Morrison identities. So one inverse is enough for all canaries.
+    The formula for score_i is in the text of this module. The result is float64 [N]. Applied to the
+    canaries, A_i⁻¹ follows from (s²I + v·ū ūᵀ)⁻¹ by the push-through and Sherman–Morrison
+    identities. Therefore one inverse is enough for all canaries.
 
     Args:
         y_D: the release minus the contributions of the other records.
         contributions_ND: ū of all canaries in the group.
         noise_std: s.
         rate: q.
-        orthogonal: whether the contributions are orthogonal, so that they need no decorrelation.
+        orthogonal: True if the contributions are orthogonal, so that they need no decorrelation.
     """
     u = contributions_ND
     variance = noise_std**2
@@ -83,15 +84,16 @@ def log_likelihood_ratios(
 
 
 def finite(rows_ND: Tensor) -> Tensor:
-    """Returns the rows in float64, with zeros in place of rows that are not finite."""
+    """Converts rows to float64, and replaces each row that has a NaN or infinity with zeros."""
     rows = rows_ND.detach().to(torch.float64)
     return torch.where(rows.norm(dim=1, keepdim=True).isfinite(), rows, 0.0)
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """Returns the clipping factors [N, 1] that the privacy theorem assumes.
+    """Computes the factors by which clipping scales the rows, as the privacy theorem assumes.
 
-    They are computed without the mechanism's code, so that the audit detects a fault in that code.
+    The factors [N, 1] are computed without the mechanism's code, so that the audit detects a fault
+    in that code.
     """
     norms: Tensor = rows_ND.norm(dim=1, keepdim=True)
     return (clip / norms).clamp_max(1.0)
@@ -99,8 +101,12 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """Unit vectors [N, K] on the coordinates `columns` [K] of a release, with a flag that tells
-    whether they are orthogonal.
+    """The unit vectors along which the vectors of canaries point.
+
+    Attributes:
+        units: the unit vectors [N, K], without the coordinates that are zero for all canaries.
+        columns: the K coordinates of a release to which `units` refers.
+        orthogonal: True if the unit vectors are orthogonal.
     """
 
     units: Tensor
@@ -109,8 +115,9 @@ class Directions:
 
 
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
-    """Draws `count` random unit vectors in `width` dimensions. They are orthogonal if the
-    dimensions allow it.
+    """Draws `count` random unit vectors for releases with `width` coordinates.
+
+    The vectors are orthogonal if there are enough coordinates.
     """
     num_columns = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:num_columns]
@@ -124,16 +131,18 @@ def draw_directions(count: int, width: int, generator: torch.Generator) -> Direc
 
 @dataclass(eq=False)
 class Canaries:
-    """The canaries of one audit, with their scores so far.
+    """The canaries of one audit, with the scores that the auditor has computed so far.
 
     Args:
         labels: the classes of the canaries, int64 [m] on the CPU.
         included: the results of the fair coins, bool [m].
-        rest: the number of the client's other records. They come before the canaries.
-        generator: the generator for the vectors, which are public.
+        rest: the number of the client's records that are not canaries. They come before the
+            canaries.
+        generator: the generator from which the canaries' vectors are drawn. The vectors are public.
 
     Attributes:
-        scores: float64 [m]. A higher score means "more likely in".
+        scores: the scores, float64 [m]. A higher score means that the canary is more likely in the
+            data.
     """
 
     labels: Tensor
@@ -150,24 +159,30 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices of the included canaries, which are appended to the client's records,
-        int64 [n].
+        """Returns the indices (int64) of the canaries that the coins included in the data.
+
+        These canaries come after the other records of the client.
         """
         return self.included.nonzero().flatten()
 
     def members(self, groups: int) -> list[Tensor]:
-        """Returns the canaries in each group of a release. The groups are the classes, or there is
-        one group with all canaries.
+        """Returns the indices of the canaries in each group of a release.
+
+        The groups are the classes. If there is only one group, it contains all canaries.
         """
         if groups == 1:
             return [torch.arange(len(self))]
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Returns unit vectors for the `count` canaries of one group.
+        """Returns the unit vectors along which the vectors of a group's canaries point.
 
-        If the vectors are orthogonal, they are the same at every release. Otherwise they are drawn
-        again, so that the pairs of canaries that overlap change.
+        If the unit vectors are orthogonal, they are the same at every release. Otherwise new ones
+        are drawn, so that different pairs of canaries overlap at each release.
+
+        Args:
+            count: the number of canaries in the group.
+            width: the number of coordinates of a release.
         """
         if (count, width) not in self._directions:
             drawn = draw_directions(count, width, self.generator)
@@ -179,7 +194,10 @@ class Canaries:
     def series(
         self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
     ) -> GaussianSumMechanism:
-        """Creates the client's charged series of releases, which the auditor observes."""
+        """Charges the client for a series of releases that the auditor observes.
+
+        It is used in place of `GaussianSumMechanism`, with the same arguments.
+        """
         return AuditedSums(release, groups, guard, secret, self)
 
 
@@ -188,8 +206,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's charged series of releases, with canaries among its records and an auditor who
-    observes it.
+    """A client's series of releases, which an auditor observes to compute scores of canaries.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that
@@ -218,7 +235,10 @@ class AuditedSums(GaussianSumMechanism):
             self._rank[members] = torch.arange(len(members))
 
     def sample(self, records: int) -> Tensor:
-        """Samples records like `GaussianSumMechanism`, including the canaries."""
+        """Starts a step, and samples the client's records including the canaries.
+
+        See `GaussianSumMechanism.sample`.
+        """
         if records != len(self._records):
             raise PrivacyError(
                 f"the method must sample from the {len(self._records)} records of the audited "
@@ -236,20 +256,20 @@ class AuditedSums(GaussianSumMechanism):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds vectors like `GaussianSumMechanism`.
+        """Adds the vectors of sampled records to the sums, with random vectors for the canaries.
 
-        If privacy protects users, each user has one record here, so that clipping users and
-        clipping records is the same.
+        See `GaussianSumMechanism.add`. If the run protects users, each user has one record in an
+        audit, so that clipping users is the same as clipping records.
         """
         rows, _ = self._look(rows_ND.detach(), groups_N)
         super().add(rows, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds products like `GaussianSumMechanism`.
+        """Adds the products of sampled records to the sum, with random vectors for the canaries.
 
-        Other records are added as products, so that the audit detects a missing clip there. They
-        are expanded to full vectors only for the auditor. Canaries have no factors and are added by
-        `add`.
+        See `GaussianSumMechanism.add_products`. Records that are not canaries are added as
+        products. They are expanded to full vectors only for the auditor. The vectors of canaries
+        have no factors, so they are added as full vectors.
         """
         written = products.rows()
         groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
@@ -259,11 +279,12 @@ class AuditedSums(GaussianSumMechanism):
             super().add(rows[is_canary], groups[is_canary], _select(sample, is_canary))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the vectors of the next sampled records, with the vectors of canaries inserted,
-        and a mask of the canaries.
+        """Replaces the vectors of canaries among the next sampled records.
 
-        The method also adds the clipped vectors of the other records to the sum that the auditor
-        knows.
+        The clipped vectors of all other records are added to the sum that the auditor knows.
+
+        Returns:
+            The vectors, and a mask that is True for canaries.
         """
         chunk = slice(self._position, self._position + len(rows_ND))
         self._position = chunk.stop
@@ -280,11 +301,12 @@ class AuditedSums(GaussianSumMechanism):
         return rows, is_canary
 
     def release(self) -> Released:
-        """Releases the sums like `GaussianSumMechanism`, and then updates the score of every
-        canary.
+        """Ends the step, returns its noisy sums, and updates the scores of the canaries.
+
+        See `GaussianSumMechanism.release`.
 
         Raises:
-            PrivacyError: if not all sampled records were added to the sum.
+            PrivacyError: not all sampled records were added to the sums.
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(

@@ -55,18 +55,20 @@ from fedsynth.validation import to_toml
 
 
 class Simulation:
-    """One simulated run with checked settings and data in memory. `simulate` creates it.
+    """One simulated run, whose settings are checked and whose data are in memory.
+
+    Use the function `simulate` to create and run it.
 
     Args:
         settings: the settings of the run.
         clients: the clients, with data on the CPU.
         train: the training images, on the run's device.
         test: the test images on the run's device, and their kind ("public", "private" or "none").
-        observer: receives the progress.
-        output: the parent folder of run folders. None: nothing is written.
-        download: whether torchvision may download missing public images.
-        resumed: the folder of the run to resume. None: a new run begins.
-        trained: the folder in which one-round runs share trained clients.
+        observer: an observer that receives the progress.
+        output: the parent folder of run folders. None writes nothing.
+        download: True lets torchvision download missing public images.
+        resumed: the folder of the run to resume. None begins a new run.
+        trained: the folder in which runs of one round share trained clients. None shares nothing.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Simulation:
         """The privacy plan of the run.
 
         Raises:
-            PrivacySettingError: if the run is not private.
+            PrivacySettingError: the run is not private.
         """
         if self.agreed.plan is None:
             raise PrivacySettingError(
@@ -152,8 +154,9 @@ class Simulation:
     def _make_clients(
         self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None
     ) -> InProcess:
-        """Creates all clients with their data and ledgers. A resumed run already has ledgers, which
-        are reopened.
+        """Creates all clients with their data and ledgers.
+
+        If a run is resumed, its existing ledgers are opened again.
         """
         settings = self.settings
         training, held_out = divided(settings, parts, train)
@@ -179,8 +182,10 @@ class Simulation:
     def _original_plan(
         self, resumed: RunFolder | None, checkpoint: Checkpoint | None
     ) -> Callable[[Sequence[History]], PrivacyPlan] | None:
-        """Returns a function that rebuilds the privacy plan with which a resumed run began. Returns
-        None if there is no such plan yet.
+        """Returns a function that computes the privacy plan with which a resumed run began.
+
+        The function takes the contents of the clients' ledgers. Returns None if the run is new or
+        was interrupted before its plan was made.
         """
         if resumed is None or (checkpoint is None and not resumed.has_begun):
             return None
@@ -188,10 +193,10 @@ class Simulation:
         return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
 
     def _announce(self, *, new: bool) -> None:
-        """Notifies the observer before the first round.
+        """Tells the observer that the run starts, with its privacy guarantee and its warnings.
 
         Args:
-            new: whether the run is new rather than resumed.
+            new: True if the run is new, and False if it is resumed.
         """
         lines = run_messages.warnings(self.settings)
         if not self.over:
@@ -238,7 +243,7 @@ class Simulation:
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
-        """Returns the context in which the steps of this round are computed."""
+        """Returns the context in which the steps of the round with this number are computed."""
         context = self._plain_context(number)
         keeper = self.checkpoints.steps_of(number)
         return context if keeper is None else replace(context, keeper=keeper)
@@ -252,8 +257,10 @@ class Simulation:
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
-        """Runs one round. If a client refuses, the round is not completed and its refusal is
-        returned.
+        """Runs one round without evaluating its results.
+
+        If a client refuses to take part, the round is not completed. Returns the refusal then, and
+        otherwise None.
         """
         played = run_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
@@ -266,7 +273,7 @@ class Simulation:
     # ------------------------------------------------------------------ checkpoints, interruption
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-        """Restores the server and the clients from the checkpoint."""
+        """Restores the state of the server and the clients from the checkpoint of a resumed run."""
         rows: Sequence[dict[str, Any]] = ()
         if checkpoint is not None:
             rows = checkpoint.rows
@@ -290,7 +297,10 @@ class Simulation:
         self.checkpoints.keep(checkpoint, self.exchange.clients, context, next_clients)
 
     def _spent(self) -> str:
-        """Describes the ε spent so far. Returns an empty string if the run has no guarantee."""
+        """Describes how much ε the clients have spent so far.
+
+        Returns an empty string if the run has no privacy guarantee.
+        """
         plan = self.agreed.plan
         if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
@@ -308,7 +318,10 @@ class Simulation:
         return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
-        """Creates the run folder with the settings, new ledgers and checkpoints."""
+        """Creates the run folder and writes the settings into it.
+
+        If the ledgers are not kept elsewhere, the clients get new ledgers in this folder.
+        """
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
@@ -331,8 +344,9 @@ class Simulation:
             self.observer.note(f"{message}{self._spent()}. {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
-        """Warns in the first round if a class has no images, for example because each client has
-        too few examples.
+        """Warns the user in the first round if no client sends images of some class.
+
+        This happens, for example, if each client has too few examples of the class.
         """
         if context.round == 1 and len(self.uploads) == context.clients:
             sets = list(synthetic_sets(self.uploads).values())
@@ -370,9 +384,9 @@ class Simulation:
         )
 
     def _draw_round(self, number: int) -> None:
-        """Draws a picture of the images that were sent in this round.
+        """Draws a picture of the synthetic images that the clients sent in this round.
 
-        An error is only noted and does not end the run, because the round has already been charged.
+        An error does not end the run, because the round has already been charged. It is only noted.
         """
         sets = []
         for client, images in synthetic_sets(self.uploads).items():
@@ -386,10 +400,10 @@ class Simulation:
 
 
 def _may_share(settings: RunSettings) -> bool:
-    """Returns True if this run can share trained client models with other runs.
+    """Returns True if a run with these settings can share trained clients with other runs.
 
-    This is the case for runs of one round without privacy, if their models and methods are built
-    in. The settings then identify the trained models.
+    This is the case for runs of one round without differential privacy that use no custom code. The
+    settings then identify the trained clients.
     """
     custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not custom

@@ -1,4 +1,4 @@
-"""The lines that a simulation prints: its privacy, warnings, and its progress on stderr."""
+"""The lines of text that a simulation prints, which state its privacy, warnings and progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_LATER_EPSILON = "no later run on these data can state an ε"
 
 
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
-    """Returns the lines that state the run's privacy guarantee, or that it has none."""
+    """Returns the lines that state the privacy guarantee of a run, or that it has no guarantee."""
     if plan is not None:
         return headline_of_plan(plan)
     lines: list[str] = [UNPROTECTED]
@@ -56,12 +56,14 @@ def warnings(settings: RunSettings) -> list[str]:
 def missing_classes(
     sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
 ) -> list[str]:
-    """Returns a warning if no client sends images of some class, and an empty list otherwise.
+    """Returns a list with a warning if no client sends images of some class.
+
+    Otherwise the list is empty.
 
     Args:
         sets: the synthetic sets of all clients. Empty if the method sends no images.
         spec: the specification of the data set.
-        guaranteed: whether the clients release the counts of their classes with noise.
+        guaranteed: True if the clients release the counts of their classes with noise.
     """
     sent = {label for synthetic in sets for label in synthetic.labels.unique().tolist()}
     missing = sorted(set(range(spec.classes)) - sent) if sets else []
@@ -94,13 +96,12 @@ def _percent(value: float) -> str:
 
 
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
-    """Returns the names and formatted values of the accuracies in the metrics of a round or in a
-    summary.
+    """Formats the accuracies of a round or of a run, as pairs of a name and a value.
 
     Args:
         row: the metrics of a round, or the summary of a run.
-        personal: whether clients have personal models. The accuracy on the clients' test splits
-            then comes first.
+        personal: True if clients have personal models. The accuracies on the clients' test splits
+            then come first.
     """
     pairs = []
     if row.get("test_accuracy") is not None:
@@ -121,7 +122,10 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """Formats the metrics of a round as one line. The metrics must not contain hidden values."""
+    """Formats the metrics of a round as one line for the user.
+
+    The metrics must not contain values that only a simulation may show.
+    """
     parts = [f"round {row['round']}/{settings.rounds}"]
     for name, value in accuracies(row, settings.method.personal):
         parts.append(f"{name} {value}")
@@ -145,8 +149,8 @@ class StderrObserver(Observer):
 
     Args:
         settings: the settings of the run.
-        first: a text that is printed before the first line. It is not printed earlier, so that an
-            error before the first line is a single line.
+        first: a text that is printed together with the first line. If an error occurs before, only
+            the error is printed.
     """
 
     def __init__(self, settings: RunSettings, first: str = "") -> None:

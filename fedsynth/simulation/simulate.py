@@ -1,10 +1,10 @@
-"""Simulates a federation on one machine.
+"""The functions `simulate` and `synthesize`, which run a federation or a single client.
 
 `simulate` checks the user's arguments, divides a data set among the clients, and runs a
 `Simulation`.
 
-`synthesize` creates one data owner's private synthetic set: it runs FedDM or FedStats with a single
-client and exports the results.
+`synthesize` creates a private synthetic set from the images of one data owner. For this, it runs a
+method such as FedDM or FedStats with a single client, and exports the results.
 """
 
 from __future__ import annotations
@@ -73,19 +73,20 @@ def simulate(
             specification is that of a published data set.
         parts: custom clients, as the indices of each client's examples in the training data. Of
             `settings.partition`, only `local_test` is then used.
-        names: the names of the clients in ledgers and in the privacy report, one per part. They are
-            public. None: the names are client-000, client-001, ….
-        test: the kind of the test images: "public", "private", or "none" to ignore them. None:
-            "public" for a published data set, and "private" for custom data. With differential
-            privacy, metrics on private test images are written only to `simulation_only`.
-        output: the parent folder of run folders. None: nothing is written.
-        observer: receives the progress. None: one line for each round is printed on stderr.
-        download: whether torchvision may download a missing data set.
+        names: the names of the clients in ledgers and in the privacy report. The names are public.
+            None uses client-000, client-001, ….
+        test: the kind of the test images, which is "public", "private", or "none" to ignore them.
+            None means "public" for a published data set, and "private" for custom data. With
+            differential privacy, metrics on private test images are written only to
+            `simulation_only`.
+        output: the parent folder of run folders. None writes nothing.
+        observer: an observer that receives the progress. None prints a line for each round.
+        download: True lets torchvision download a missing data set.
         resume: the folder of an unfinished run with the same settings, data and parts. The run
             continues after its last finished round and gives the same results as an uninterrupted
             run. An interrupted round is repeated, and with differential privacy it is charged
             again. `output` is then ignored.
-        quiet: whether to print nothing if there is no observer.
+        quiet: True prints nothing if there is no observer.
         trained: a folder in which runs share their trained clients. It is used only for runs of one
             round without differential privacy and with `output`. A run loads a client that another
             run has trained from the same weights on the same data in the same order. The recorded
@@ -96,10 +97,10 @@ def simulate(
         rounds: `metrics` is empty, and `deviations` states the reason.
 
     Raises:
-        FedsynthError, PrivacyError: if an argument is invalid (before the run folder is created),
-            if training diverges (DivergedError), or if a run cannot be resumed (CheckpointError).
-        KeyboardInterrupt: if the user interrupts the run. The observer is first notified of the
-            progress and the cost.
+        FedsynthError, PrivacyError: an argument is invalid (before the run folder is created),
+            training has diverged (DivergedError), or a run cannot be resumed (CheckpointError).
+        KeyboardInterrupt: the user interrupted the run. The observer is first told the progress and
+            the cost.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
@@ -175,7 +176,7 @@ PRESETS: Mapping[str, Preset] = {
     },
     "fedstats": {"run": {"rounds": 32}, "method": {"ipc": 100, "drawn_ipc": 400}},
 }
-"""The values that replace a method's default values when one owner creates a synthetic set.
+"""The default values of a method's settings if a single owner creates a synthetic set.
 
 Methods that are not listed use `TWO_ROUNDS`. FedDM's defaults of 20 rounds and 1000 iterations
 would make so many releases that a useful ε leaves too little signal. FedStats creates no images by
@@ -185,13 +186,16 @@ ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 
 def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSettings:
-    """Builds the settings of one owner's synthetic set, from sections as in `resolve`.
+    """Builds the settings with which one data owner creates a synthetic set.
 
     Values that are not given come from `PRESETS`. All images belong to one client, even if the
-    folder has several sites.
+    folder of the images has several sites.
+
+    Args:
+        values_by_section: the sections of settings, as for `resolve`.
 
     Raises:
-        DataError: if the set must be private, but the images have no declaration of public facts.
+        DataError: the set must be private, but the images have no declaration of public facts.
 
     >>> settings = owner_settings({"method": {"ipc": 20}, "privacy": {"epsilon": 8}})
     >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
@@ -220,21 +224,21 @@ def synthesize(
     observer: Observer | None = None,
     download: bool = False,
 ) -> RunResult:
-    """Creates one owner's synthetic set and exports it.
+    """Creates a synthetic set from the images of one data owner, and exports the set.
 
     Args:
         settings: the result of `owner_settings`.
         out: the folder to create, as in `export_run`. It contains only files that may be shared.
         runs: the parent folder of run folders. Do not share a run folder, because it contains
             private data.
-        unprotected: whether to export the set even without differential privacy.
-        with_model: whether to export the model of the run, too.
-        observer: receives the progress.
-        download: whether torchvision may download a named data set.
+        unprotected: True exports the set even if it has no differential privacy.
+        with_model: True exports the model of the run, too.
+        observer: an observer that receives the progress.
+        download: True lets torchvision download a named data set.
 
     Raises:
-        FedsynthError, PrivacyError: in the same cases as `simulate` and `export_run`. Errors that
-            can be detected in advance are raised before any release.
+        FedsynthError, PrivacyError: as for `simulate` and `export_run`. Errors that can be detected
+            in advance are raised before any release.
 
     >>> synthesize(owner_settings({}), "share")
     Traceback (most recent call last):
@@ -259,7 +263,11 @@ def synthesize(
 
 
 def _check_images(method: Method) -> None:
-    """Refuses a method that would create no synthetic images, before it releases anything."""
+    """Checks, before anything is released, that a method will create synthetic images.
+
+    Raises:
+        SettingError: the method creates no synthetic images, or only with another setting.
+    """
     if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
         return
     if method.images_from:

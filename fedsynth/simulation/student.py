@@ -1,4 +1,4 @@
-"""Trains a student: only on an exported synthetic set, or by distilling models from files."""
+"""Trains a student network on an exported synthetic set, or by distilling models from files."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ NO_TEACHER = "none"
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A network that was trained on a synthetic set, with the data and settings of its training.
+    """A network that was trained on a synthetic set, with the facts about its training.
 
     Attributes:
         network: the network in evaluation mode. It maps normalised images to logits.
         architecture: the architecture of the network.
         synthetic: the synthetic set.
-        labels: the labels of the training, "soft" or "hard".
+        labels: the kind of labels with which the network was trained, "soft" or "hard".
         settings: the settings of the training.
         taught: True if a teacher labelled augmented copies of the images.
         guaranteed: True if the privacy guarantee of the set also holds for the network, because
-            only the set and its exported model were used. It is False with another teacher, or if
-            the initial weights of the network were trained elsewhere. A custom class is trusted to
-            have no trained weights.
+            only the set and the model that was exported with the set were used. It is False if
+            there was another teacher, or if the initial weights of the network were trained
+            elsewhere. A custom class is trusted to have no trained weights.
     """
 
     network: nn.Module
@@ -82,11 +82,12 @@ class Student:
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes the weights, the architecture and a description of the training. `load_model`
-        reads the file.
+        """Writes the weights, the architecture and a description of the training to a file.
+
+        `load_model` reads the file.
 
         Raises:
-            OutputError: if the file cannot be written, or would be inside a synthetic set.
+            OutputError: the file cannot be written, or would be inside a synthetic set.
         """
         epsilon = delta = None
         if self.guaranteed:
@@ -107,10 +108,11 @@ class Student:
 
 
 def require_place(file: Path) -> Path:
-    """Refuses a path that is a folder, or a file that would change an exported synthetic set.
+    """Checks that a model may be written to a path, and returns the path.
 
     Raises:
-        OutputError: if the path is refused. The message names the path.
+        OutputError: the path is a folder, or it is inside an exported synthetic set, which must not
+            be changed.
     """
     if file.is_dir():
         raise OutputError(f"{file} is a folder, but the model needs a file name")
@@ -134,25 +136,25 @@ def student_of_set(
     Args:
         folder: the output of `export_run` or `synthesize`. The hashes of its files are checked.
         model: the network, as settings, or as a custom module or class as in `RunSettings.model`.
-            None: `network_for` chooses a network for the images.
+            None lets `network_for` choose a network for the images.
         student_settings: the settings of the training. Their seed also initialises the network.
-            None: `StudentSettings()`.
+            None uses `StudentSettings()`.
         labels: "soft" for the labels stored with the images, "hard" for their classes, or "auto"
             for soft labels if there are any.
         teacher: the model that labels augmented copies of the images. It is a model or a path for
             `load_model`. "auto" uses the model that was exported with the set, unless it was
             trained on these images. "none" gives each copy the label of its image.
         device: "auto", "cpu" or "cuda".
-        report: called with the number of finished steps and the total number of steps.
+        report: a function that receives the number of finished steps and the total number of steps.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: if there is no synthetic set, or if its files
-            were changed.
-        SettingError: if soft labels are requested of a set that has none, if the network cannot
-            take the images, or if the teacher was trained for other images or class names.
-        UnknownNameError: if `labels` has another value.
-        DeviceError: if the device does not exist.
-        OutputError: if the teacher cannot be read, or if the training has diverged.
+        DataFilesMissingError, DataFilesCorruptError: there is no synthetic set in the folder, or
+            the files of the set were changed.
+        SettingError: soft labels are requested, but the set has no soft labels. Or the network
+            cannot process the images, or the teacher was trained for other images or class names.
+        UnknownNameError: `labels` is not "soft", "hard" or "auto".
+        DeviceError: the device does not exist.
+        OutputError: the teacher cannot be read, or the training has diverged.
 
     >>> import tempfile
     >>> from fedsynth import StudentSettings, owner_settings, synthesize
@@ -169,7 +171,7 @@ def student_of_set(
         raise unknown_value(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
         raise SettingError(
-            None, "labels", "must be hard or auto, because the synthetic set has no soft labels"
+            None, "labels", "must be 'hard' or 'auto', because the set has no soft labels"
         )
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -207,8 +209,9 @@ def student_of_set(
 
 
 def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
-    """Returns the settings of a network for a set's images. By default, it is a ConvNet of width
-    32.
+    """Returns the settings of a network that suits the images of a synthetic set.
+
+    By default, the network is a ConvNet of width 32.
 
     Args:
         spec: the specification of the set.
@@ -224,8 +227,11 @@ def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
-    """Returns the teacher, or None if there is none, and whether the privacy guarantee of the set
-    still holds.
+    """Loads the teacher of a student.
+
+    Returns:
+        The teacher, and True if the privacy guarantee of the set also holds for a student of this
+        teacher. The teacher is None if there is no teacher.
     """
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False
@@ -258,14 +264,20 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         raise SettingError(
             None,
             "teacher",
-            f"must map images of shape {spec.image_shape} to {spec.classes} logits, got {name}",
+            f"must map images of shape {spec.image_shape} to {spec.classes} logits, but {name} does "
+            "not",
         )
     return model
 
 
 def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
-    """Refuses a teacher whose class names or normalisation constants differ from those of the set.
-    Its labels would be wrong.
+    """Refuses a teacher that was trained for images with other classes or another normalisation.
+
+    The labels of such a teacher would be wrong.
+
+    Args:
+        place: the file or folder of the teacher.
+        spec: the specification of the synthetic set.
     """
     other = images_of_model(place)
     if other is None:
@@ -289,7 +301,7 @@ def real_images(
     download: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> ImageData | None:
-    """Loads real test images, either from a folder or from a data set.
+    """Loads real test images for models that were trained on a synthetic set.
 
     Args:
         spec: the specification of the synthetic set. The test images must have its image size and
@@ -298,16 +310,17 @@ def real_images(
         skip_corrupt, skip_other: as in `load_folder`.
         dataset: the name of a data set.
         data_root: the folder of the data sets.
-        download: whether torchvision may download the data set.
-        note: receives the names of skipped files.
+        download: True lets torchvision download the data set.
+        note: a function that receives the names of skipped files.
 
     Returns:
         The images, or None if neither a folder nor a data set is named.
 
     Raises:
-        SettingError: if both a folder and a data set are named, or if the data set has other
-            images.
-        DataError: if the files are missing or damaged, or have other classes.
+        SettingError: both a folder and a data set are named, or the image shape or the classes of
+            the data set differ from those of the synthetic set.
+        DataError: files are missing or damaged, or the classes of the folder differ from those of
+            the synthetic set.
     """
     if folder is not None and dataset is not None:
         raise SettingError("data", "dataset", "must not be set together with data.test_folder")
@@ -338,8 +351,9 @@ def distil_files(
     evaluate: bool,
     output: Path,
 ) -> Iterator[str]:
-    """Reads models from files, distils them, and writes the student. Yields lines of text that
-    report the progress.
+    """Distils several models from files into one student network, and writes the student to a file.
+
+    Yields lines of text that report the progress.
 
     Args:
         files: the files of the models.
@@ -352,14 +366,14 @@ def distil_files(
         seed: the seed of the generator and of all random draws.
         device: "auto", "cpu" or "cuda".
         data_root: the folder of the data sets.
-        evaluate: whether to test the models and the student on the data set.
-        output: the file for the student.
+        evaluate: True tests the models and the student on the data set.
+        output: the file to which the student is written.
 
     Raises:
-        SettingError: if the method needs data, or if the numbers of files and architectures differ.
-        DataFilesMissingError, DataFilesCorruptError: if a file does not exist, or does not contain
-            a model of its architecture.
-        OutputError: if the student cannot be written, or if its training has diverged.
+        SettingError: the method needs data, or the numbers of files and architectures differ.
+        DataFilesMissingError, DataFilesCorruptError: a file does not exist, or it does not contain
+            a model of the given architecture.
+        OutputError: the student cannot be written, or its training has diverged.
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)

@@ -243,7 +243,7 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
     settings = config.read_text()
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
-    assert "has other settings than the privacy" in fedsynth(f"{audit} --canaries 20").stderr
+    assert "differ from those of the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
     assert file.read_bytes() == original
     result = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")
