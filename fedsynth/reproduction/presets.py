@@ -234,8 +234,8 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} has no cell with {column}={value}. Possible values: "
-                    f"{', '.join(filter(None, choices)) or 'none'}"
+                    f"preset {self.name} has no cell with {column} {value}. Use "
+                    f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching
         return cells
