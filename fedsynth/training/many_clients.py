@@ -48,7 +48,7 @@ DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GE
 
 @dataclass(frozen=True)
 class Learner:
-    """What is needed to train the model of one client: network, examples and settings.
+    """The network, the examples and the settings with which the model of one client is trained.
 
     Args:
         model: the network, which is trained in place.
