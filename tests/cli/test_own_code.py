@@ -183,9 +183,7 @@ def test_resume_adds_no_code(code: Path, fedsynth: Call, monkeypatch: pytest.Mon
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
     ],
 )
-def test_invalid_feature_maps_are_rejected(
-    text: str, message: str, code: Path, fedsynth: Call
-) -> None:
+def test_invalid_feature_maps_fail(text: str, message: str, code: Path, fedsynth: Call) -> None:
     (code / "enc.py").write_text(text + "\n")
     options = f"--method fedstats {OPTIONS['features'].format(code)} --dp-epsilon 8"
     fedsynth(f"{base(code)} {options}").assert_refused(message)

@@ -300,12 +300,10 @@ def test_scaled_cell_runs_end_to_end(name: str, tmp_path: Path, data_root: Path)
     assert len(jobs) == 1
     rows = Rows(tmp_path, 0.002)
     assert run_jobs(rows, jobs) == ["finished"]
-    comparison = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
-    assert len(comparison) == len(cells[0].numbers)
-    assert all(
-        list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in comparison
-    )
-    assert all(0 <= value <= 100 for line in comparison for value in line.values.values())
+    cases = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
+    assert len(cases) == len(cells[0].numbers)
+    assert all(list(line.values) == [0] and line.verdict == "scaled: no verdict" for line in cases)
+    assert all(0 <= value <= 100 for line in cases for value in line.values.values())
     assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
 
 
