@@ -157,7 +157,7 @@ def test_resume_needs_same_code(
     (code / name).write_text(content + "# changed\n")
     changed = fedsynth(f"train --resume {folder} {option}")
     assert changed.code == 2
-    assert re.search("file that you named is|other settings", changed.stderr)
+    assert re.search("file you named has|differs from this run's settings", changed.stderr)
     (code / name).write_text(content)
     resumed = fedsynth(f"train --resume {folder} {option}")
     assert resumed.code == 0, resumed.stderr
