@@ -31,7 +31,7 @@ LINES = (
     ("fedavg --preset feddm:table2 --config c.toml", "cannot be used together"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
     ("methods show fedpro", "did you mean fedprox"),
-    ("privacy plan", "either --epsilon"),
+    ("privacy plan", "set --epsilon, from which"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be at least 0.5"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),
