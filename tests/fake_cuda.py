@@ -219,7 +219,7 @@ class _FakeGpu(TorchDispatchMode):
         self.generators: dict[int, torch.Generator] = {}
         self.tape: list[Any] | None = None
         self._rules = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, Sequence[str] | None] = {}
+        self._device_cache: dict[Any, Sequence[str] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -249,9 +249,9 @@ class _FakeGpu(TorchDispatchMode):
     def _devices(self, func: Any, leaves: Sequence[Any], tree: Any) -> Sequence[str] | None:
         """Returns the results' devices by fake tensors; None where the shape depends on values."""
         key = (func, tree, tuple(map(_signature, leaves)))
-        if key not in self._known:
-            self._known[key] = self._devices_by_rules(func, leaves, tree)
-        devices = self._known[key]
+        if key not in self._device_cache:
+            self._device_cache[key] = self._devices_by_rules(func, leaves, tree)
+        devices = self._device_cache[key]
         if devices is None:
             self._wait("read", str(func))
         return devices

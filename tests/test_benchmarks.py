@@ -134,9 +134,9 @@ def test_rows_are_computed_once(
 def test_quick_scripts_write_their_rows(name: str, line: str, rows: int) -> None:
     file = BENCHMARKS / "results" / f"{name}_quick.jsonl"
     file.unlink(missing_ok=True)
-    script, *words = shlex.split(line)
+    script, *arguments = shlex.split(line)
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *words, "--quick"],
+        [sys.executable, str(BENCHMARKS / script), *arguments, "--quick"],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
         capture_output=True,
         text=True,

@@ -34,7 +34,7 @@ def with_examples() -> Iterator[str]:
 
 
 def _documented(node: Any, prefix: str = "") -> Iterator[str]:
-    """Yields qualified names whose docstrings have examples; "" stands for the module."""
+    """Yields qualified names whose docstrings have examples; "" names the module."""
     if ">>>" in (ast.get_docstring(node) or ""):
         yield prefix.removesuffix(".")
     for child in node.body:

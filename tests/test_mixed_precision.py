@@ -53,11 +53,11 @@ def test_student_gets_images_of_the_updated_generator() -> None:
     draws = torch_generator(0, "distillation noise", 2, 0)
     z = torch.randn(16, 100, generator=draws)
     with torch.no_grad():
-        before = make_generator(DIGITS, 0, width=8).normalised(z)
-        after = fusion._generator.normalised(z)
+        initial = make_generator(DIGITS, 0, width=8).normalised(z)
+        updated = fusion._generator.normalised(z)
     images = fusion._images
     assert images.dtype == fusion._teacher_logits.dtype == torch.float32
-    assert (images - before).abs().mean() > 10 * (images - after).abs().mean() > 0
+    assert (images - initial).abs().mean() > 10 * (images - updated).abs().mean() > 0
 
 
 @contextmanager

@@ -59,8 +59,10 @@ def test_cached_vectors_match_their_embedding(
         plain = replace(requested, roots=())
         assert not torch.equal(feature_table(images, PIXELS, records, plain)(records), requested_z)
         requested.centre.add_(0.1)
-        moved = feature_table(images, PIXELS, records, requested)(records)
-        np.testing.assert_allclose(moved, numpy_embedding(images, requested)[records], atol=1e-5)
+        updated_z = feature_table(images, PIXELS, records, requested)(records)
+        np.testing.assert_allclose(
+            updated_z, numpy_embedding(images, requested)[records], atol=1e-5
+        )
         phi = feature_table(images, PIXELS, records)(records)
         assert torch.equal(phi, PIXELS(images.images[records]))
 

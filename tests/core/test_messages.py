@@ -83,8 +83,8 @@ def test_messages_survive_serialisation(kind: type[Packed]) -> None:
 
 def test_shared_tensors_are_serialised_separately() -> None:
     shared = torch.arange(6.0).view(2, 3)
-    sent = ModelParameters({"a": shared, "a.b": shared.T, "": shared[0]}, 1.0)
-    received = ModelParameters.from_bytes(sent.to_bytes())
+    message = ModelParameters({"a": shared, "a.b": shared.T, "": shared[0]}, 1.0)
+    received = ModelParameters.from_bytes(message.to_bytes())
     assert list(received.parameters) == ["a", "a.b", ""]
     received.parameters["a"].zero_()
     assert torch.equal(received.parameters["a.b"], shared.T)
@@ -238,9 +238,9 @@ def frame_bytes(header: bytes, payload: bytes = b"", length: int | None = None) 
 @given(st.text(), st.dictionaries(st.text(), VALUES), st.binary())
 def test_frames_survive_serialisation(kind: str, facts: dict[str, Any], payload: bytes) -> None:
     """A broken version would truncate the payload, or read it as part of the header."""
-    sent = Frame(kind, facts, payload).to_bytes()
-    assert sent == frame_bytes(json.dumps({"kind": kind, "facts": facts}).encode(), payload)
-    assert Frame.from_bytes(sent) == Frame(kind, facts, payload)
+    data = Frame(kind, facts, payload).to_bytes()
+    assert data == frame_bytes(json.dumps({"kind": kind, "facts": facts}).encode(), payload)
+    assert Frame.from_bytes(data) == Frame(kind, facts, payload)
 
 
 @pytest.mark.parametrize(

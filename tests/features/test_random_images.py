@@ -48,10 +48,10 @@ def test_neighbouring_pixels_are_correlated(process: Any) -> None:
     """White noise has no correlation; photographs have 0.9 or more."""
     x = process(60, 32, 32, torch_generator(0, "test"))
     x = x - x.mean(dim=(2, 3), keepdim=True)
-    near = (x[..., 1:] * x[..., :-1]).mean() / x.square().mean()
+    adjacent = (x[..., 1:] * x[..., :-1]).mean() / x.square().mean()
     distant = (x[..., 12:] * x[..., :-12]).mean() / x.square().mean()
-    assert near > 0.6
-    assert distant < near - 0.2
+    assert adjacent > 0.6
+    assert distant < adjacent - 0.2
 
 
 def test_blocks_have_different_images() -> None:

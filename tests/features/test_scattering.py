@@ -72,8 +72,8 @@ def test_whitening_directions_are_white_and_sorted(num_channels: int | None) -> 
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]
     rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
-    drawn = scale * torch.randn(4000, 4, 3, generator=generator)
-    vectors = (rotation @ drawn).flatten(1) + 5.0
+    samples = scale * torch.randn(4000, 4, 3, generator=generator)
+    vectors = (rotation @ samples).flatten(1) + 5.0
     white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, num_channels=num_channels)
     whitened = white.applied(vectors).unflatten(1, (num_channels or 4, 3)).numpy()
     between = np.einsum("nas,nbs->ab", whitened, whitened) / whitened.shape[0] / 3

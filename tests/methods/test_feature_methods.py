@@ -401,8 +401,8 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     error."""
     settings = ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0)
     net: Any = build_model(settings, (3, 64, 64), 10, 0).eval().requires_grad_(False)
-    seen: dict[str, Tensor] = {}
-    layers: Any = {s: (lambda out, s=s: seen.setdefault(s, out) * 2) for s in net.stage_names}
+    outputs: dict[str, Tensor] = {}
+    layers: Any = {s: (lambda out, s=s: outputs.setdefault(s, out) * 2) for s in net.stage_names}
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     plain = net.embed(x)
     with augmented(net, layers):
@@ -410,8 +410,8 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     with pytest.raises(RuntimeError), augmented(net, layers):
         raise RuntimeError
     torch.testing.assert_close(net.embed(x), plain)
-    assert set(seen) == set(net.stage_names)
-    assert all(out.dim() == 4 for out in seen.values())
+    assert set(outputs) == set(net.stage_names)
+    assert all(out.dim() == 4 for out in outputs.values())
 
 
 def test_unsupported_models_and_settings_are_refused() -> None:

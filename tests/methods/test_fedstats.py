@@ -109,11 +109,11 @@ def test_sensitivity_is_at_most_the_clip(
     total = sums(method, data, [ALL_RECORDS], number, phase, field)
     assert total.shape[1] == plan.dimension
     for removed in range(8, 20):
-        rest = [n for n in ALL_RECORDS if n != removed]
-        moved = float((total - sums(method, data, [rest], number, phase, field)).norm())
-        assert moved <= plan.clip * (1 + 1e-5)
+        others = [n for n in ALL_RECORDS if n != removed]
+        change = float((total - sums(method, data, [others], number, phase, field)).norm())
+        assert change <= plan.clip * (1 + 1e-5)
         # of a black image all scattering coefficients are 0
-        assert moved > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
+        assert change > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
 
 
 @each_release
@@ -133,8 +133,8 @@ def release(
     method: FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
 ) -> tuple[Tensor, Ledger]:
     """Returns the upload of a private client and its ledger."""
-    ledger, drawn = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
-    allowances = charge_for(method, ctx, [0], [guard(ledger)], [drawn], phase)
+    ledger, generator = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
+    allowances = charge_for(method, ctx, [0], [guard(ledger)], [generator], phase)
     clients = PrivateClientView([0], digits(LABELS), [part], allowances, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
@@ -274,13 +274,13 @@ def test_class_means_equal_numpy(second: str) -> None:
 
 
 def test_images_depend_only_on_the_last_server_state() -> None:
-    """The same sums give the same images without clients or their data."""
+    """Equal sums give equal images without clients or their data."""
     method = replace(QUICK, second_moments="no")
     first, second = (final_state(method) for _ in range(2))
     assert torch.equal(first.images, second.images)  # type: ignore[arg-type]
     torch.testing.assert_close(first.soft_labels.sum(dim=1), torch.ones(20))  # type: ignore[union-attr]
-    early = method.server_step(initial_state(), random_sums(), image_context(rounds=2))
-    assert method.synthetic(early, image_context()) is None
+    early_state = method.server_step(initial_state(), random_sums(), image_context(rounds=2))
+    assert method.synthetic(early_state, image_context()) is None
 
 
 def random_sums() -> dict[int, StatisticSums]:

@@ -62,9 +62,9 @@ def context(
 )
 @settings(max_examples=100, deadline=None)
 def test_hostile_vectors_respect_the_sensitivity(u: list[float], label: int) -> None:
-    moved = pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
-    assert float(moved.norm()) <= 1 + 1e-9
-    assert bool(torch.isfinite(moved).all())
+    sums = pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
+    assert float(sums.norm()) <= 1 + 1e-9
+    assert bool(torch.isfinite(sums).all())
 
 
 def test_colour_images_start_from_random_processes() -> None:
@@ -172,8 +172,8 @@ def test_step_rate_is_limited_by_noise_or_maximum(
     distance = rate * total_weight(steps, momentum)
     assert rate <= 200.0
     assert distance <= logit_noise / noise * (1 + 1e-9)
-    short = distance < logit_noise / noise * (1 - 1e-9)
-    assert not short or rate == 200.0
+    below_noise = distance < logit_noise / noise * (1 - 1e-9)
+    assert not below_noise or rate == 200.0
 
 
 def test_step_rate_without_noise_is_the_maximum() -> None:
@@ -229,7 +229,7 @@ def test_noise_of_the_centre_is_subtracted() -> None:
     z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
     pool = pool_of(z, 0.0)
     exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
-    misses = []
+    errors = []
     for deviation in (0.1, 0.0):
         draws = np.random.default_rng(2)
         actual = [
@@ -237,8 +237,8 @@ def test_noise_of_the_centre_is_subtracted() -> None:
             for _ in range(200)
         ]
         mean = torch.stack([roots["channels_root_0"] for roots in actual]).mean(0)
-        misses.append(float((mean - exact).norm()))
-    assert misses[0] < 0.75 * misses[1]
+        errors.append(float((mean - exact).norm()))
+    assert errors[0] < 0.75 * errors[1]
 
 
 def test_noisy_covariances_give_roots_near_identity() -> None:
@@ -280,8 +280,8 @@ def test_only_private_runs_whiten() -> None:
         parts = PartitionSettings("iid", clients=2)
         result = simulate(RunSettings(WHITE, rounds=2, partition=parts, privacy=privacy))
         state = result.model.state_dict()
-        same = [torch.equal(state[name], torch.eye(len(state[name]))) for name in names]
-        assert same == [privacy is None] * 2
+        is_identity = [torch.equal(state[name], torch.eye(len(state[name]))) for name in names]
+        assert is_identity == [privacy is None] * 2
     assert result.accuracy > 0.7
 
 

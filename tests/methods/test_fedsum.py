@@ -215,12 +215,12 @@ def test_sensitivity_of_sums_and_counts(method: Any, extra: int, label: int, rec
     sums_Dx = released_sums(method, images, [*range(records), 12], clip)
     assert sorted(counts for _, counts in sums_Dx) == [False] * method.networks + [True]
     for (sum_D, counts), (sum_Dx, _) in zip(sums_D, sums_Dx, strict=True):
-        moved = sum_Dx - sum_D
+        change = sum_Dx - sum_D
         if counts:
-            assert moved.flatten().tolist() == [float(c == label) for c in range(10)]
+            assert change.flatten().tolist() == [float(c == label) for c in range(10)]
         else:
-            assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
-            assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6
+            assert 0.9 * clip < change.norm() <= clip * (1 + 1e-4)
+            assert change[[c for c in range(10) if c != label]].abs().max() < 1e-6
 
 
 def test_classes_below_the_noise_floor_are_excluded() -> None:

@@ -98,8 +98,8 @@ def test_views_mirror_about_half_of_the_images(device: torch.device) -> None:
     x = _images(device)
     views = Views(flips=True)(x, COLOUR, torch_generator(0, "views", device=device))
     mirrored = (views == x.flip(3)).flatten(1).all(dim=1)
-    same = (views == x).flatten(1).all(dim=1)
-    assert bool((mirrored != same).all())
+    unchanged = (views == x).flatten(1).all(dim=1)
+    assert bool((mirrored != unchanged).all())
     assert 8 < int(mirrored.sum()) < 32  # of 40 images; fails with probability 1e-4
 
 

@@ -146,14 +146,14 @@ class StudentPasses:
     """Records the images of the student's steps, and the logits that it learns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.recorded: list[tuple[Tensor, Tensor]] = []
         original = OneShotDistillation._images_and_targets
 
-        def look(training: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            self.seen.append(original(training, batch))
-            return self.seen[-1]
+        def record(training: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            self.recorded.append(original(training, batch))
+            return self.recorded[-1]
 
-        monkeypatch.setattr(OneShotDistillation, "_images_and_targets", look)
+        monkeypatch.setattr(OneShotDistillation, "_images_and_targets", record)
 
 
 def test_ensemble_labels_new_views_in_each_pass(
@@ -163,13 +163,15 @@ def test_ensemble_labels_new_views_in_each_pass(
     passes = StudentPasses(monkeypatch)
     frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
     _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
-    either = torch.stack([first.images, first.images.flip(3)])
-    first_views = [x for x, _ in passes.seen if (x == either).all(dim=(2, 3, 4)).any(dim=0).all()]
-    assert len(passes.seen) == 1 + 2 + 3
+    variants = torch.stack([first.images, first.images.flip(3)])
+    first_views = [
+        x for x, _ in passes.recorded if (x == variants).all(dim=(2, 3, 4)).any(dim=0).all()
+    ]
+    assert len(passes.recorded) == 1 + 2 + 3
     assert len(first_views) == 3  # of the first epoch's images
     assert not torch.equal(first_views[0], first_views[1])
     *clients, _ = models(device)
-    for images, answer in passes.seen:
+    for images, answer in passes.recorded:
         torch.testing.assert_close(answer, torch.stack([m(images) for m in clients]).mean(dim=0))
 
 
@@ -181,6 +183,6 @@ def test_student_learns_custom_targets_on_the_same_images(
     distil(device, 2, 2, server_lr=0.0)
     distil(device, 2, 2, server_lr=0.0, targets=lambda logits, labels: logits[0])
     first = models(device)[0]
-    for (x, _), (same, answer) in zip(passes.seen[:4], passes.seen[4:], strict=True):
+    for (x, _), (same, answer) in zip(passes.recorded[:4], passes.recorded[4:], strict=True):
         assert torch.equal(x, same)
         torch.testing.assert_close(answer, first(x))

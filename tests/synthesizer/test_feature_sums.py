@@ -127,8 +127,8 @@ def test_charges_are_m_sums_and_one_count() -> None:
 def test_round_without_large_counts_writes_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ledger is charged, so a report is due. The model stays, and the message names released
-    counts, not true ones."""
+    """The ledger is charged, so a report is due. The model stays, and the warning blames the
+    noise, not true counts."""
     images = digits(np.zeros(200, dtype=np.int64))
     sections = {
         "run": {"rounds": 1},

@@ -135,9 +135,9 @@ def test_joint_training_needs_equal_settings() -> None:
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
     client = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
     fields = (client.model, client.examples, client.settings, client.generator)
-    odd = Learner(*fields, lambda net: torch.zeros(()))
+    unsupported = Learner(*fields, lambda net: torch.zeros(()))
     with pytest.raises(ValueError, match="must be None or a Pull"):
-        train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
+        train_together([unsupported], IMAGES.__getitem__, LABELS.__getitem__)
 
 
 def test_only_dense_networks_train_jointly() -> None:
