@@ -315,7 +315,7 @@ class PrivateClientView(_ClientView):
         this client.
 
         Raises:
-            UnplannedReleaseError: a series belongs to another client.
+            UnplannedReleaseError: a mechanism was charged to a different client.
         """
         for mechanism, client in zip(series, self.ids, strict=True):
             if mechanism.owner not in (None, client):

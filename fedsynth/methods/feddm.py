@@ -61,8 +61,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall):
-    """FedDM: clients condense their data into synthetic images whose features match those of the
-    data.
+    """FedDM: clients condense their data into synthetic images with similar mean features.
 
     The features are those of random networks around the global model.
 

@@ -82,8 +82,7 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings of a server whose training must stay near the weights w_r with which the round
-    began.
+    """Settings of a server that trains only near the weights w_r with which the round began.
 
     The trained weights stay in the ball ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 

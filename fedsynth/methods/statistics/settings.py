@@ -230,7 +230,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return shares
 
     def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:
-        """Returns the share of the budget μ² of each release, by the name of its plan.
+        """Returns each release's share of the budget μ², by the name of the release plan.
 
         A release that is not made has the share 0. Without second moments, the moments have the
         same share as a step. The steps divide the rest of the budget equally.
@@ -244,7 +244,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
 
     def widths(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, int]:
-        """Returns the number of coordinates of each release, by the name of its plan.
+        """Returns each release's number of coordinates, by the name of the release plan.
 
         The number is 0 for optional statistics that are not released.
         """

@@ -48,8 +48,7 @@ def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the norm of the mean contribution of examples whose channels and spatial cells are
-    white.
+    """Returns the norm of the mean contribution if channels and spatial cells are white.
 
     The norm shows whether a flat spectrum is above the noise. All blocks of the feature map are
     assumed to have equal norms.

@@ -118,7 +118,7 @@ class GradientMatcher(MatchingObjective):
     This is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public divisor.
     The gradient of the squared-norm loss with x as the only real image is g̃(x) = 2·J_cᵀ
     (mean_{S_c} u − u(x)). The mean of g̃ over a batch is the gradient of the batch. One forward
-    pass of S_c serves all examples of the class, and many vectors are pulled back at a time.
+    pass of S_c serves all examples of the class, and one backward pass handles many of them.
 
     Args:
         clients, series, divisor: see `ResidualMatcher`.
@@ -153,8 +153,8 @@ def per_example_gradients(
     It is g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
 
     It is the gradient with respect to the synthetic images of the example's own (client, class)
-    pair. The images of each pair have one forward pass. The vectors of the pair's examples are then
-    pulled back a fixed number at a time, and the last group is padded with zeros. The number of a
+    pair. The images of each pair have one forward pass. The backward passes
+    then handle a fixed number of the pair's examples at a time, and zeros fill the last group. The number of a
     pair's examples must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the
     backward pass changes the rows but not their bound, because rows are clipped when they are
     summed.
