@@ -32,7 +32,7 @@ SECONDS = 7200  # the same by the clock: a fault may wait endlessly
 TESTS = {  # below tests/; each group of files is run where those before find nothing
     "accounting": (
         "privacy/test_acc*",
-        "privacy/test_all* privacy/test_thr*",
+        "privacy/test_rel* privacy/test_priv*",
         "privacy federation/test_priv*",
     ),
     "mechanisms": (
@@ -59,7 +59,7 @@ TESTS = {  # below tests/; each group of files is run where those before find no
     "methods": (
         "methods/test_[bclr]* methods/test_fe[ad]* models core methods",
         "simulation/test_unch*",
-        "privacy/test_thr* federation/test_[lp]* simulation/test_s* deployment/test_s*",
+        "privacy/test_priv* federation/test_[lp]* simulation/test_s* deployment/test_s*",
     ),
 }
 

@@ -55,7 +55,7 @@ def context(**values: Any) -> RoundContext:
 
 
 def client_of(
-    number: int, method: Any, data_: Any = None, server_sigma: Any = None, **privacy: Any
+    number: int, method: Any, client_data: Any = None, server_sigma: Any = None, **privacy: Any
 ) -> ClientRuntime:
     """Returns a client that has received the terms of a run."""
     settings = RunSettings(
@@ -66,7 +66,7 @@ def client_of(
         privacy=PrivacySettings(**privacy) if privacy else None,
     )
     ledger = Ledger(f"client-{number}") if privacy else None
-    client = ClientRuntime(number, settings, context(sizes=None), data_, ledger)
+    client = ClientRuntime(number, settings, context(sizes=None), client_data, ledger)
     sigma = privacy.get("noise_multiplier") if server_sigma is None else server_sigma
     client.start(RunTerms(noise_multiplier=sigma) if privacy else RunTerms())
     return client

@@ -364,7 +364,7 @@ def test_guesses_use_both_extremes_of_scores() -> None:
     assert [guesses_for(m) for m in (2, 10, 1000, 1001, 5000)] == [2, 4, 400, 400, 2000]
 
 
-def test_epsilon_of_thousands_is_finite_and_increases_with_the_steps() -> None:
+def test_large_epsilon_is_finite_and_increasing() -> None:
     """dp-accounting's own ε is infinite at 7,000 of these steps, as a mass underflows."""
     sizes = [5000, 7000, 9000]
     values = [epsilon(Totals.of([(1.0, 0.4267, steps)]), 1e-5) for steps in sizes]

@@ -1,4 +1,4 @@
-"""Tests of user code that mixes examples of a batch: it is rejected before a private_run run opens a
+"""Tests of user code that mixes examples of a batch: it is rejected before a private run opens a
 ledger, or named in the report."""
 
 from __future__ import annotations

@@ -111,11 +111,11 @@ def test_empty_samples_receive_noise_and_nominal_divisor() -> None:
 
 def test_nan_example_does_not_affect_others() -> None:
     x = torch.ones(3, 1, 2, 2)
-    good, bad = linear(), linear()
-    run(good, x[:2], torch.tensor([0, 1]))
+    expected, actual = linear(), linear()
+    run(expected, x[:2], torch.tensor([0, 1]))
     x[2] = float("nan")
-    run(bad, x, torch.tensor([0, 1, 2]))
-    torch.testing.assert_close(bad[1].weight, good[1].weight)
+    run(actual, x, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(actual[1].weight, expected[1].weight)
 
 
 def test_group_norm_twin_is_trainable_and_keeps_weights() -> None:

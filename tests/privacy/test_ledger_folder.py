@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_records_keep_ledger_in_any_order(folder: Path) -> None:
-    """Regression: the same records client_digests another number were charged to an empty ledger."""
+    """Regression: the same records under another number were charged to an empty ledger."""
     assert charged(folder, "abc", "de") == ["client-000", "client-001"]
     assert charged(folder, "bca", "ed") == ["client-000", "client-001"]
     for parts in (("ed", "bca"), ("xy", "cab", "de"), ("abcde",), ("ab", "cde"), ("ad", "bce")):

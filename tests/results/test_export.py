@@ -106,11 +106,11 @@ def test_exported_report_lists_files(share: Path, site_folder: Path, tmp_path: P
     with_model = export_run(run, tmp_path / "share", with_model=True)
     check_no_internal_information(share, site_folder)
     check_no_internal_information(with_model, site_folder)
-    for folder, more in ((share, []), (with_model, ["model.safetensors"])):
+    for folder, extra in ((share, []), (with_model, ["model.safetensors"])):
         lines = (folder / "SHA256SUMS").read_text().splitlines()
         sums = {line[66:]: line[:64] for line in lines}
         listed = json.loads((folder / "privacy_report.json").read_text())["files"]
-        assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *more])
+        assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *extra])
         assert all(sums[name] == digest for name, digest in listed.items())
         text = (folder / "privacy_report.md").read_text()
         assert "These files were exported together with this report" in text

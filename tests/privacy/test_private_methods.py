@@ -93,9 +93,11 @@ def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> Non
         ("fedfm", 4 + 2, 100 / 359.5, {}),  # and the anchors' sums and counts
     ):
         released.clear()
-        settings_, data = private_run(method, **privacy)
-        assert min(map(len, partition(data.labels.numpy(), settings_.resolved_partition, 10))) == 0
-        report: Any = simulate(settings_, data=(data, data)).privacy
+        run_settings, data = private_run(method, **privacy)
+        assert (
+            min(map(len, partition(data.labels.numpy(), run_settings.resolved_partition, 10))) == 0
+        )
+        report: Any = simulate(run_settings, data=(data, data)).privacy
         assert len(released) == 4 * 2 * steps
         assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
 
@@ -111,8 +113,8 @@ def test_clients_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         return noise
 
     monkeypatch.setattr(SecretGenerator, "normal", spy)
-    settings_, data = private_run()
-    simulate(settings_, data=(data, data))
+    run_settings, data = private_run()
+    simulate(run_settings, data=(data, data))
     assert len({key for key, _ in draws}) == 4
     noises = torch.stack([noise for _, noise in draws])
     correlations = torch.corrcoef(noises) - torch.eye(len(draws))
@@ -121,8 +123,8 @@ def test_clients_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     """A broken version would log clean losses, counts or timings."""
-    settings_, data = private_run()
-    result = simulate(settings_, data=(data, data), output=tmp_path)
+    run_settings, data = private_run()
+    result = simulate(run_settings, data=(data, data), output=tmp_path)
     assert result.folder is not None
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert {key for row in rows for key in row} == {
