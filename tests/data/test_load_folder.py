@@ -391,5 +391,7 @@ def test_hostile_image_files_are_rejected(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
     (tmp_path / "north" / "ill" / "bomb.png").write_bytes(png(9_000, 9_000))
     os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")
-    with pytest.raises(FedsynthError, match=r"9000×9000, but may .*/pipe.png \(the path is not a reg"):
+    with pytest.raises(
+        FedsynthError, match=r"9000×9000, but may .*/pipe.png \(the path is not a reg"
+    ):
         load_folder(tmp_path, image_size=16)
