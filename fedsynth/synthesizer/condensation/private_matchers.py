@@ -153,9 +153,9 @@ def per_example_gradients(
     It is g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
 
     It is the gradient with respect to the synthetic images of the example's own (client, class)
-    pair. The images of each pair have one forward pass. The backward passes
-    then handle a fixed number of the pair's examples at a time, and zeros fill the last group. The number of a
-    pair's examples must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the
+    pair. The images of each pair have one forward pass. The backward passes then handle a fixed
+    number of the pair's examples at a time, and zeros fill the last group. The number of a pair's
+    examples must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the
     backward pass changes the rows but not their bound, because rows are clipped when they are
     summed.
 
