@@ -109,8 +109,8 @@ def test_sensitivity_is_at_most_the_clip(
     total = sums(method, data, [ALL_RECORDS], number, phase, field)
     assert total.shape[1] == plan.dimension
     for removed in range(8, 20):
-        others = [n for n in ALL_RECORDS if n != removed]
-        change = float((total - sums(method, data, [others], number, phase, field)).norm())
+        remaining = [n for n in ALL_RECORDS if n != removed]
+        change = float((total - sums(method, data, [remaining], number, phase, field)).norm())
         assert change <= plan.clip * (1 + 1e-5)
         # of a black image all scattering coefficients are 0
         assert change > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
