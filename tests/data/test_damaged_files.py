@@ -97,7 +97,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (IMAGES[:4] + b"\xff" * 12, "at most 54,880,000 bytes"),
     ],
     ("mnist", "MNIST/raw/train-labels-idx1-ubyte"): [
-        (counted(1), r"labels .* in \[0, 10\), got 2 .* such as 10"),
+        (counted(1), r"labels .* in \[0, 10\), but 2 .* such as 10"),
     ],
     ("emnist-letters", "EMNIST/raw/emnist-letters-train-labels-idx1-ubyte"): [
         (counted(0), "such as -1"),

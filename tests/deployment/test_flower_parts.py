@@ -230,8 +230,8 @@ WORKS = ("", "", True)
     [
         ([IN_USE, IN_USE, ABSENT, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, ABSENT, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
-        ([ABSENT], ["no server listens", "no connection"], 60),
-        ([LOST, *[IN_USE] * 99], ["no longer answers", "with this key", "no connection"], 160),
+        ([ABSENT], ["no server listens", "cannot connect"], 60),
+        ([LOST, *[IN_USE] * 99], ["no longer answers", "with this key", "cannot connect"], 160),
     ],
 )
 def test_client_reconnects_and_prints_reasons_until_its_timeout(
