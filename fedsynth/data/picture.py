@@ -21,11 +21,9 @@ MAX_ROWS, MAX_COLUMNS = 40, 26
 TOP_CLASSES = 6
 """The number of classes that a row lists if there are too many classes for one column each."""
 GREY, WHITE, DARK_BLUE = 200, (255, 255, 255), (8, 48, 107)
-FONT_SIZE, CELL_HEIGHT, MARGIN = 16, 26, 12
+FONT_SIZE, TITLE_HEIGHT, CELL_SIDE, MARGIN = 16, 40, 26, 12
 MAX_NAME = 12
 """The maximum number of characters of a name in a picture."""
-MAX_WIDTH, MAX_HEIGHT = 1500, 2000
-"""The width and height in pixels up to which a heat map shows the number in each cell."""
 MIN_IMAGE_SIDE = 48
 _FONT = ImageFont.load_default(FONT_SIZE)
 
@@ -71,7 +69,7 @@ def _spread(values: Numbers) -> str:
     return f"{values.min()} – {np.median(values):g} – {values.max()}"
 
 
-def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -> None:
+def partition_png(counts: Counts, path: Path) -> None:
     """Draws a heat map of a matrix of counts [K, C], with clients as rows and classes as columns.
 
     Darker cells have larger counts, and white cells have none.
@@ -79,8 +77,6 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     Args:
         counts: the number of examples of each class at each client.
         path: the PNG file.
-        class_names: the labels of the columns. Without names, or if there is no room for them, the
-            columns are labelled with the numbers of the classes.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -91,37 +87,13 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     title = f"{K} clients (rows), {C} classes (columns); darkest: {largest} examples"
     # the square root keeps small counts visible next to large ones
     shares = np.sqrt(matrix / max(largest, 1))
-    texts = np.where(matrix > 0, matrix.astype(str), "")
-    rows = list(map("client {}".format, range(K)))
-    columns = list(map(_shortened, class_names or _numbers(C)))
-    height = CELL_HEIGHT
-    width = 10 + math.ceil(max(_widest(columns), _widest(np.unique(texts))))
-    with_texts = C * width <= MAX_WIDTH and K * height <= MAX_HEIGHT
-    if not with_texts:
-        columns = _numbers(C)
-        width = height = max(4, min(16, 1000 // max(K, C)))
-    label_width = math.ceil(_widest(rows)) + 2 * MARGIN
-    top = 64
-    size = (
-        max(label_width + C * width, math.ceil(_FONT.getlength(title))) + 2 * MARGIN,
-        top + K * height + MARGIN,
-    )
-    picture = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(picture)
-    draw.text((MARGIN, 8), title, "black", _FONT)
-    colours = np.rint(WHITE + shares[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(int)
-    for r, c in np.ndindex(K, C):
-        x, y = label_width + c * width, top + r * height
-        corners = (x, y, x + width - 1, y + height - 1)
-        draw.rectangle(corners, tuple(colours[r, c]), "lightgrey", int(with_texts))
-        if with_texts:
-            ink = ("black", "white")[int(shares[r, c] > 0.55)]
-            draw.text((x + width / 2, y + height / 2), str(texts[r, c]), ink, _FONT, anchor="mm")
-    for r in range(0, K, math.ceil(18 / height)):
-        draw.text((label_width - 8, top + (r + 0.5) * height), rows[r], "black", _FONT, anchor="rm")
-    for c in range(0, C, math.ceil(_widest(columns) / width)):
-        x = label_width + (c + 0.5) * width
-        draw.text((x, top - 8), columns[c], "black", _FONT, anchor="ms")
+    colours = np.rint(WHITE + shares[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(np.uint8)
+    side = max(4, min(CELL_SIDE, 1000 // max(K, C)))
+    cells = Image.fromarray(colours).resize((C * side, K * side), Image.Resampling.NEAREST)
+    width = max(cells.width, math.ceil(_FONT.getlength(title))) + 2 * MARGIN
+    picture = Image.new("RGB", (width, TITLE_HEIGHT + cells.height + MARGIN), "white")
+    ImageDraw.Draw(picture).text((MARGIN, 8), title, "black", _FONT)
+    picture.paste(cells, (MARGIN, TITLE_HEIGHT))
     _save(picture, path)
 
 
@@ -170,7 +142,7 @@ def image_grid_png(
     picture = Image.fromarray(grid.permute(1, 2, 0).numpy())
     if row_names:
         names = list(map(_shortened, row_names))
-        label_width = math.ceil(_widest(names)) + 2 * MARGIN
+        label_width = math.ceil(max(map(_FONT.getlength, names))) + 2 * MARGIN
         labelled = Image.new("RGB", (label_width + picture.width, picture.height), "white")
         labelled.paste(picture, (label_width, 0))
         draw = ImageDraw.Draw(labelled)
@@ -179,15 +151,6 @@ def image_grid_png(
             draw.text((label_width - MARGIN, middle), name, "black", _FONT, anchor="rm")
         picture = labelled
     _save(picture, path)
-
-
-def _widest(texts: Sequence[str] | Numbers) -> float:
-    """Returns the width in pixels of the widest text."""
-    return max(map(_FONT.getlength, texts))
-
-
-def _numbers(count: int) -> list[str]:
-    return list(map(str, range(count)))
 
 
 def _shortened(name: str) -> str:

@@ -237,9 +237,7 @@ class RunFolder:
             with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    def write_partition(
-        self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
-    ) -> None:
+    def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
         """Writes the class distribution of each client, unless it was written before.
 
         The distribution consists of true counts, so it is written into `simulation_only`.
@@ -251,7 +249,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partial.png", class_names)
+            partition_png(counts_KC, folder / "partial.png")
             (folder / "partial.png").rename(self.path / PARTITION)
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:

@@ -126,7 +126,7 @@ class Simulation:
         if self.folder is not None:
             self.record.begin(self.exchange.histories())
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
-            self.folder.write_partition(counts, train.spec.class_names)
+            self.folder.write_partition(counts)
         self._announce(new=resumed is None)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
