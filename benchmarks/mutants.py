@@ -53,12 +53,12 @@ TESTS = {  # below tests/; each group of files is run where those before find no
     "engine": (
         "training federation/test_ser* config/test_set*",
         "simulation/test_sim* federation/test_cl* config/test_pa*",
-        "simulation/test_unch*",
-        "simulation/test_re* results/test_loop* deployment/test_re*",
+        "simulation/test_rec*",
+        "simulation/test_res* results/test_loop* deployment/test_re*",
     ),
     "methods": (
         "methods/test_[bclr]* methods/test_fe[ad]* models core methods",
-        "simulation/test_unch*",
+        "simulation/test_rec*",
         "privacy/test_priv* federation/test_[lp]* simulation/test_s* deployment/test_s*",
     ),
 }

@@ -19,7 +19,7 @@ from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.privacy import randomness, read_ledger
 from tests.quick_settings import quick_sections
-from tests.simulation.test_unchanged import RepeatableNoise
+from tests.simulation.test_recorded_numbers import RepeatableNoise
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}

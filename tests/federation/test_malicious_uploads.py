@@ -29,7 +29,7 @@ from fedsynth.methods import METHODS
 from fedsynth.methods.fedfm import FeatureSums
 from fedsynth.privacy.plans import FIRST, MAIN
 from tests.families import by_family
-from tests.simulation.test_unchanged import CASES, OWN_MODELS, case, settings_of
+from tests.simulation.test_recorded_numbers import CASES, OWN_MODELS, case, settings_of
 
 QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")
 ATTACKER = 1

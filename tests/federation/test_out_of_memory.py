@@ -20,7 +20,7 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.results.verification import unfinished_report, verify_run
 from tests.observers import NoteRecorder
 from tests.quick_settings import quick_sections, verified
-from tests.simulation.test_unchanged import HERE, differences, ledger_rows, numbers
+from tests.simulation.test_recorded_numbers import SAME_MACHINE, differences, ledger_rows, numbers
 
 CLIENTS = 5
 Fails = Callable[[ClientGroup], bool]
@@ -65,7 +65,7 @@ def exhaust(monkeypatch: pytest.MonkeyPatch, name: str, fails: Fails) -> list[in
 def equal_results(expected: RunResult, actual: RunResult) -> bool:
     """Returns whether models and uploads agree up to rounding."""
     first, second = ({**numbers(result), "rows": []} for result in (expected, actual))
-    return not list(differences("", first, second, *HERE))
+    return not list(differences("", first, second, *SAME_MACHINE))
 
 
 @pytest.mark.parametrize("sections", [{}, PRIVATE])

@@ -1,4 +1,4 @@
-"""A user's own data: nothing is called public unasked, and every run on them is counted."""
+"""Tests of runs on a user's own data: no data are public by default, and all runs are charged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedsynth.results.verification import verify_run
 from fedsynth.validation import to_toml
 from tests.observers import NoteRecorder
 
-OWN = replace(
+SPEC = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
 )
 DECLARED_PUBLIC = re.compile(r"declare\w*[^.;|\n]{0,60}public")
@@ -41,7 +41,7 @@ PARTS = [np.arange(120), np.arange(120, 200)]
 
 def scans(n: int = 200, seed: int = 0, name: str = "scans") -> ImageData:
     images = np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, np.arange(n) % 10, replace(OWN, name=name))
+    return from_arrays(images, np.arange(n) % 10, replace(SPEC, name=name))
 
 
 def tiny(method: str = "feddm", **sections: Any) -> RunSettings:
@@ -51,8 +51,8 @@ def tiny(method: str = "feddm", **sections: Any) -> RunSettings:
         "fedavg": {"local_epochs": 1},
     }
     run = {"method": method, "rounds": 1, "device": "cpu", **sections.pop("run", {})}
-    given = {"model": {"width": 4, "depth": 2}, "method": fast[method], "run": run, **sections}
-    return resolve(given)
+    defaults = {"model": {"width": 4, "depth": 2}, "method": fast[method], "run": run, **sections}
+    return resolve(defaults)
 
 
 def private(**privacy: Any) -> dict[str, Any]:
@@ -60,59 +60,59 @@ def private(**privacy: Any) -> dict[str, Any]:
 
 
 def run(settings: RunSettings, **more: Any) -> RunResult:
-    """A run on the scans of two clients."""
+    """Runs the settings on the scans of two clients."""
     return simulate(settings, **{"data": (scans(), None), "parts": PARTS, **more})
 
 
-def written(result: RunResult) -> Path:
+def folder_of(result: RunResult) -> Path:
     assert result.folder is not None
     return result.folder
 
 
-def said_of_the_data(folder: Path) -> str:
-    """A report's verdict, scope and public items."""
+def data_statements(folder: Path) -> str:
+    """Returns a report's verdict, scope and public items."""
     report = json.loads((folder / "privacy_report.json").read_text())
     return json.dumps([report[key] for key in ("verdict", "scope", "public_items")])
 
 
-# ------------------------------------------------------------ ledgers are demanded
-def test_own_data_need_a_ledger_or_a_declaration(tmp_path: Path) -> None:
-    """Catches: 'the data are declared public' of data that their owner did not declare public."""
+# ------------------------------------------------------------ required ledgers
+def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
+    """Regression: a report states 'declared public' without the owner's declaration."""
     runs = tmp_path / "runs"
     with pytest.raises(
         PrivacySettingError, match=r"privacy.ledger must be the folder .*'scans'.* or 'none"
     ):
         run(tiny(privacy=private()), output=runs)
     assert not runs.exists()
-    public = written(run(tiny(privacy=private(ledger=NO_LEDGER)), output=runs))
-    text = said_of_the_data(public)
+    public = folder_of(run(tiny(privacy=private(ledger=NO_LEDGER)), output=runs))
+    text = data_statements(public)
     assert "scans: the operator's own, declared public by the operator" in text
     assert DECLARED_PUBLIC.search(text)
-    kept = written(run(tiny(privacy=private(ledger=tmp_path / "ledgers")), output=runs))
-    assert not DECLARED_PUBLIC.search(said_of_the_data(kept))
-    assert not (kept / "ledger").exists()
-    for words in ("none", "None: this data set is public!", "", "none:"):
+    private_folder = folder_of(run(tiny(privacy=private(ledger=tmp_path / "ledgers")), output=runs))
+    assert not DECLARED_PUBLIC.search(data_statements(private_folder))
+    assert not (private_folder / "ledger").exists()
+    for ledger in ("none", "None: this data set is public!", "", "none:"):
         with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
-            PrivacySettings(noise_multiplier=1.0, ledger=words)
+            PrivacySettings(noise_multiplier=1.0, ledger=ledger)
 
 
-def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -> None:
-    folder = written(simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
+def test_reports_without_ledgers_name_the_published_data_set(tmp_path: Path) -> None:
+    folder = folder_of(simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
     assert not report["ledger_kept"]
     text = " ".join((folder / "privacy_report.md").read_text().split())
     assert "Earlier and later runs on the same data are not counted" in text
-    assert not DECLARED_PUBLIC.search(said_of_the_data(folder))
+    assert not DECLARED_PUBLIC.search(data_statements(folder))
 
 
-# ---------------------------------------------------------- a ledger knows its data
-def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: Path) -> None:
+# ---------------------------------------------------------- records of a ledger
+def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
     settings, names = tiny(privacy=private(ledger=tmp_path / "ledgers")), ["north", "St.Mary"]
     first: Any = run(settings, names=names).privacy
     assert set(first["guarantee"]["epsilon_by_client"]) == set(names)
-    moved = replace(settings, seed=1)  # another seed makes them no other records
-    second: Any = run(moved, parts=PARTS[::-1], names=names[::-1]).privacy
+    reseeded = replace(settings, seed=1)  # the records do not depend on the seed
+    second: Any = run(reseeded, parts=PARTS[::-1], names=names[::-1]).privacy
     assert second["guarantee"]["epsilon"] > 1.3 * first["guarantee"]["epsilon"]
     changed = scans()
     changed.images[5, 0, 3, 3] ^= 1
@@ -130,10 +130,10 @@ def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: P
         run(settings, names=["north"])
 
 
-def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> None:
-    """A run leaves nothing of a kept ledger but its rows; its own ledger has no fingerprint."""
+def test_run_folders_contain_no_ledger_keys_or_fingerprints(tmp_path: Path) -> None:
+    """A run folder has only the rows of an external ledger, and no fingerprints."""
     ledgers = tmp_path / "ledgers"
-    folder = written(run(tiny(privacy=private(ledger=ledgers)), output=tmp_path / "runs"))
+    folder = folder_of(run(tiny(privacy=private(ledger=ledgers)), output=tmp_path / "runs"))
     assert verify_run(folder, ledger=ledgers).problems == []
     secrets = [path.read_bytes() for path in (ledgers / "private").iterdir()]
     names = [path.name for path in (ledgers / "private").iterdir() if path.suffix != ".key"]
@@ -143,9 +143,9 @@ def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> Non
         assert not any(name.encode() in content for name in names)
 
 
-# -------------------------------------------------- runs without privacy count too
-def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(tmp_path: Path) -> None:
-    """Catches: raw images are published, and the next report on the same data says ε = 2."""
+# -------------------------------------------------- runs without privacy
+def test_runs_without_privacy_void_later_guarantees(tmp_path: Path) -> None:
+    """Regression: the next report states ε = 2 after a run that published raw images."""
     ledgers, notes = tmp_path / "ledgers", NoteRecorder()
     result = run(tiny("real", run={"rounds": 2}, privacy={"ledger": str(ledgers)}), observer=notes)
     assert result.privacy is None
@@ -160,47 +160,49 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(tmp_path:
         with pytest.raises(UnaccountedReleaseError, match=r"epsilon=8 cannot .*a round of real"):
             run(tiny(privacy=capped))
     later = run(tiny(privacy=private(ledger=ledgers)), output=tmp_path / "runs")
-    assert verify_run(written(later), ledger=ledgers).problems == []
-    text = (written(later) / "privacy_report.md").read_text()
+    assert verify_run(folder_of(later), ledger=ledgers).problems == []
+    text = (folder_of(later) / "privacy_report.md").read_text()
     assert "no differential privacy guarantee" in text
     assert "a run on the same data without differential privacy" in text
     assert not any("epsilon" in row for row in later.metrics)
     assert later.summary["differential_privacy"]["epsilon"] is None
 
 
-def test_the_row_is_there_before_anything_leaves_a_client(
+def test_ledger_rows_are_written_before_client_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     step = Real.client_step
 
-    def watched(self: Real, *args: Any) -> Any:
-        rows.extend(len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values())
+    def counted_step(self: Real, *args: Any) -> Any:
+        rows.extend(len(ledger.releases) for ledger in LedgerFolder(tmp_path).ledgers().values())
         return step(self, *args)
 
-    monkeypatch.setattr(Real, "client_step", watched)
+    monkeypatch.setattr(Real, "client_step", counted_step)
     run(tiny("real", privacy={"ledger": tmp_path}))
     assert set(rows) == {1}
 
 
 def test_only_clients_with_releases_are_charged(tmp_path: Path) -> None:
-    """Who takes part; everybody where sizes decide, or own test splits are measured."""
-    (who,) = Participation(0, 2, 0.5).in_round(1)
+    """Participants are charged; all clients are if sampling uses sizes or test splits are measured."""
+    (client,) = Participation(0, 2, 0.5).in_round(1)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "part": ({}, {}),
         "sizes": ({"sampling": "size"}, {}),
         "splits": ({}, {"local_test": 0.5}),
     }
-    for name, (taking, partition) in cases.items():
+    for name, (sampling, partition) in cases.items():
         ledger = {"ledger": str(tmp_path / name)}
-        how = {"participation": 0.5, **taking}
-        run(tiny("fedavg", run=how, partition=partition, privacy=ledger))
+        participation = {"participation": 0.5, **sampling}
+        run(tiny("fedavg", run=participation, partition=partition, privacy=ledger))
         ledgers = LedgerFolder(tmp_path / name).ledgers()
-        charged = {client for client, each in ledgers.items() if each.releases}
-        assert charged == ({f"client-00{who}"} if name == "part" else {"client-000", "client-001"})
+        charged = {name for name, entries in ledgers.items() if entries.releases}
+        assert charged == (
+            {f"client-00{client}"} if name == "part" else {"client-000", "client-001"}
+        )
 
 
-def test_ledger_settings_go_through_a_config_file(tmp_path: Path) -> None:
+def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
     public = tiny(privacy=private(ledger=NO_LEDGER))
     ledger_only = tiny("real", privacy={"ledger": str(tmp_path)})
     assert (ledger_only.privacy, ledger_only.ledger) == (None, tmp_path)
@@ -219,23 +221,23 @@ def test_ledger_settings_go_through_a_config_file(tmp_path: Path) -> None:
 def test_accuracy_on_private_test_images_is_in_simulation_only(
     declared: str | None, protected: bool, tmp_path: Path
 ) -> None:
-    """Own images are private unless their owner declares them public; a run without differential
-    privacy shows all."""
+    """Own test images are private unless declared public; runs without differential privacy show all
+    accuracies."""
     absent = declared == "none"
-    shown = declared == "public" or (not protected and not absent)
+    public = declared == "public" or (not protected and not absent)
     settings = tiny("fedavg", privacy=private(ledger=NO_LEDGER) if protected else {})
     data, test = (scans(), None if absent else scans(40, 1)), None if absent else declared
     result = run(settings, data=data, test=test, output=tmp_path)
-    folder = written(result)
+    folder = folder_of(result)
     assert (result.accuracy is None) == absent
-    assert result.summary["test_accuracy"] == (result.accuracy if shown else None)
-    assert result.summary.get("test_data") == (None if shown else declared or "private")
-    assert ("test_accuracy" in result.metrics[0]) == shown
+    assert result.summary["test_accuracy"] == (result.accuracy if public else None)
+    assert result.summary.get("test_data") == (None if public else declared or "private")
+    assert ("test_accuracy" in result.metrics[0]) == public
     if not protected:
         return
     report = json.loads((folder / "privacy_report.json").read_text())
     scope = [entry for entry in report["scope"] if entry["access"].startswith("test set")]
-    status = [] if absent else ["public" if shown else "simulation-only"]
+    status = [] if absent else ["public" if public else "simulation-only"]
     assert list(dict.fromkeys(entry["status"] for entry in scope)) == status
     row = json.loads((folder / "simulation_only" / "rounds.jsonl").read_text().splitlines()[0])
     assert ("private_test" in row) == (declared is None)
@@ -258,13 +260,13 @@ def test_accuracy_on_private_test_images_is_in_simulation_only(
 def test_methods_with_variants_and_own_models_run_without_test_images(
     method: str, sections: dict[str, Any]
 ) -> None:
-    given = {"run": {"method": method, "rounds": 1}, "model": {"width": 4, "depth": 2}, **sections}
-    result = run(resolve({**given, "partition": {"local_test": 0.3}}))
+    base = {"run": {"method": method, "rounds": 1}, "model": {"width": 4, "depth": 2}, **sections}
+    result = run(resolve({**base, "partition": {"local_test": 0.3}}))
     assert result.accuracy is None
     assert 0 <= result.metrics[-1]["local"]["amp"] <= 1
 
 
-def test_data_and_words_that_cannot_be() -> None:
+def test_invalid_data_and_test_statuses_are_rejected() -> None:
     cases: list[tuple[Any, str | None, type[Exception], str]] = [
         ((scans(), "public"), None, DataError, r"tuple \(train, test\)"),
         ((None, scans()), None, DataError, "fedsynth.from_arrays"),

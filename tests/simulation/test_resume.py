@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted or stopped by a full disk resume with identical numbers."""
+"""Tests that killed and interrupted runs, and runs stopped by a full disk, resume identically."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ PRIVATE = {"noise_multiplier": 1.0}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums over several threads are rounded differently, and a forked process has one thread."""
-    before = torch.get_num_threads()
+    """Uses one thread, as a forked process does: more threads round sums differently."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
 
 
 def sections(method: str, /, **more: dict[str, Any]) -> Sections:
-    """Three rounds in which three of four clients take part."""
+    """Returns the settings of three rounds with three of four clients in each."""
     rounds = {"rounds": 1} if method in ONE_SHOT else {"rounds": 3, "participation": 0.75}
     run = {**rounds, **more.pop("run", {})}
     return quick_sections(method, run=run, partition={"clients": 4}, **more)
 
 
-def run(given: Sections, output: Path, **values: Any) -> RunResult:
-    return simulate(resolve(given), output=output, **values)
+def run(settings: Sections, output: Path, **values: Any) -> RunResult:
+    return simulate(resolve(settings), output=output, **values)
 
 
-def resumed(given: Sections, output: Path, **values: Any) -> RunResult:
+def resume(settings: Sections, output: Path, **values: Any) -> RunResult:
     """Resumes the one run in `output` that did not finish."""
-    return simulate(resolve(given), resume=unfinished(output), **values)
+    return simulate(resolve(settings), resume=unfinished(output), **values)
 
 
 def unfinished(output: Path) -> Path:
@@ -73,14 +73,14 @@ def unfinished(output: Path) -> Path:
 
 @contextmanager
 def interrupted(
-    owner: type, name: str, when: Callable[..., bool], *, before: bool = False
+    owner: type, name: str, when: Callable[..., bool], *, replacing: bool = False
 ) -> Iterator[None]:
-    """A run inside is interrupted, as by Ctrl-C, right after the first call of a method for whose
-    arguments `when` holds, or in place of that call."""
+    """Interrupts a run, as Ctrl-C does, right after the first call of a method for whose arguments
+    `when` holds, or in place of that call."""
     original = getattr(owner, name)
 
     def stopping(self: Any, *arguments: Any) -> None:
-        stops = before and when(*arguments)
+        stops = replacing and when(*arguments)
         if not stops:
             original(self, *arguments)
         if stops or when(*arguments):
@@ -92,30 +92,32 @@ def interrupted(
             yield
 
 
-def interrupted_at(round: int, *, before: bool = False) -> Any:
-    """An interruption right after the checkpoint of a round, or in its place."""
-    return interrupted(CheckpointFolder, "write", lambda one, *_: one.round == round, before=before)
+def interrupted_at(round: int, *, replacing: bool = False) -> Any:
+    """Interrupts a run right after the checkpoint of a round, or in its place."""
+    return interrupted(
+        CheckpointFolder, "write", lambda c, *_: c.round == round, replacing=replacing
+    )
 
 
-def cut(given: Sections, output: Path, **values: Any) -> Path:
-    """The folder of a run that was interrupted after two rounds."""
-    with interrupted_at(min(2, given["run"]["rounds"])):
-        run(given, output, **values)
+def interrupt(settings: Sections, output: Path, **values: Any) -> Path:
+    """Interrupts a run after two rounds and returns its folder."""
+    with interrupted_at(min(2, settings["run"]["rounds"])):
+        run(settings, output, **values)
     return unfinished(output)
 
 
-def assert_same(one: RunResult, other: RunResult) -> None:
-    """Bit for bit, except for times."""
-    assert one.folder is not None
-    assert other.folder is not None
-    assert timeless(one.metrics) == timeless(other.metrics)
-    assert timeless(read_rows(one.folder)) == timeless(read_rows(other.folder))
-    assert one.accuracy == other.accuracy
-    for file in one.folder.glob("*.safetensors"):
-        expected, found = load_file(file), load_file(other.folder / file.name)
-        assert expected.keys() == found.keys()
+def assert_same(first: RunResult, second: RunResult) -> None:
+    """Compares two runs bit for bit, except for times."""
+    assert first.folder is not None
+    assert second.folder is not None
+    assert timeless(first.metrics) == timeless(second.metrics)
+    assert timeless(read_rows(first.folder)) == timeless(read_rows(second.folder))
+    assert first.accuracy == second.accuracy
+    for file in first.folder.glob("*.safetensors"):
+        expected, actual = load_file(file), load_file(second.folder / file.name)
+        assert expected.keys() == actual.keys()
         for name, value in expected.items():
-            assert torch.equal(value, found[name]), name
+            assert torch.equal(value, actual[name]), name
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,62 +128,62 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# -------------------------------------------------------------------------------- the same numbers
+# ------------------------------------------------------------------------------- identical numbers
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("scaffold", "feddm", "fedkf")))
-def test_an_interrupted_run_resumes_with_identical_numbers(method: str, tmp_path: Path) -> None:
-    given = sections(method)
-    whole = run(given, tmp_path / "whole")
-    cut(given, tmp_path / "cut")
-    found = resumed(given, tmp_path / "cut")
-    assert_same(whole, found)
-    assert found.folder is not None
-    assert not list(found.folder.rglob("*checkpoint*"))
-    assert not (found.folder / ".lock").exists()
+def test_resumed_run_equals_uninterrupted_run(method: str, tmp_path: Path) -> None:
+    settings = sections(method)
+    uninterrupted = run(settings, tmp_path / "whole")
+    interrupt(settings, tmp_path / "cut")
+    result = resume(settings, tmp_path / "cut")
+    assert_same(uninterrupted, result)
+    assert result.folder is not None
+    assert not list(result.folder.rglob("*checkpoint*"))
+    assert not (result.folder / ".lock").exists()
 
 
-def child(given: Sections, output: Path, patch: Callable[[], None]) -> None:
-    """In a forked process: begins the run in `output`, or resumes it."""
+def run_in_fork(settings: Sections, output: Path, patch: Callable[[], None]) -> None:
+    """Starts or resumes the run in `output`, in a forked process."""
     torch.set_num_threads(1)
     patch()
-    left = next(output.glob("*.incomplete"), None)
-    simulate(resolve(given), output=output, resume=left)
+    unfinished_folder = next(output.glob("*.incomplete"), None)
+    simulate(resolve(settings), output=output, resume=unfinished_folder)
     os._exit(0)
 
 
-def killed(given: Sections, output: Path, patch: Callable[[], None]) -> None:
-    """Runs in a process that the patch kills."""
+def run_and_kill(settings: Sections, output: Path, patch: Callable[[], None]) -> None:
+    """Runs the settings in a process that the patch kills."""
     output.mkdir(exist_ok=True)
-    process = FORK.Process(target=child, args=(given, output, patch))
+    process = FORK.Process(target=run_in_fork, args=(settings, output, patch))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_kill_inside_every_write_of_a_checkpoint(tmp_path: Path) -> None:
-    """Before and after renames, and with half of a file written."""
-    given = sections("scaffold", run={"rounds": 2})
-    whole = run(given, tmp_path / "whole")
+def test_runs_killed_in_checkpoint_writes_resume_identically(tmp_path: Path) -> None:
+    """Kills happen before and after renames, and with half of a file written."""
+    settings = sections("scaffold", run={"rounds": 2})
+    uninterrupted = run(settings, tmp_path / "whole")
     for call, moment in (("replace", 1), ("replace", 5), ("fsync", 6), ("replace", 9)):
         output = tmp_path / f"cut-{moment}"
-        killed(given, output, partial(kill_at, call, moment))
-        if not (unfinished(output) / "config.toml").exists():  # nothing had begun
+        run_and_kill(settings, output, partial(kill_at, call, moment))
+        if not (unfinished(output) / "config.toml").exists():  # the run had not started
             with pytest.raises(OutputError, match=r"no config\.toml"):
-                resumed(given, output)
+                resume(settings, output)
             continue
-        assert_same(whole, resumed(given, output))
+        assert_same(uninterrupted, resume(settings, output))
 
 
 def kill_at(call: str, moment: int) -> None:
-    """The n-th call kills the process."""
+    """Patches a function of `os` to kill the process at the n-th call."""
     original = getattr(os, call)
-    seen = 0
+    calls = 0
 
     def killing(*arguments: Any, **values: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen == moment:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments, **values)
 
@@ -193,21 +195,21 @@ def kill_at(call: str, moment: int) -> None:
 
 @pytest.fixture
 def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Loops are checkpointed at every step; the steps are listed."""
+    """Checkpoints loops at every step and returns the list of steps."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     offer = LoopCheckpoints.offer
     offered: list[tuple[str, int]] = []
 
-    def noted(self: LoopCheckpoints, loop: str, step: int, tensors: Any) -> None:
+    def recorded(self: LoopCheckpoints, loop: str, step: int, tensors: Any) -> None:
         offer(self, loop, step, tensors)
         offered.append((loop, step))
 
-    monkeypatch.setattr(LoopCheckpoints, "offer", noted)
+    monkeypatch.setattr(LoopCheckpoints, "offer", recorded)
     return offered
 
 
 @pytest.mark.parametrize(
-    ("method", "rounds", "more", "last", "step"),
+    ("method", "rounds", "values", "last", "step"),
     [
         ("feddm", 2, {"iterations": 8, "image_momentum": 0.5, "matching": "energy"}, 8 + 5, 5),
         ("fedaf", 2, {"iterations": 8, "local_weight": 0.5, "distance": "rows"}, 8 + 5, 5),
@@ -219,88 +221,88 @@ def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("feddf", 1, {"local_epochs": 3, "server_steps": 5}, 4 * 3 + 3, 3),
     ],
 )
-def test_condensation_training_and_distillation_resume_inside_a_round(
+def test_loops_resume_inside_a_round(
     method: str,
     rounds: int,
-    more: dict[str, Any],
+    values: dict[str, Any],
     last: int,
     step: int,
     tmp_path: Path,
     each_step: list[tuple[str, int]],
 ) -> None:
-    """No step is taken twice, and none of the clients that had finished."""
-    given = sections(method, run={"rounds": rounds, "participation": 1.0}, method=more)
-    whole = run(given, tmp_path / "whole")
-    once = list(each_step)
-    assert len(set(once)) == len(once) / rounds
-    assert once[last - 1][1] == step
+    """No step is taken twice, and finished clients take none."""
+    settings = sections(method, run={"rounds": rounds, "participation": 1.0}, method=values)
+    uninterrupted = run(settings, tmp_path / "whole")
+    all_steps = list(each_step)
+    assert len(set(all_steps)) == len(all_steps) / rounds
+    assert all_steps[last - 1][1] == step
     each_step.clear()
     # `each_step` notes a step after `interrupted` has counted it
     with interrupted(LoopCheckpoints, "offer", lambda *_: len(each_step) == last):
-        run(given, tmp_path / "cut")
-    assert_same(whole, resumed(given, tmp_path / "cut"))
-    assert each_step == once
+        run(settings, tmp_path / "cut")
+    assert_same(uninterrupted, resume(settings, tmp_path / "cut"))
+    assert each_step == all_steps
 
 
 @pytest.mark.parametrize("method", ["feddm", "dense"])
 def test_loops_of_private_runs_are_not_checkpointed(
     method: str, tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
-    """A private loop's releases would be made twice on one charge."""
+    """A private loop would repeat its releases on one charge."""
     run(sections(method, run={"rounds": 1}, privacy=PRIVATE), tmp_path)
     assert each_step == []
 
 
-def test_a_loop_is_not_resumed_on_other_data(
+def test_loops_are_not_resumed_on_other_data(
     tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
-    """In the first round there is no checkpoint whose identity could be compared."""
-    given = sections("fedavg", run={"rounds": 1}, method={"local_epochs": 3})
+    """The first round has no earlier checkpoint whose identity could be compared."""
+    settings = sections("fedavg", run={"rounds": 1}, method={"local_epochs": 3})
     train, test = load_dataset("digits")
     other = replace(train, images=255 - train.images)
-    whole = run(given, tmp_path / "whole", data=(other, test))
+    uninterrupted = run(settings, tmp_path / "whole", data=(other, test))
     with interrupted(LoopCheckpoints, "offer", lambda name, step, _: step == 2):
-        run(given, tmp_path / "cut", data=(train, test))
+        run(settings, tmp_path / "cut", data=(train, test))
     assert list((unfinished(tmp_path / "cut") / "simulation_only").rglob("steps-*"))
-    assert_same(whole, resumed(given, tmp_path / "cut", data=(other, test)))
+    assert_same(uninterrupted, resume(settings, tmp_path / "cut", data=(other, test)))
 
 
 # ----------------------------------------------------------------------------------------- privacy
 
 
 def ledgers(folder: Path) -> list[list[int]]:
-    """The rounds of each client's ledger rows."""
+    """Returns the rounds of each client's ledger rows."""
     files = sorted(folder.glob("*.jsonl"))
     return [[row.round for row in read_ledger(file).releases] for file in files]
 
 
-@pytest.mark.parametrize(("method", "kept"), [("feddm", True), ("fedavg", False)])
-def test_a_repeated_round_is_charged_again_and_reported(
-    method: str, kept: bool, tmp_path: Path
+@pytest.mark.parametrize(("method", "external"), [("feddm", True), ("fedavg", False)])
+def test_repeated_rounds_are_charged_again_and_reported(
+    method: str, external: bool, tmp_path: Path
 ) -> None:
-    ledger = {"ledger": str(tmp_path / "kept")} if kept else {}
-    given = sections(method, privacy={**PRIVATE, **ledger})
-    with interrupted_at(2, before=True):  # its noise is drawn, and no checkpoint has the round
-        run(given, tmp_path / "runs")
+    ledger = {"ledger": str(tmp_path / "kept")} if external else {}
+    settings = sections(method, privacy={**PRIVATE, **ledger})
+    with interrupted_at(2, replacing=True):  # its noise is drawn, and no checkpoint has the round
+        run(settings, tmp_path / "runs")
     folder = unfinished(tmp_path / "runs")
-    before = ledgers(tmp_path / "kept" if kept else folder / "ledger")
+    initial = ledgers(tmp_path / "kept" if external else folder / "ledger")
     unfinished_report(folder)
-    found = resumed(given, tmp_path / "runs")
-    after = ledgers(tmp_path / "kept" if kept else verified(found) / "ledger")
-    assert any(2 in rounds for rounds in before)
-    for old, new in zip(before, after, strict=True):
+    result = resume(settings, tmp_path / "runs")
+    final = ledgers(tmp_path / "kept" if external else verified(result) / "ledger")
+    assert any(2 in rounds for rounds in initial)
+    for old, new in zip(initial, final, strict=True):
         assert new[: len(old)] == old  # never rewound
         assert new.count(2) == 2 * old.count(2)
         assert new.count(3) <= old.count(2) or old.count(2) == 0
-    (deviation,) = found.deviations
+    (deviation,) = result.deviations
     assert deviation.startswith("resumed after 1 of 3 rounds: earlier releases in round 2 are")
 
 
-def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
-    given = sections("feddm", privacy=PRIVATE)
-    with interrupted_at(1, before=True):
-        run(given, tmp_path)
-    folder = verified(resumed(given, tmp_path))
+def test_rows_of_repeated_rounds_need_a_stated_resumption(tmp_path: Path) -> None:
+    settings = sections("feddm", privacy=PRIVATE)
+    with interrupted_at(1, replacing=True):
+        run(settings, tmp_path)
+    folder = verified(resume(settings, tmp_path))
     stated = (folder / RESUMED).read_text()
     (folder / RESUMED).unlink()
     assert any(
@@ -311,26 +313,26 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     assert "lacks a resumption that resumed.json states" in problems
 
 
-def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
+def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
     """Repeated rounds spend the budget of later ones."""
-    given = sections("feddm", privacy={"epsilon": 4.0}, run={"participation": 1.0})
+    settings = sections("feddm", privacy={"epsilon": 4.0}, run={"participation": 1.0})
     for _ in range(2):
-        left = list(tmp_path.glob("*.incomplete"))
-        with interrupted_at(1, before=True):
-            simulate(resolve(given), output=tmp_path, resume=left[0] if left else None)
-    ended = resumed(given, tmp_path)
-    assert len(ended.metrics) == 1
-    assert ended.metrics[-1]["epsilon"] <= 4.0
-    assert len(ended.deviations) == 3
-    verified(ended)
+        folders = list(tmp_path.glob("*.incomplete"))
+        with interrupted_at(1, replacing=True):
+            simulate(resolve(settings), output=tmp_path, resume=folders[0] if folders else None)
+    result = resume(settings, tmp_path)
+    assert len(result.metrics) == 1
+    assert result.metrics[-1]["epsilon"] <= 4.0
+    assert len(result.deviations) == 3
+    verified(result)
 
 
-def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
+def test_checkpoints_contain_no_keys_or_ledgers(tmp_path: Path) -> None:
     notes = NoteRecorder()
-    left = cut(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
+    run_folder = interrupt(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
     assert "interrupted after 2 of 3 rounds" in notes.lines[-1]
-    assert str(left) in notes.lines[-1]
-    folder = left / "simulation_only" / "checkpoint"
+    assert str(run_folder) in notes.lines[-1]
+    folder = run_folder / "simulation_only" / "checkpoint"
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
     assert POINTER in kinds <= {"state", "memory", "upload", POINTER}
     for path in folder.iterdir():
@@ -339,22 +341,25 @@ def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
             assert word not in content, path
 
 
-def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(tmp_path: Path) -> None:
-    """Its checkpoint is removed last: without it all rounds would be repeated, and charged again."""
-    given = sections("feddm", privacy=PRIVATE)
-    whole = verified(run(given, tmp_path / "whole"))
+def test_runs_killed_at_start_or_finish_are_charged_once(tmp_path: Path) -> None:
+    """The checkpoint is removed last: without it all rounds would be repeated and charged again."""
+    settings = sections("feddm", privacy=PRIVATE)
+    uninterrupted = verified(run(settings, tmp_path / "whole"))
     for moment in ("write_private_start", "write_model", "finish"):
-        killed(given, tmp_path / moment, partial(kill_in, moment))
-        found = resumed(given, tmp_path / moment)
-        folder = verified(found)
-        assert len(found.deviations) == (moment == "write_private_start")
-        assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
-        left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
-        assert left == expected
+        run_and_kill(settings, tmp_path / moment, partial(kill_after, moment))
+        result = resume(settings, tmp_path / moment)
+        folder = verified(result)
+        assert len(result.deviations) == (moment == "write_private_start")
+        assert ledgers(folder / "ledger") == ledgers(uninterrupted / "ledger")
+        files, expected = (
+            set(os.listdir(run_folder / "simulation_only"))
+            for run_folder in (folder, uninterrupted)
+        )
+        assert files == expected
 
 
-def kill_in(name: str) -> None:
-    """The process is killed after this method of the run folder, or in `finish`, before it."""
+def kill_after(name: str) -> None:
+    """Kills the process after this method of the run folder, or before `finish`."""
     original = getattr(RunFolder, name)
 
     def killing(self: RunFolder, *arguments: Any) -> None:
@@ -365,26 +370,26 @@ def kill_in(name: str) -> None:
     setattr(RunFolder, name, killing)
 
 
-def test_a_resumed_run_that_is_killed_while_it_finishes_reports_its_resumption(
+def test_resumed_runs_killed_at_finish_report_the_resumption(
     tmp_path: Path,
 ) -> None:
-    given = sections("feddm", privacy=PRIVATE)
-    with interrupted_at(1, before=True):
-        run(given, tmp_path)
-    killed(given, tmp_path, partial(kill_in, "finish"))
-    found = resumed(given, tmp_path)
-    assert len(found.deviations) == 1
-    verified(found)
+    settings = sections("feddm", privacy=PRIVATE)
+    with interrupted_at(1, replacing=True):
+        run(settings, tmp_path)
+    run_and_kill(settings, tmp_path, partial(kill_after, "finish"))
+    result = resume(settings, tmp_path)
+    assert len(result.deviations) == 1
+    verified(result)
 
 
 # ------------------------------------------------------------------------------------- full disk
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_whole(
+def test_full_disks_keep_the_last_checkpoint_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = sections("scaffold")
-    whole = run(given, tmp_path / "whole")
+    settings = sections("scaffold")
+    uninterrupted = run(settings, tmp_path / "whole")
     original = write_whole
 
     def full(path: Path, content: bytes, **values: bool) -> None:
@@ -396,48 +401,48 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
         with pytest.raises(OutputError, match="then resume the run"):
-            run(given, tmp_path / "cut")
-    assert_same(whole, resumed(given, tmp_path / "cut"))
+            run(settings, tmp_path / "cut")
+    assert_same(uninterrupted, resume(settings, tmp_path / "cut"))
 
 
 # -------------------------------------------------------------------------------------- refusals
 
 
-def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: Path) -> None:
-    """A damaged checkpoint, too: tests/fuzz has every kind of damage."""
-    given = sections("fedavg")
-    settings = resolve(given)
-    folder = cut(given, tmp_path)
+def test_resuming_with_changed_or_busy_runs_is_refused(tmp_path: Path) -> None:
+    """Includes one damaged checkpoint; tests/fuzz covers all kinds of damage."""
+    settings = sections("fedavg")
+    resolved = resolve(settings)
+    folder = interrupt(settings, tmp_path)
     with pytest.raises(CheckpointError, match="differs from this run's settings"):
-        resumed(sections("fedavg", run={"rounds": 4}), tmp_path)
+        resume(sections("fedavg", run={"rounds": 4}), tmp_path)
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
     with pytest.raises(CheckpointError, match="settings or data differ"):
-        simulate(settings, data=(replace(train, images=images), test), resume=folder)
+        simulate(resolved, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="not a run folder"):
-        simulate(settings, resume=tmp_path)
+        simulate(resolved, resume=tmp_path)
     (state,) = (folder / "simulation_only" / "checkpoint").glob("state-*")
     sound = state.read_bytes()
     state.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="damaged"):
-        resumed(given, tmp_path)
+        resume(settings, tmp_path)
     state.write_bytes(sound)
-    held = RunFolder.reopen(folder)
+    locked = RunFolder.reopen(folder)
     with pytest.raises(OutputError, match="another process"):
-        resumed(given, tmp_path)
-    held.release()
-    finished = resumed(given, tmp_path).folder
+        resume(settings, tmp_path)
+    locked.release()
+    finished = resume(settings, tmp_path).folder
     with pytest.raises(OutputError, match="has finished"):
-        simulate(settings, resume=finished)
+        simulate(resolved, resume=finished)
 
 
 @pytest.mark.parametrize("loss", ["folder", "file", "row"])
-def test_a_run_with_a_truncated_ledger_is_not_resumed(loss: str, tmp_path: Path) -> None:
-    """Catches: a run that forgets what it has spent, and exceeds its cap."""
+def test_runs_with_truncated_ledgers_are_not_resumed(loss: str, tmp_path: Path) -> None:
+    """Regression: a resumed run loses its spent budget and exceeds its cap."""
     ledger = {"ledger": str(tmp_path / "kept")} if loss == "file" else {}
-    given = sections("feddm", privacy={"epsilon": 20.0, **ledger}, run={"participation": 1.0})
-    folder = cut(given, tmp_path / "runs")
+    settings = sections("feddm", privacy={"epsilon": 20.0, **ledger}, run={"participation": 1.0})
+    folder = interrupt(settings, tmp_path / "runs")
     rows = Path(ledger.get("ledger", folder / "ledger"))
     file = rows / "client-001.jsonl"
     if loss == "folder":
@@ -447,16 +452,16 @@ def test_a_run_with_a_truncated_ledger_is_not_resumed(loss: str, tmp_path: Path)
     else:
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises((FedsynthError, PrivacyError)):
-        resumed(given, tmp_path / "runs")
+        resume(settings, tmp_path / "runs")
 
 
-def test_a_run_without_its_checkpoint_does_not_start_again(tmp_path: Path) -> None:
-    given = sections("feddm", privacy=PRIVATE)
-    folder = cut(given, tmp_path)
+def test_runs_without_checkpoints_do_not_restart(tmp_path: Path) -> None:
+    settings = sections("feddm", privacy=PRIVATE)
+    folder = interrupt(settings, tmp_path)
     rows = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "simulation_only" / "checkpoint")
     with pytest.raises(CheckpointError, match=r"the checkpoint in .* is missing"):
-        resumed(given, tmp_path)
+        resume(settings, tmp_path)
     assert (folder / "metrics.jsonl").read_text() == rows
 
 
@@ -464,28 +469,28 @@ def test_a_run_without_its_checkpoint_does_not_start_again(tmp_path: Path) -> No
 
 
 def test_old_checkpoints_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One state, and one memory of each client, whatever the number of rounds."""
+    """One state and one memory of each client are kept for any number of rounds."""
     write = CheckpointFolder.write
     counted: list[dict[str, int]] = []
 
-    def counting(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
-        write(self, one, *clients)
+    def counting(self: CheckpointFolder, checkpoint: Checkpoint, *clients: Any) -> None:
+        write(self, checkpoint, *clients)
         kinds = [path.name.split("-")[0] for path in self.path.iterdir()]
         counted.append({kind: kinds.count(kind) for kind in set(kinds)})
 
     monkeypatch.setattr(CheckpointFolder, "write", counting)
     run(sections("scaffold", run={"rounds": 5}), tmp_path)
     assert counted[-1] == {"state": 1, "memory": 4, POINTER: 1}
-    assert all(each["state"] == 1 and each["memory"] <= 4 for each in counted)
+    assert all(counts["state"] == 1 and counts["memory"] <= 4 for counts in counted)
 
 
-def test_memories_of_clients_that_are_not_active_are_on_disk(
+def test_memories_of_inactive_clients_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = sections("scaffold", run={"rounds": 5, "participation": 0.25})
-    without = simulate(resolve(given))
+    settings = sections("scaffold", run={"rounds": 5, "participation": 0.25})
+    expected = simulate(resolve(settings))
     keep, memory = simulated_run.Simulation._write_checkpoint, CheckpointFolder.memory
-    held: list[int] = []
+    in_memory: list[int] = []
     loaded: list[int] = []
 
     def loading(self: CheckpointFolder, client: int) -> Any:
@@ -494,12 +499,12 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
 
     def counting(self: simulated_run.Simulation, context: Any) -> None:
         keep(self, context)
-        held.append(sum(bool(client._memory) for client in self.exchange.clients))
+        in_memory.append(sum(bool(client._memory) for client in self.exchange.clients))
 
     monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
     monkeypatch.setattr(CheckpointFolder, "memory", loading)
-    result = run(given, tmp_path)
-    assert max(held[:-1]) <= 1
+    result = run(settings, tmp_path)
+    assert max(in_memory[:-1]) <= 1
     assert len(loaded) <= sum(len(row["participants"]) for row in result.metrics)
-    for name, value in without.model.state_dict().items():
+    for name, value in expected.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[name]), name

@@ -1,5 +1,4 @@
-"""The round loop: reproducible by its seed, accounted where it is private, refusing what it
-must."""
+"""Tests of the round loop: reproducibility, accounting, refusals and failing figures."""
 
 from __future__ import annotations
 
@@ -25,36 +24,36 @@ from tests.quick_settings import quick_settings, verified
 
 
 def settings_of(method: str, /, **sections: Any) -> RunSettings:
-    given = {
+    defaults = {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"kind": "iid", "clients": 2, "local_test": 0.2},
         "model": {"width": 4, "depth": 1},
         "method": {**quick_settings(method), "ipc": 1} if method == "feddm" else {},
     }
-    return resolve({**given, **sections})
+    return resolve({**defaults, **sections})
 
 
 def tiny(**privacy: Any) -> RunSettings:
     return settings_of("feddm", partition={"clients": 3}, privacy=privacy)
 
 
-def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+def same_parameters(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_run_is_reproduced_by_its_seed_unless_it_is_private() -> None:
-    """Without the global generators."""
+def test_seeds_reproduce_runs_without_privacy() -> None:
+    """Runs leave the global generators unchanged."""
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
     first = simulate(tiny()).model
-    assert same(first, simulate(tiny()).model)
-    assert not same(first, simulate(replace(tiny(), seed=5)).model)
+    assert same_parameters(first, simulate(tiny()).model)
+    assert not same_parameters(first, simulate(replace(tiny(), seed=5)).model)
     private = tiny(noise_multiplier=3.0)
-    assert not same(simulate(private).model, simulate(private).model)
+    assert not same_parameters(simulate(private).model, simulate(private).model)
     assert torch.equal(torch_state, torch.get_rng_state())
     assert np.array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
 
 
-def test_a_hard_cap_ends_the_run_in_order() -> None:
+def test_budget_caps_end_the_run() -> None:
     rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 3, 1)]
     cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
     result = simulate(tiny(noise_multiplier=3.0, epsilon=cap))
@@ -64,13 +63,13 @@ def test_a_hard_cap_ends_the_run_in_order() -> None:
         simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3))
 
 
-def test_fewer_records_than_the_data_set_declares_are_refused() -> None:
+def test_max_records_below_the_data_set_are_refused() -> None:
     with pytest.raises(PrivacySettingError, match="must be at least 1438"):
         simulate(tiny(noise_multiplier=3.0, max_records=1000))
 
 
-def test_a_class_without_examples_is_refused_only_without_privacy() -> None:
-    """With DP on, class presence is private: no rule may look at it."""
+def test_missing_classes_are_refused_only_without_privacy() -> None:
+    """With DP the presence of a class is private: no rule may depend on it."""
     train = digits(np.arange(200) % 9)
     with pytest.raises(DataError, match="class"):
         simulate(tiny(), data=(train, train))
@@ -78,10 +77,10 @@ def test_a_class_without_examples_is_refused_only_without_privacy() -> None:
 
 
 @pytest.mark.parametrize(("method", "name"), [("fedavg", "parameters.*"), ("solo", ".*weight")])
-def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
+def test_diverged_runs_name_the_client_and_stay_unfinished(
     method: str, name: str, tmp_path: Path
 ) -> None:
-    """An upload's parameters, and a model that stays with its client."""
+    """Covers an upload's parameters and a client's personal model."""
     diverging = {"local_epochs": 1, "lr": 1e38, "momentum": 0.0}
     settings = resolve(
         {"run": {"method": method, "rounds": 1}, "model": {"width": 4}, "method": diverging}
@@ -91,14 +90,14 @@ def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
 
-def test_a_run_in_which_no_client_sends_an_image_is_refused() -> None:
+def test_runs_without_any_synthetic_images_are_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match=r"method\.min_examples"):
         simulate(many)
 
 
-def test_accuracy_is_the_test_sets() -> None:
-    """Test labels that are the model's own predictions give 1, others 0."""
+def test_accuracy_uses_the_test_set() -> None:
+    """Test labels equal to the model's predictions give 1, others 0."""
     train, test = load_dataset("digits")
     model = simulate(tiny(), data=(train, test)).model
     with torch.no_grad():
@@ -108,7 +107,7 @@ def test_accuracy_is_the_test_sets() -> None:
         assert simulate(tiny(), data=(train, labelled)).accuracy == expected
 
 
-def test_your_own_clients() -> None:
+def test_custom_partitions_are_validated_and_used() -> None:
     labels = np.arange(200) % 10
     data = digits(labels)
     parts = [np.flatnonzero(labels < 3), np.flatnonzero(labels >= 3)]
@@ -125,7 +124,7 @@ def test_your_own_clients() -> None:
             simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
 
 
-def test_a_class_that_no_client_sends_is_noted() -> None:
+def test_classes_without_images_are_noted() -> None:
     data = digits(np.concatenate([np.arange(180) % 9, [9, 9]]))
     notes = NoteRecorder()
     simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=notes)
@@ -133,18 +132,18 @@ def test_a_class_that_no_client_sends_is_noted() -> None:
     assert "no client sends images of these classes: 9" in notes.lines[1]
 
 
-def test_the_memory_bound_splits_clients_and_changes_nothing_else(
+def test_memory_bounds_split_clients_without_changing_uploads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """--memory-gb: a bound of 0.1 MB lets one client go at a time; the uploads are the same."""
+    """--memory-gb=0.0001 runs one client at a time; the uploads are the same."""
     sizes: list[int] = []
     step = FedDM.client_step
 
-    def watched(self: FedDM, message: Any, clients: Any, *others: Any) -> Any:
+    def counted_step(self: FedDM, message: Any, clients: Any, *others: Any) -> Any:
         sizes.append(len(clients.ids))
         return step(self, message, clients, *others)
 
-    monkeypatch.setattr(FedDM, "client_step", watched)
+    monkeypatch.setattr(FedDM, "client_step", counted_step)
     settings = replace(tiny(), rounds=1)
     wide = simulate(settings).uploads
     narrow = simulate(replace(settings, memory_gb=0.0001)).uploads
@@ -154,15 +153,15 @@ def test_the_memory_bound_splits_clients_and_changes_nothing_else(
             torch.testing.assert_close(tensor, dict(narrow[k].arrays())[name], atol=1e-4, rtol=1e-4)
 
 
-# ------------------------------------- figures about a run never end it, nor charge it twice
+# ------------------------------------------------------------- failing figures and observers
 
 
-def fail(*args: object, **kwargs: object) -> Any:
+def raise_error(*args: object, **kwargs: object) -> Any:
     raise ZeroDivisionError("division by zero")
 
 
 @pytest.mark.parametrize(
-    ("target", "what"),
+    ("target", "figure"),
     [
         ("fedsynth.results.measure.correct", "test accuracy"),
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
@@ -171,26 +170,24 @@ def fail(*args: object, **kwargs: object) -> Any:
         ("fedsynth.methods.feddm.FedDM.aggregate_metrics", "metrics of the clients"),
     ],
 )
-def test_a_figure_that_fails_costs_only_itself(
-    target: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failing_figures_do_not_end_runs(
+    target: str, figure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: an error after the round's charge, so that `--resume` charges and fails again."""
-    monkeypatch.setattr(target, fail)
+    """Regression: an error after the round's charge, so that `--resume` charges and fails again."""
+    monkeypatch.setattr(target, raise_error)
     notes = NoteRecorder()
     settings = settings_of("feddm", privacy={"noise_multiplier": 2.0})
     result = simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
     assert len(charged) == 3  # the header, and a row for each round
-    warned = [line for line in notes.lines if line.startswith("warning: cannot record the ")]
-    assert len(warned) == 1
-    assert f"{what}: ZeroDivisionError" in warned[0]
+    warnings = [line for line in notes.lines if line.startswith("warning: cannot record the ")]
+    assert len(warnings) == 1
+    assert f"{figure}: ZeroDivisionError" in warnings[0]
 
 
-def test_figures_that_are_no_numbers_are_null(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: JSON without NaN, which refuses the row of a round that was charged."""
+def test_non_finite_figures_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: JSON without NaN refuses the row of a charged round."""
     facts = {"a": math.nan, "b": [1.0, -math.inf], "c": {"d": math.inf}}
     matrix = {"matrix": torch.tensor([[math.nan, 1.0]])}
     monkeypatch.setattr(FedDM, "facts", lambda *args: facts)
@@ -205,19 +202,19 @@ def test_figures_that_are_no_numbers_are_null(
 PARTS: dict[str, Callable[[int], list[np.ndarray]]] = {
     "a client without records": lambda n: [np.arange(0), np.arange(n)],
     "one client": lambda n: [np.arange(n)],
-    "a client whose records all test": lambda n: [np.arange(1), np.arange(1, 2), np.arange(2, n)],
-    "nobody tests": lambda n: [np.arange(10), np.arange(10, 20)],
+    "a client of only test records": lambda n: [np.arange(1), np.arange(1, 2), np.arange(2, n)],
+    "no test records": lambda n: [np.arange(10), np.arange(10, 20)],
 }
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_odd_clients_do_not_end_a_run(parts: str) -> None:
+def test_unusual_partitions_do_not_end_runs(parts: str) -> None:
     train, test = load_dataset("digits")
     settings = settings_of("fedavg", partition={"local_test": 0.97})
     divided = PARTS[parts](len(train))
     result = simulate(settings, data=(train, test), parts=divided, quiet=True)
     for row in result.metrics:
-        if "local" in row:  # of those that test, by all their records
+        if "local" in row:  # of clients with test records, weighted by all their records
             pairs = zip(divided, row["local"]["client_accuracy"], strict=True)
             tested = [(len(part), a) for part, a in pairs if a is not None]
             size = sum(n for n, _ in tested)
@@ -225,10 +222,8 @@ def test_odd_clients_do_not_end_a_run(parts: str) -> None:
             assert row["local"]["wlp"] == min(a for _, a in tested)
 
 
-def test_an_observer_that_fails_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a closed pipe on stderr, a full disk under a log."""
+def test_failing_observers_do_not_end_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a closed pipe on stderr or a full disk ends the run."""
 
     def closed(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
@@ -237,11 +232,11 @@ def test_an_observer_that_fails_does_not_end_a_run(
     assert len(simulate(settings_of("fedavg")).metrics) == 2
 
 
-def test_stratification_of_one_client_and_one_class_is_drawn(tmp_path: Path) -> None:
+def test_stratification_of_one_client_is_drawn(tmp_path: Path) -> None:
     train, test = load_dataset("digits")
     run = {"method": "fedhydra", "rounds": 1}
     settings = settings_of("fedhydra", run=run, method=quick_settings("fedhydra"))
-    one: dict[str, Any] = {"data": (train, test), "parts": [np.arange(400)]}
-    result = simulate(settings, **one, output=tmp_path, quiet=True)
+    one_client: dict[str, Any] = {"data": (train, test), "parts": [np.arange(400)]}
+    result = simulate(settings, **one_client, output=tmp_path, quiet=True)
     assert result.folder is not None
     assert list(result.folder.glob("*.png"))

@@ -1,4 +1,4 @@
-"""An exported set, with the run's model and without, and a network trained on it."""
+"""Tests of exported sets, with and without the run's model, and of networks trained on them."""
 
 from __future__ import annotations
 
@@ -58,38 +58,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 @pytest.fixture(scope="module")
 def share(run: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("out") / "share"
-    return export_run(str(run.folder), place, with_model=True)
+    folder = tmp_path_factory.mktemp("out") / "share"
+    return export_run(str(run.folder), folder, with_model=True)
 
 
 @pytest.fixture
 def bare(run: RunResult, tmp_path: Path) -> Path:
-    """The set without the run's model."""
+    """Exports the set without the run's model."""
     return export_run(str(run.folder), tmp_path / "bare")
 
 
 def metadata(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as opened:
-        found: dict[str, str] = opened.metadata()
-    return found
+        stated: dict[str, str] = opened.metadata()
+    return stated
 
 
 def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
-    """A model's file with other weights or metadata."""
+    """Writes a copy of a model file with other weights or metadata."""
     weights = {name: value + shift for name, value in load_file(file).items()}
     save_file(weights, to, metadata={**metadata(file), **stated})
     return to
 
 
 # ------------------------------------------------------------------------------- the run's model
-def test_an_exported_model_gives_the_logits_of_the_run(
+def test_exported_models_give_the_logits_of_the_run(
     run: RunResult, share: Path, bare: Path, tmp_path: Path
 ) -> None:
     test = load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
-    found = load_model(share)
+    exported = load_model(share)
     with torch.no_grad():
-        torch.testing.assert_close(found(images), run.model.eval()(images))
+        torch.testing.assert_close(exported(images), run.model.eval()(images))
     assert "model.safetensors" in (share / "SHA256SUMS").read_text()
     stated = json.loads(metadata(share / "model.safetensors")["settings"])
     assert sorted(stated) == ["method", "model", "run"]
@@ -105,7 +105,7 @@ def test_an_exported_model_gives_the_logits_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "words"),
+    ("key", "text", "message"),
     [
         ("settings", '{"run": {"method": "nosuch"}}', "cannot be used"),
         ("settings", '{"method": {"features": "nosuch"}}', "cannot be used"),
@@ -116,20 +116,20 @@ def test_an_exported_model_gives_the_logits_of_the_run(
         ("logits", '"x"', "cannot be used"),
     ],
 )
-def test_a_hostile_file_is_an_error_of_one_line(
-    key: str, text: Any, words: str, share: Path, tmp_path: Path
+def test_hostile_model_files_raise_one_line_errors(
+    key: str, text: Any, message: str, share: Path, tmp_path: Path
 ) -> None:
     file = share / "model.safetensors"
     stated = {key: text}
     if isinstance(text, dict):
         spec = {**json.loads(metadata(file)["spec"]), **text}
         stated = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
-    with pytest.raises(OutputError, match=words):
+    with pytest.raises(OutputError, match=message):
         load_model(changed(file, tmp_path / "model.safetensors", **stated))
 
 
-def test_other_settings_of_a_stranger_are_not_taken(share: Path, tmp_path: Path) -> None:
-    """Catches: a file whose sections on data or privacy touch this machine."""
+def test_unrelated_settings_of_a_model_file_are_ignored(share: Path, tmp_path: Path) -> None:
+    """Regression: sections on data or privacy of a file take effect on this machine."""
     file = share / "model.safetensors"
     settings = json.loads(metadata(file)["settings"])
     settings["run"]["rounds"] = 10**9
@@ -147,10 +147,10 @@ def encoder(image_shape):
 """
 
 
-def test_an_encoder_with_other_weights_is_found_out(
+def test_changed_encoder_weights_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: a model that loads without a word, and says something else of every image."""
+    """Regression: a model with another encoder loads without an error."""
     monkeypatch.setattr(registry, "_CUSTOM", {})
     file = tmp_path / "enc.py"
     file.write_text(ENCODER.format(seed=0))
@@ -165,7 +165,7 @@ def test_an_encoder_with_other_weights_is_found_out(
     assert load_model(share, features=f"{file}:encoder") is not None
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
-    register_features(name, other)  # as a file does that loads weights which have changed
+    register_features(name, other)  # like a file that loads changed weights
     with pytest.raises(OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
         load_model(share)
     del registry._CUSTOM[name]
@@ -174,47 +174,47 @@ def test_an_encoder_with_other_weights_is_found_out(
 
 
 # ------------------------------------------------------------------------------------ the student
-def test_soft_labels_and_the_set_s_own_teacher_are_the_default(
+def test_soft_labels_and_the_sets_teacher_are_the_default(
     run: RunResult, share: Path, bare: Path
 ) -> None:
-    made = student_of_set(share, LINEAR, BRIEF)
+    default = student_of_set(share, LINEAR, BRIEF)
     plain = student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
     of_run = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
-    assert (made.labels, made.taught) == ("soft", True)
+    assert (default.labels, default.taught) == ("soft", True)
     assert (plain.labels, plain.taught) == ("hard", False)
     assert of_run.taught
-    for name, value in made.network.state_dict().items():
+    for name, value in default.network.state_dict().items():
         torch.testing.assert_close(value, of_run.network.state_dict()[name])
         assert not torch.equal(value, plain.network.state_dict()[name])
 
 
-def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: Path) -> None:
-    """Catches: a student of wrong labels, or one whose file is another network's."""
-    made = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
-    test = real_images(made.synthetic.spec, dataset="digits")
+def test_students_learn_from_the_set_and_are_saved(share: Path, tmp_path: Path) -> None:
+    """Regression: a student learns wrong labels, or its file has another network."""
+    trained = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
+    test = real_images(trained.synthetic.spec, dataset="digits")
     assert test is not None
-    assert test.spec.mean == made.synthetic.spec.mean  # normalised as the student's images were
-    assert made.accuracy_on(test) > 0.6  # a tenth by chance
-    made.save(tmp_path / "deep" / "student.safetensors")
-    again = load_model(tmp_path / "deep" / "student.safetensors")
-    images = made.synthetic.normalised()[:5]
+    assert test.spec.mean == trained.synthetic.spec.mean  # normalised as the student's images were
+    assert trained.accuracy_on(test) > 0.6  # a tenth by chance
+    trained.save(tmp_path / "deep" / "student.safetensors")
+    loaded = load_model(tmp_path / "deep" / "student.safetensors")
+    images = trained.synthetic.normalised()[:5]
     with torch.no_grad():
-        torch.testing.assert_close(again(images), made.network(images))
+        torch.testing.assert_close(loaded(images), trained.network(images))
     for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
         with pytest.raises(OutputError, match="inside a synthetic set"):
-            made.save(share / name)
+            trained.save(share / name)
     with pytest.raises(OutputError, match="is a folder"):
-        made.save(tmp_path)
+        trained.save(tmp_path)
 
 
-def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> None:
-    """Catches: labels of garments for digits, from a model that takes images of the same shape."""
+def test_teachers_of_other_images_are_refused(share: Path, tmp_path: Path) -> None:
+    """Regression: a model of garments of the same shape labels digits."""
     digits = load_synthetic(share).spec
     teacher = tmp_path / "teacher.safetensors"
 
     def student(**other: Any) -> Student:
-        of = Architecture(replace(digits, name="others", **other), LINEAR)
-        write_model(teacher, of.network(), of)
+        architecture = Architecture(replace(digits, name="others", **other), LINEAR)
+        write_model(teacher, architecture.network(), architecture)
         return student_of_set(share, LINEAR, BRIEF, teacher=teacher)
 
     assert student().taught
@@ -225,9 +225,7 @@ def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> No
             student(**other)
 
 
-def test_labels_teachers_and_images_that_do_not_fit_are_refused(
-    share: Path, tmp_path: Path
-) -> None:
+def test_unusable_labels_teachers_and_images_are_refused(share: Path, tmp_path: Path) -> None:
     spec = load_synthetic(share).spec
     assert real_images(spec) is None
     scans = make_image_folder(tmp_path / "scans", ("a",), per_class=3)
@@ -241,12 +239,12 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
         (SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
         (DataError, "does not have", images, {"folder": scans}),
     ]
-    for error, words, call, arguments in cases:
-        with pytest.raises(error, match=words):
+    for error, message, call, arguments in cases:
+        with pytest.raises(error, match=message):
             call(**arguments)
 
 
-class Mine(torch.nn.Sequential):
+class CustomNetwork(torch.nn.Sequential):
     """A user's own network."""
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
@@ -254,47 +252,47 @@ class Mine(torch.nn.Sequential):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
 
 
-def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
+def test_guarantee_holds_only_without_other_private_inputs(
     run: RunResult, share: Path, tmp_path: Path
 ) -> None:
-    """Catches: the set's ε claimed of a network that learned from an unprotected run's model, or
-    began with weights that were trained on private data before."""
+    """Regression: a network claims the set's ε after learning from an unprotected run's model or from
+    initial weights that were trained on private data."""
     settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
     folder = simulate(settings, output=tmp_path / "open", quiet=True).folder
     assert folder is not None
-    set_too = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
+    open_set = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
     no_copies = StudentSettings(steps=2, views=0)
-    for teacher, model, how, holds in (
+    for teacher, model, training, holds in (
         ("auto", LINEAR, BRIEF, True),
         ("none", LINEAR, BRIEF, True),
         (str(run.folder), LINEAR, BRIEF, False),
         (str(folder), LINEAR, BRIEF, False),
-        (str(set_too), LINEAR, BRIEF, False),
+        (str(open_set), LINEAR, BRIEF, False),
         (str(share), LINEAR, BRIEF, True),
         (f"{share}/model.safetensors", LINEAR, BRIEF, True),
         (load_model(folder), LINEAR, BRIEF, False),
         (str(folder), LINEAR, no_copies, True),  # it has nothing to label
-        ("auto", Mine, BRIEF, True),
-        ("auto", Mine((1, 8, 8), 10), BRIEF, False),
+        ("auto", CustomNetwork, BRIEF, True),
+        ("auto", CustomNetwork((1, 8, 8), 10), BRIEF, False),
     ):
-        made = student_of_set(share, model, how, teacher=teacher)
-        assert made.guaranteed is holds, (teacher, model)
-        assert made.taught is (teacher != "none" and how is BRIEF)
+        trained = student_of_set(share, model, training, teacher=teacher)
+        assert trained.guaranteed is holds, (teacher, model)
+        assert trained.taught is (teacher != "none" and training is BRIEF)
         if model is not LINEAR:
-            assert isinstance(made.network, Mine)
+            assert isinstance(trained.network, CustomNetwork)
             continue
-        made.save(tmp_path / "made.safetensors")
+        trained.save(tmp_path / "made.safetensors")
         stated = json.loads(metadata(tmp_path / "made.safetensors")["epsilon"])
-        assert stated == (made.synthetic.epsilon if holds else None)
+        assert stated == (trained.synthetic.epsilon if holds else None)
 
 
-def test_a_set_without_soft_labels_has_none_to_learn(tmp_path: Path) -> None:
+def test_sets_without_soft_labels_give_hard_label_students(tmp_path: Path) -> None:
     method = {"ipc": 1, "iterations": 1, "server_epochs": 1}
     model = {"width": 4, "depth": 2}
-    given = {"run": {"rounds": 1}, "method": method, "model": model, "privacy": {"epsilon": 8.0}}
+    sections = {"run": {"rounds": 1}, "method": method, "model": model, "privacy": {"epsilon": 8.0}}
     out = tmp_path / "share"
-    synthesize(owner_settings(given), out, runs=tmp_path / "runs", with_model=True)
-    made = student_of_set(out, LINEAR, BRIEF)
-    assert (made.labels, made.taught) == ("hard", False)  # its model was trained on these images
+    synthesize(owner_settings(sections), out, runs=tmp_path / "runs", with_model=True)
+    trained = student_of_set(out, LINEAR, BRIEF)
+    assert (trained.labels, trained.taught) == ("hard", False)  # its model has seen these images
     with pytest.raises(SettingError, match="no soft labels"):
         student_of_set(out, LINEAR, BRIEF, labels="soft")
