@@ -10,9 +10,12 @@ The server averages V_k and R_k over the clients that have examples of a class (
 server then trains the global model on the union of all synthetic sets, with the cross-entropy plus
 λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
 
-V is averaged from the uploads of one round and used in the next one, because App. C counts a single
-upload of S, V and R in each round. Round 1 therefore has no collaborative term. With
-`knowledge_from="first-phase"`, V is exchanged before the condensation of the same round.
+Three defaults differ from the printed equations. V is averaged from the uploads of one round and
+used in the next one, because App. C counts a single upload of S, V and R in a round. Round 1 has
+therefore no collaborative term (`knowledge_from="first-phase"` exchanges V first, and only then are
+`first_step` and `first_aggregate` called). T of Eq. 13 is computed from each minibatch and not from
+all images (`server_matching`). F is a multiple of ‖u − v‖, which sliced Wasserstein is in
+expectation (`distance`).
 
 With differential privacy, the images are matched by the mechanism `residual`. V is computed from a
 noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Batch norm
@@ -110,10 +113,8 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> list[dict[str, Tensor]]:
-        """Computes the mean logits V_k of each class under the model w_r, for each client (Eq. 5).
-
-        Each entry has V_k [C, C] as "logits", and as "present" a mask [C] of the client's classes.
-        """
+        """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
+        "present"."""
         if all("logits" in memory for memory in memories):  # released in the first phase
             return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
         C = context.spec.classes
@@ -136,10 +137,8 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients into synthetic images.
-
-        S [pairs, ipc, channels, H, W] contains the synthetic images of all (client, class) pairs.
-        """
+        """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
+        all (client, class) pairs."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = start_images(
@@ -177,11 +176,7 @@ class FedAF(FedAFSettings):
     def _upload(
         self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
     ) -> CondensedSet:
-        """Returns the upload of a client: the images S_k, the mean logits V_k and the soft labels
-        R_k.
-
-        The images are uint8 pixels. R_k is softmax(V_k/τ) (Eq. 11).
-        """
+        """Returns the upload of a client: S_k as uint8 pixels, V_k and R_k (Eq. 11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -191,10 +186,7 @@ class FedAF(FedAFSettings):
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the matching loss of the condensation, which gives ∇_S L_DM (Eq. 4).
-
-        It compares embeddings only, without logits.
-        """
+        """Returns the matching loss of embeddings, without logits, which gives ∇_S L_DM (Eq. 4)."""
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
@@ -267,9 +259,8 @@ def resampled(
 ) -> Iterator[nn.Module]:
     """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
-    w̃ is newly initialised by the `reset_parameters` method of each layer. All clients use the same
-    random draws, which repeat after `period` networks. The function yields the same network object
-    each time, with different weights; w_r is copied.
+    Each layer's `reset_parameters` initialises w̃ anew. All clients use the same random draws, which
+    repeat after `period` networks. The same network object is yielded each time; w_r is copied.
     """
     network = FlatNetwork(w_r, context.device)
     network.module.eval()
@@ -295,8 +286,7 @@ def averaged(
     The average for a class is over the clients that have examples of this class.
 
     The paper divides by the number of all clients, K, but Eq. 5 is undefined for a client without
-    examples of the class. If no client of the round has a class, V keeps its value from an earlier
-    round for this class.
+    examples of the class. If no client of the round has a class, its row of V is kept.
 
     `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C]
     of the classes for which R is defined.

@@ -4,13 +4,13 @@
 The code follows Algorithm 1, and the comments name its lines. In ClientUpdate (lines 10 to 19),
 each of T iterations draws a network w ~ P_w(w_r) and batches of real images, and moves the
 synthetic images down the gradient of Σ_c L_c (Eq. 9). The server (lines 2 to 8) trains w from w_r
-on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ after every step (Eqs. 3, 10
-and 23).
+on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10 and 23). It does
+so after every step; the paper does not say when.
 
-With differential privacy, the images start from noise, and a mechanism of
-`fedsynth.synthesizer.condensation.private_matchers` replaces the gradient of lines 13 to 17.
-`residual` and `gradient` are charged for T releases in a round, `features` for M releases and for
-the class counts. `paper` adds the noise of lines 15 to 17 as printed, which gives no guarantee.
+With differential privacy, a mechanism of `fedsynth.synthesizer.condensation.private_matchers`
+replaces the gradient of lines 13 to 17, and the images start from noise. `residual` and `gradient`
+are charged for T releases in a round, `features` for M releases and for the class counts. `paper`
+starts from real images, clips (line 16) and adds noise (line 17) as printed, without a guarantee.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class FedDM(CondensingMethod, TrainsInBall):
             "source": "FedDM (arXiv 2207.09653), Sec. 4.4: σ ≥ sqrt(2 log(1/δ)/ε)",
             "published": f"ε = {2 * math.log(1 / delta) / sigma**2:.3g}",
             "why it differs": (
-                "the formula counts neither steps nor rounds, and its conditions (Poisson "
-                "sampling, Tq² ≤ ε/2) are not met"
+                "the formula counts neither steps nor rounds, and its condition Tq² ≤ ε/2 does not "
+                "hold for usual numbers of steps T"
             ),
         }
 

@@ -7,8 +7,8 @@ model once and computes nothing else.
 
 The server first measures how well each client's model can teach each class, which gives the matrix
 U [C, m] (model stratification, Eqs. 1 to 3). The normalised rows of U weight the clients for a
-given class, and the normalised columns weight the classes of a given client (Eqs. 4 to 7, and the
-setting `columns`). These weights define the ensemble P. In each epoch, a generator is trained
+given class. The row shares, normalised once more by column, weight the classes of a given client
+(Eqs. 4 to 7). As printed, Eq. 6 normalises the columns of U itself, see the setting `columns`. These weights define the ensemble P. In each epoch, a generator is trained
 against P (Eqs. 8 to 16). The student is then trained with the loss KL(P, F_g) + β·CE(F_g, argmax P)
 (Eqs. 17 to 19) on the images of all steps of the generator (Sec. 2), although Algorithm 1 prints
 one update in each epoch. U is saved in the run folder.
@@ -49,8 +49,8 @@ class FedHydra(DataFreeEnsembleDistillation):
 
     The weights measure how well each client's model can teach the class.
 
-    The defaults are those of the paper. The following settings come in addition to those of
-    `DataFreeEnsembleDistillation`.
+    The defaults are those of the paper, unless a setting below says otherwise. The settings come in
+    addition to those of `DataFreeEnsembleDistillation`.
 
     Args:
         aggregation: how the server combines the clients' logits. "stratified" is the paper's SA.
@@ -58,19 +58,20 @@ class FedHydra(DataFreeEnsembleDistillation):
             the clients for the requested class (Ū_r), but not the classes of a client (Ū_c). This
             variant is not in the paper and shows the effect of Ū_c.
         columns: what Ū_c normalises. "in-place" normalises the row shares, and "raw" normalises U
-            itself, as Eq. 6 is printed (`stratified_weights`). The values in Fig. 6 of the paper
-            can only be row shares, and with "raw" the ensemble P assigns most real images to a
-            wrong class (docs/results.md).
+            itself, as Eq. 6 is printed. The paper's text says that the rows are normalised first
+            and the columns then (`stratified_weights`). docs/results.md compares both.
         outputs: which outputs of a client SA weights. "logits" is the word in the paper, and
             "probabilities" is the alternative.
         lessons: what the student learns. "ensemble" is P, which depends on the requested class.
             "average" is the unweighted mean of the clients' logits on the images of P's generator.
             This option is not in the paper. It separates the effect of P on the generator from the
             effect of P on the student.
-        stratification_steps: number of training steps of the generator of each (class, client) pair
-            in model stratification, as explained in `pair_losses`.
+        stratification_steps: T_G of Algorithm 2, the number of training steps of the generator of
+            each (class, client) pair. All pairs start from the same generator and use the same
+            noise, whereas Algorithm 2 draws both anew for each pair.
         stratification_batch: number of generated images in a step of model stratification.
-        stratification_lr: learning rate of the generators in model stratification.
+        stratification_lr: learning rate of the generators in model stratification. The paper has
+            0.001 for all generators (`pair_losses` gives the reason for the default).
         stratification_floor: smallest denominator in Eq. 2. It is not in the paper.
 
     >>> from fedsynth import resolve, simulate
@@ -88,7 +89,7 @@ class FedHydra(DataFreeEnsembleDistillation):
     )
     reference = (
         "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "
-        "Federated Learning, Eqs. 2 to 19"
+        "Federated Learning, Eqs. 1 to 19"
     )
     presets: ClassVar[Presets] = {
         "digits": {"stratification_steps": 15, "stratification_batch": 16}

@@ -3,7 +3,8 @@ other data (Zhou et al. 2023, arXiv 2207.10447).
 
 On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
 client. ACA, the model w, is the average over the active clients of the round. OCA, the model ŵ, is
-the average over all models in the cache. Both averages are weighted by n_k. Active clients receive
+the average over the models in the cache of all clients that have taken part. With `oca="all"`, it
+includes w⁰ for the other clients, as in Algorithm 1. Both averages are weighted by n_k. Active clients receive
 both models: they start from w, and ŵ is the teacher.
 
 On a client (T2, global-local knowledge fusion), each local batch takes two steps. The first step
@@ -87,10 +88,10 @@ class FedKF(TrainsLocally):
         teacher: the model that is distilled on the clients. "oca" is OCA. "aca" is ACA, which is
             FedKF⁻ and halves the size of the message to the clients.
         distillation: γ, the weight of L_KL in the loss of the client's model.
-        one_hot_weight: λ1, the weight of the one-hot loss of the generator. The loss is scaled as
-            in the official code (`synthesizer/distillation/losses.py`).
-        activation_weight: λ2, the weight of the activation loss of the generator. The loss is
-            scaled as in the official code. The features are the inputs of the classifier, whereas
+        one_hot_weight: λ1, the weight of the one-hot loss L_OH (Eq. 2) of the generator. L_IE
+            (Eq. 3) has weight 1 and is divided by log C, as in the official code.
+        activation_weight: λ2, the weight of the activation loss L_A of the generator. L_A is a mean
+            in place of the norm ‖·‖₁, as in the official code. The features are the inputs of the classifier, whereas
             the official LeNet-5 takes them one layer earlier.
         use_kl: whether the generator also seeks images on which the local model differs from the
             teacher. Its loss is then reduced by γ·KL. This is not in the paper. The official code
@@ -102,7 +103,8 @@ class FedKF(TrainsLocally):
         generator_width: half the number of channels in the widest layer of the generator. The
             default is that of DAFL.
         plain_rounds: number of rounds at the start that train on the cross-entropy only, because
-            the teacher is still the untrained w⁰. The official code has one such round.
+            the teacher is still the untrained w⁰. The official code has one such round, and
+            Algorithm 1 has none.
 
     >>> from fedsynth import resolve, simulate
     >>> run = {"method": "fedkf", "rounds": 2, "participation": 0.4}

