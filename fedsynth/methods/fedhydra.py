@@ -8,10 +8,11 @@ model once and computes nothing else.
 The server first measures how well each client's model can teach each class, which gives the matrix
 U [C, m] (model stratification, Eqs. 1 to 3). The normalised rows of U weight the clients for a
 given class. The row shares, normalised once more by column, weight the classes of a given client
-(Eqs. 4 to 7). As printed, Eq. 6 normalises the columns of U itself, see the setting `columns`. These weights define the ensemble P. In each epoch, a generator is trained
-against P (Eqs. 8 to 16). The student is then trained with the loss KL(P, F_g) + β·CE(F_g, argmax P)
-(Eqs. 17 to 19) on the images of all steps of the generator (Sec. 2), although Algorithm 1 prints
-one update in each epoch. U is saved in the run folder.
+(Eqs. 4 to 7). As printed, Eq. 6 normalises the columns of U itself, see the setting `columns`.
+These weights define the ensemble P. In each epoch, a generator is trained against P (Eqs. 8 to 16).
+The student is then trained with the loss KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the
+images of all steps of the generator (Sec. 2), although Algorithm 1 prints one update in each epoch.
+U is saved in the run folder.
 """
 
 from __future__ import annotations
