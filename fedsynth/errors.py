@@ -126,7 +126,7 @@ def unknown_name(
     """Returns the error for a name that is not in `names`.
 
     Args:
-        kind: the kind of thing that the name stands for, such as "data set".
+        kind: the kind of thing that is named, such as "data set".
         name: the unknown name.
         names: the valid names. The error suggests similar names. If no name is similar, the error
             lists all names.

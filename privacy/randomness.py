@@ -76,7 +76,7 @@ def _fresh_generator() -> np.random.Generator:
 class SecretGenerator:
     """Draws a client's Gaussian noise and Poisson samples with a secret key.
 
-    Without the key, nobody can predict or recompute the draws.
+    The draws cannot be predicted or recomputed without the key.
 
     Args:
         four_sums: draw every Gaussian value as half the sum of four independent Gaussian values.

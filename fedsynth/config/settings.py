@@ -281,7 +281,7 @@ class RunSettings:
 
     @property
     def failures(self) -> Failures:
-        """The schedule that says which clients fail in a simulation, and in which rounds."""
+        """The schedule of the clients that fail in a simulation, and in which rounds."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:

@@ -41,7 +41,7 @@ class OptionalHooks:
         same_releases_every_round: whether every round makes all releases of `release_plans`. If
             False, `round_plans` selects the releases of a round, and all clients must take part in
             every round.
-        images_from: a text that says what a run needs in order to make synthetic images. Empty if
+        images_from: a text that states what a run needs in order to make synthetic images. Empty if
             the method makes none.
         learns_from_images: whether the run's model was trained on the images that the run exports.
         heterogeneous: whether clients may use other architectures than the server.
@@ -106,7 +106,7 @@ class OptionalHooks:
 
         The privacy cost is computed from the added noise of H clients.
 
-        If H is 1, each client is charged for the noise that it adds alone.
+        If H is 1, each client is charged for its own noise only.
 
         Args:
             clients: the number of clients K.

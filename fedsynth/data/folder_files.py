@@ -173,14 +173,14 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
         users = read_users(users_file)
         files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
     declared = np.isin(files.labels, list(classes))
-    known = files.users != ""
+    has_user = files.users != ""
     if not by_user:
-        known[:] = True
+        has_user[:] = True
         files = replace(files, users=_names(("",) * len(files.paths)))
     skipped = list(files.excluded)
-    for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~known)):
+    for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~has_user)):
         skipped += [Entry(kind, PurePosixPath(path)) for path in files.paths[rows]]
-    return replace(files.select(declared & known), excluded=tuple(skipped))
+    return replace(files.select(declared & has_user), excluded=tuple(skipped))
 
 
 def manifest_of(folder: Path) -> Path:

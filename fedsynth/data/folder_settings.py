@@ -105,7 +105,7 @@ class Declaration:
         ledger: the folder of the privacy ledgers for these images, or None if none is declared.
         person: the word for one person in the images, such as "patient".
         signed_by: the name of the person who checked the declaration, and the date. The string is
-            empty if nobody has signed it.
+            empty if it is not signed.
         path: the declaration file.
     """
 
@@ -143,11 +143,11 @@ def read_declaration(path: Path) -> Declaration:
         raise DataFilesCorruptError(reason) from None
     except FedsynthError as error:
         raise DataFilesCorruptError(f"{path} is not a valid declaration: {error}") from None
-    most = declared.sizes.most_images
-    if most < declared.sizes.images:
+    upper_bound = declared.sizes.most_images
+    if upper_bound < declared.sizes.images:
         raise DataFilesCorruptError(
             f"sizes.most_images in {path} must be at least sizes.images "
-            f"({declared.sizes.images}), got {most}"
+            f"({declared.sizes.images}), got {upper_bound}"
         )
     ledger = None
     if declared.privacy.ledger:
@@ -155,7 +155,9 @@ def read_declaration(path: Path) -> Declaration:
     signed_by = ""
     if declared.signed_off.by and declared.signed_off.date:
         signed_by = f"{declared.signed_off.by}, {declared.signed_off.date}"
-    return Declaration(spec, tuple(images.sites), most, ledger, images.person, signed_by, path)
+    return Declaration(
+        spec, tuple(images.sites), upper_bound, ledger, images.person, signed_by, path
+    )
 
 
 def require_signed(declaration: Declaration) -> None:

@@ -340,7 +340,7 @@ def record_digests(
     Args:
         data: the images and labels, on any device.
         positions: integers [N], the positions of the records.
-        key: up to 64 bytes. The key must be secret if nobody else may compute the hashes.
+        key: up to 64 bytes. Anyone who has the key can compute the hashes.
         size: the number of bytes of a hash, 1 to 64. With 16 bytes, two of 10⁶ records have the
             same hash with a probability of about 10⁻²⁷.
         labels: whether the hash depends on the label.

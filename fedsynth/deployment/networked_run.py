@@ -193,7 +193,7 @@ class NetworkedRun:
         server.
 
         If a client was asked for a step and never answered again, the client may have been charged,
-        and somebody may have seen its upload. The report must include this charge, so the function
+        and its upload may have been seen. The report must include this charge, so the function
         adds the charge.
         """
         plan = self.agreed.plan

@@ -147,7 +147,7 @@ class Policy:
     def describes_images(self) -> bool:
         """Returns True if the policy states the classes, height, width and channels of the images.
 
-        If so, the policy alone determines whether the images fit a run.
+        If so, only the policy determines whether the images fit a run.
         """
         return None not in (self.classes, self.height, self.width, self.channels)
 

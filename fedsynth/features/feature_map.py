@@ -81,7 +81,7 @@ class FeatureMap:
             sums are released. fedstats computes the centre of the features from such a sum.
         radius: R, a public constant in the same units: the approximate distance of an image's
             vector from the mean m of all vectors. fedstats clips (φ − m)/R to norm 1.
-        source: a text for the report that says where the two constants come from.
+        source: a text for the report that states the origin of the two constants.
         function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. It must be differentiable
             if images are synthesised from statistics.
         blocks: the sizes (channels, cells) of the matrices that make up a vector when they are

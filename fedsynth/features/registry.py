@@ -135,7 +135,7 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 
 
 def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
-    """Raises an error that says that no feature map has the given name.
+    """Raises the error for an unknown name of a feature map.
 
     If the name is `FILE.py:NAME@HASH`, the error states that this file must be registered again.
 

@@ -95,7 +95,7 @@ class SecureSum:
     Args:
         message: a message whose fields are the sums.
         clients: the indices of the clients whose uploads were summed, ascending.
-        placeholder: a message that stands for each single upload, which nobody has seen.
+        placeholder: a message in place of each single upload, which no party has seen.
     """
 
     message: Message

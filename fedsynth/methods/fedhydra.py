@@ -50,7 +50,7 @@ class FedHydra(DataFreeEnsembleDistillation):
 
     The weights measure how well each client's model can teach the class.
 
-    The defaults are those of the paper, unless a setting below says otherwise. The settings come in
+    The defaults are those of the paper, unless stated otherwise below. The settings come in
     addition to those of `DataFreeEnsembleDistillation`.
 
     Args:
@@ -59,7 +59,7 @@ class FedHydra(DataFreeEnsembleDistillation):
             the clients for the requested class (Ū_r), but not the classes of a client (Ū_c). This
             variant is not in the paper and shows the effect of Ū_c.
         columns: what Ū_c normalises. "in-place" normalises the row shares, and "raw" normalises U
-            itself, as Eq. 6 is printed. The paper's text says that the rows are normalised first
+            itself, as Eq. 6 is printed. According to the paper's text, the rows are normalised first
             and the columns then (`stratified_weights`). docs/results.md compares both.
         outputs: which outputs of a client SA weights. "logits" is the word in the paper, and
             "probabilities" is the alternative.
@@ -69,7 +69,7 @@ class FedHydra(DataFreeEnsembleDistillation):
             effect of P on the student.
         stratification_steps: T_G of Algorithm 2, the number of training steps of the generator of
             each (class, client) pair. All pairs start from the same generator and use the same
-            noise, whereas Algorithm 2 draws both anew for each pair.
+            noise, whereas Algorithm 2 draws both for each pair.
         stratification_batch: number of generated images in a step of model stratification.
         stratification_lr: learning rate of the generators in model stratification. The paper has
             0.001 for all generators (`pair_losses` gives the reason for the default).

@@ -128,7 +128,7 @@ class SharedStatistics(nn.Module):
 
 
 class GroupedBatchNorm(nn.Module):
-    """A batch norm that normalises each group of images by the statistics of this group alone.
+    """A batch norm that normalises each group of images by the statistics of this group only.
 
     The input is [N, C, H, W] or [N, C]. The affine parameters are shared with `layer`.
     """

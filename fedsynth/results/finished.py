@@ -232,7 +232,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
     """Returns the number at a dotted path in nested dictionaries.
 
-    The path "local.amp" stands for `values["local"]["amp"]`. Returns None if there is no number at
+    The path "local.amp" refers to `values["local"]["amp"]`. Returns None if there is no number at
     the path.
     """
     value: Any = values

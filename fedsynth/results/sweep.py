@@ -64,7 +64,7 @@ class SweepSettings:
     """The settings of a sweep.
 
     Args:
-        output: the folder for the runs. An empty string stands for sweeps/NAME, where NAME is that
+        output: the folder for the runs. An empty string means sweeps/NAME, where NAME is that
             of the sweep file.
         jobs: the maximum number of active runs.
     """

@@ -295,8 +295,8 @@ class AuditedSums(GaussianSumMechanism):
         full[:, self._directions.columns] = LENGTH * self._signed_clip * units
         rows = rows_ND.clone()
         rows[is_canary] = full.to(rows)
-        known = finite(rows[~is_canary])
-        clipped = known * shrinking(known, self._release.sensitivity)
+        ordinary = finite(rows[~is_canary])
+        clipped = ordinary * shrinking(ordinary, self._release.sensitivity)
         self._rest = self._rest.to(rows.device).index_add(0, groups_N[~is_canary], clipped)
         return rows, is_canary
 

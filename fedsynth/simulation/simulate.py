@@ -99,7 +99,7 @@ def simulate(
     Raises:
         FedsynthError, PrivacyError: an argument is invalid (before the run folder is created),
             training has diverged (DivergedError), or a run cannot be resumed (CheckpointError).
-        KeyboardInterrupt: the user interrupted the run. The observer is first told the progress and
+        KeyboardInterrupt: the user interrupted the run. The observer first receives the progress and
             the cost.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset

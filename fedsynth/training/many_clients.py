@@ -218,7 +218,7 @@ def _finish(
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
 ) -> None:
-    """Trains one learner alone for its remaining steps, and writes the weights into its model."""
+    """Trains a single learner for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
     load_flat(learner.model, flat)
     remaining = queue.take(queue.steps)

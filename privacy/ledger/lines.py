@@ -27,7 +27,7 @@ RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries tha
 
 @dataclass(frozen=True)
 class Lines:
-    """The content of a ledger file, as far as the file has been read.
+    """The content of a ledger file, up to the position that has been read.
 
     Attributes:
         client: the client's name. Empty before the header is read.

@@ -177,10 +177,10 @@ def per_example_gradients(
     for number in segment_N[segment_N >= 0].unique().tolist():
         images = synthetic_SICHW[number]
         number_M = torch.full((len(images),), number, device=device)
-        made, pull = features.vjp(images, number_M, exact=False)
+        features_MID, pull = features.vjp(images, number_M, exact=False)
         for rows in torch.nonzero(segment_N == number).flatten().split(at_once):
             rows = rows.to(device, non_blocking=True)
-            vectors = padded(derivative(made, u[rows]), at_once)
+            vectors = padded(derivative(features_MID, u[rows]), at_once)
             out[rows] = pull(vectors)[: len(rows)].flatten(1)
     return out
 

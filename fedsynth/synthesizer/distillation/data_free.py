@@ -32,7 +32,7 @@ class DataFreeDistiller:
     Args:
         teacher: a trained classifier. Its features are the output of `embed` if it has this method,
             and otherwise the input of its last linear layer.
-        images: the specification of the teacher's images. It may be the shape (C, H, W) alone if
+        images: the specification of the teacher's images. It may be only the shape (C, H, W) if
             the teacher's inputs are pixels in [0, 1].
         steps: the number of steps of the generator and of the student.
         batch: the number of images in a step. The paper does not state it.

@@ -119,7 +119,7 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
 
     where μ_l(x) and σ²_l(x) are the statistics of the batch at the layer's input, and μ_{k,l} and
     σ²_{k,l} are the layer's running statistics. Without such layers the loss is zero. FedHydra's
-    text says that the layers are the generator's, but they are the client models', as in DENSE.
+    text states that the layers are the generator's, but they are the client models', as in DENSE.
     """
     terms: list[Tensor] = []
 
