@@ -151,8 +151,8 @@ class BudgetEnforcer:
         for row in rows:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
-                    f"releases in the ledger of client {self.ledger.client!r} protect a {row.unit}, but "
-                    f"this run protects a {self.unit}. Set privacy.unit={row.unit}"
+                    f"the ledger of client {self.ledger.client!r} was charged with "
+                    f"privacy.unit={row.unit}, but this run has {self.unit}. Set the same unit"
                 )
 
 

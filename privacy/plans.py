@@ -231,7 +231,7 @@ class ReleaseBudget(Generic[S]):
         self.plan(name)
         if name not in self._unused:
             raise UnplannedReleaseError(
-                f"release {name!r} was already taken. A step can take each release once per round"
+                f"a step used release {name!r} twice in a round. It can use each release once"
             )
 
     def take(self, name: str) -> S:

@@ -76,9 +76,8 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
-            f"{path} must have at most {max_bytes:,} bytes of data, and as many as its header "
-            f"declares. The header declares {size:,} bytes, and the file has "
-            f"{len(content) - header:,}"
+            f"{path} must have the {size:,} bytes of data that its header declares (at most "
+            f"{max_bytes:,}), got {len(content) - header:,}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 

@@ -230,7 +230,7 @@ def _in_pixel_units(images_NCHW: Tensor, pixels: str, spec: DatasetSpec) -> Tens
     """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
     is_bytes = images_NCHW.dtype == torch.uint8
     if is_bytes != (pixels == BYTES) or not (is_bytes or images_NCHW.is_floating_point()):
-        raise ValueError(f"the images must have pixels of {pixels}, got {images_NCHW.dtype}")
+        raise ValueError(f"the images must be {pixels}, got {images_NCHW.dtype}")
     if is_bytes:
         return images_NCHW.float() / 255
     if pixels == NORMALISED:

@@ -127,7 +127,7 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the specification of {spec.name} must be the published specification")
+            raise DataError(f"the proposal must have the published specification of {spec.name}")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         data = replace(train, may_be_empty=True)

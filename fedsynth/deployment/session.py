@@ -263,8 +263,8 @@ class Session:
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the run's settings select other participants for round {question.round} than the "
-                "server's request"
+                f"the participants in the server's request for round {question.round} differ from "
+                "those that the run's settings select"
             )
         context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
         return replace(context, round=question.round, participants=participants)

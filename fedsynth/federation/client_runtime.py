@@ -286,7 +286,9 @@ class ClientRuntime:
             LedgerError: the ledger holds releases that protect another unit than this run.
         """
         if self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has already received the run terms")
+            raise RequestRefusedError(
+                f"client {self.number} has already received the terms of the run"
+            )
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
@@ -345,7 +347,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the terms yet.
         """
         if not self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has not received the run terms")
+            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Returns a refusal if the client cannot take part in the round, otherwise None.
@@ -391,7 +393,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the run terms.
         """
         if self.budget is None:
-            raise RequestRefusedError(f"client {self.number} has not received the run terms")
+            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
         if self._granted is None or not self.may_try_again(phase, context):
             try:
                 allowance = self.budget.charge(context, phase)

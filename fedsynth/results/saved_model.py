@@ -160,7 +160,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
-            raise OutputError("the images of the model have too many pixels or classes")
+            raise OutputError("the images or classes of the model exceed the limits of fedsynth")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)

@@ -452,7 +452,8 @@ def _owner_problems(
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
         raise PrivacyError(
-            f"the run has no client {number} or no round {rounds}, which {OWNER} names"
+            f"{OWNER} states client {number} and round {rounds}, but the run has no such client or "
+            "round"
         )
     if not run.networked or len(run.start.ledgers) != 1:
         raise PrivacyError("the report must be that of exactly one client of a run over a network")

@@ -241,8 +241,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method must sample from the {len(self._records)} records of the audited "
-                f"client, got {records}"
+                f"the method must sample from all {len(self._records)} records of the audited "
+                f"client, but sampled from {records} records"
             )
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -310,8 +310,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method must add all {len(self._canary_of_sampled)} sampled records, got "
-                f"{self._position}"
+                f"the method must add all {len(self._canary_of_sampled)} sampled records, but "
+                f"added {self._position}"
             )
         released = super().release()
         directions = self._directions

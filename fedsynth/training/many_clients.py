@@ -133,7 +133,7 @@ def train_together(
         comparable = replace(learner.settings, epochs=common.epochs, steps=common.steps)
         if comparable != common or common.radius is not None:
             raise ValueError(
-                "all learners must have the same batch size and optimiser, and no radius"
+                "all learners must have the same batch size, the same optimiser and no radius ρ"
             )
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
     steps_K = np.array([queue.steps for queue in queues])  # descending

@@ -80,7 +80,7 @@ def test_sampled_records_missing_from_the_sum_raise_errors() -> None:
     series = audited.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator())
     series.sample(37)
     series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
-    with pytest.raises(PrivacyError, match="all 37 sampled records, got 36"):
+    with pytest.raises(PrivacyError, match="all 37 sampled records, but added 36"):
         series.release()
 
 

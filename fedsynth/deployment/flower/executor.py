@@ -81,9 +81,11 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"a fedsynth message must have run and frames: {error!r:.80}") from None
+        raise MessageError(
+            f"a fedsynth message must have the entries 'run' and 'frames': {error!r:.80}"
+        ) from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("in a fedsynth message, run must be text and frames must be bytes")
+        raise MessageError("in a fedsynth message, 'run' must be text and 'frames' must be bytes")
     return run, frame
 
 
