@@ -89,7 +89,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("mnist", "MNIST/raw/train-images-idx3-ubyte"): [
         (b"", "is not an idx file of bytes"),
         (IMAGES[:-1], "15,680 bytes of data .*got 15,679"),
-        (IMAGES + b"x", "15,680 bytes.*has 15,681"),
+        (IMAGES + b"x", "15,680 bytes.*got 15,681"),
         (b"\x00\x00\x0d\x03" + IMAGES[4:], "is not an idx file of bytes"),
         (zeros(20) + b"padding of some length", "is not an idx file of bytes"),
         (zeros(20, 32, 32), r"cannot be used: .*got \[20, 1, 32, 32\]"),
