@@ -131,7 +131,7 @@ def test_joint_training_needs_equal_settings() -> None:
         lambda k: SgdSettings(1, 5 + k, MomentumSgd(0.1)),
         lambda k: SgdSettings(1, 5, MomentumSgd(0.1), radius=1.0),
     ):
-        with pytest.raises(ValueError, match="must have the same batch size and optimiser"):
+        with pytest.raises(ValueError, match="must have the same batch size, the same optimiser"):
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
     client = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
     fields = (client.model, client.examples, client.settings, client.generator)
