@@ -109,7 +109,7 @@ def test_impossible_plans_are_rejected() -> None:
     run = settings(noise_multiplier=1.0)
     with pytest.raises(UnaccountedReleaseError, match="cannot be guaranteed"):
         plan_of(settings(epsilon=8.0), histories_of((), (LEAK,), ()))
-    with pytest.raises(LedgerError, match="charged with privacy.unit=user"):
+    with pytest.raises(LedgerError, match=r"charged with privacy\.unit=user"):
         plan_of(run, histories_of((), (replace(SPENT, unit=USER),), ()))
     with pytest.raises(BudgetExceededError, match="exhausted"):
         plan_of(settings(epsilon=0.1), histories_of((SPENT,) * 3, (), ()))

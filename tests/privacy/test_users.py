@@ -180,5 +180,5 @@ def test_ledger_has_single_unit() -> None:
         BudgetEnforcer(ledger, 1e-5, None)
     record_enforcer = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
     record_enforcer.ledger.charge(replace(release(), unit=USER))  # by another process
-    with pytest.raises(LedgerError, match="charged with privacy.unit=user"):
+    with pytest.raises(LedgerError, match=r"charged with privacy\.unit=user"):
         record_enforcer.charge(release())
