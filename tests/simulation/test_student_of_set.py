@@ -111,7 +111,11 @@ def test_exported_models_give_the_logits_of_the_run(
         ("settings", '{"method": {"features": "nosuch"}}', "cannot be used"),
         ("settings", "{", "cannot be used"),
         ("spec", '{"name": [1]}', "cannot be used"),
-        ("spec", {"width": 100_000, "height": 100_000}, "exceed the limits"),  # of a file of a kilobyte
+        (
+            "spec",
+            {"width": 100_000, "height": 100_000},
+            "exceed the limits",
+        ),  # of a file of a kilobyte
         ("spec", {"width": 20_000}, "parameters"),
         ("logits", '"x"', "cannot be used"),
     ],
