@@ -1,5 +1,5 @@
-"""Cost of privacy: FedDM's private steps compared with the step without privacy and with a loop over
-examples (library/reference.py).
+"""Cost of privacy: FedDM's private steps compared with the step without privacy and with a loop
+over examples (library/reference.py).
 
     python benchmarks/dp_step.py [--quick] [--device cuda]
 

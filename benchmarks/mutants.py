@@ -3,9 +3,9 @@
     python benchmarks/mutants.py run [COMMIT]
 
 Each fault of mutants.csv changes a token or drops a statement in a function, and is recorded as its
-line, so that it can be placed again where the code has moved. `draw` of
-`git show 8888f1fc:benchmarks/mutants.py` drew them at 43a92f19, with SEED = 43; of the first list,
-with SEED = 42, the code of half the lines had been rewritten. `run` places each one in a clone of a commit,
+line, so that it can be placed again where the code has moved. `draw` of `git show
+8888f1fc:benchmarks/mutants.py` drew them at 43a92f19, with SEED = 43; of the first list, with SEED
+= 42, the code of half the lines had been rewritten. `run` places each one in a clone of a commit,
 runs the test files of its group and appends a row to results/mutants.jsonl: killed (by which test),
 survived, or gone (the line no longer exists). A further call resumes.
 """

@@ -1,4 +1,5 @@
-"""The commands `fedsynth methods`, `distill`, `data describe`, `synthesize`, `export` and `student`.
+"""The commands `fedsynth methods`, `distill`, `data describe`, `synthesize`, `export` and
+`student`.
 
 These commands describe methods and custom images, make synthetic images for release, and train
 networks without private images.
@@ -192,7 +193,8 @@ data_app = Application(
 
 @data_app.callback()
 def _data() -> None:
-    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`."""
+    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`.
+    """
 
 
 @data_app.command()

@@ -1,4 +1,5 @@
-"""Defines the shell cells of the tutorials. Each tutorial's kernel runs this file first (see conf.py).
+"""Defines the shell cells of the tutorials. Each tutorial's kernel runs this file first (see
+conf.py).
 
 The output of a shell cell is one text without colours. A command that fails ends the build.
 """

@@ -40,7 +40,9 @@ NAMES = {  # ε and α of a row
 
 
 class Candidate(NamedTuple):
-    """Settings with which DP-FedAvg trains a linear model on features: a pass over the data a round."""
+    """Settings with which DP-FedAvg trains a linear model on features: a pass over the data a
+    round.
+    """
 
     rate: float
     """Of Poisson sampling, q: 1 is one step a round on all records, without momentum; below, 1/q

@@ -1,4 +1,5 @@
-"""The renderer of tables: a pivot of rows, each cell determined by its row's and its column's fields.
+"""The renderer of tables: a pivot of rows, each cell determined by its row's and its column's
+fields.
 
 A table declares two axes. An axis is a list of (label, fields). A cell has the fields of its table,
 its column and its row, a later one replacing an earlier one:

@@ -31,7 +31,7 @@ def active_clients(clients: int, share: float) -> int:
 class Participation:
     """Selects the clients that take part in each round, at random from the seed of the run.
 
-    Each round has m = max(1, round(C·K)) clients. Everybody may know the selected clients, so the
+    Each round has m = max(1, round(C·K)) clients. The selected clients are public, so the
     selection does not amplify privacy: a client's ε counts each round in which the client takes
     part. Draws in proportion to size (FedProx) reveal n_k and are therefore refused with
     differential privacy.

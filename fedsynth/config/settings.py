@@ -124,7 +124,8 @@ class RunSettings:
         dataset: name of the data set.
         data_root: folder of the data sets (default: the environment variable FEDSYNTH_DATA).
         rounds: number of communication rounds.
-        seed: seed of all random numbers except those for privacy (noise, and masks that sample records).
+        seed: seed of all random numbers except those for privacy (noise, and masks that sample
+            records).
         device: "auto" (CUDA if it is available), "cpu" or "cuda".
         precision: number format of the most expensive network computations, "fp32" or "bf16". With
             "bf16", bfloat16 is used in condensation, where networks process real images (including

@@ -85,8 +85,8 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
 def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
     """Reads a file of SVHN, and returns images uint8 [N, 3, 32, 32] and labels int64 [N].
 
-    The file stores the images as X [32, 32, 3, N] and the labels as y [N, 1], in which 10 stands
-    for the digit 0. SciPy reads the file only if its hash is the published hash, because SciPy
+    The file stores the images as X [32, 32, 3, N] and the labels as y [N, 1], in which 10 is
+    the digit 0. SciPy reads the file only if its hash is the published hash, because SciPy
     crashes on some damaged files.
 
     Raises:

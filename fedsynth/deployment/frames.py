@@ -1,4 +1,5 @@
-"""The frames that a server and a data owner's node exchange, and the server's connection to the nodes.
+"""The frames that a server and a data owner's node exchange, and the server's connection to the
+nodes.
 
 A frame is a JSON header, preceded by its length (8 bytes, little-endian). In requests and replies,
 one packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and

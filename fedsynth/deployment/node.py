@@ -1,4 +1,5 @@
-"""A data owner's node, which answers a server's messages within the owner's policy and privacy budget.
+"""A data owner's node, which answers a server's messages within the owner's policy and privacy
+budget.
 
 A server proposes a run when it asks the client to join. The node shows its owner the planned
 releases and their cost, and joins if the owner allows the run. From then on the client uses the

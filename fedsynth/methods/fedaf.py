@@ -259,7 +259,7 @@ def resampled(
 ) -> Iterator[nn.Module]:
     """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
-    Each layer's `reset_parameters` initialises w̃ again. All clients use the same random draws, which
+    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
     repeat after `period` networks. The same network object is yielded each time; w_r is copied.
     """
     network = FlatNetwork(w_r, context.device)

@@ -59,8 +59,8 @@ class FedHydra(DataFreeEnsembleDistillation):
             the clients for the requested class (Ū_r), but not the classes of a client (Ū_c). This
             variant is not in the paper and shows the effect of Ū_c.
         columns: what Ū_c normalises. "in-place" normalises the row shares, and "raw" normalises U
-            itself, as Eq. 6 is printed. According to the paper's text, the rows are normalised first
-            and the columns then (`stratified_weights`). docs/results.md compares both.
+            itself, as Eq. 6 is printed. According to the paper's text, the rows are normalised
+            first and the columns then (`stratified_weights`). docs/results.md compares both.
         outputs: which outputs of a client SA weights. "logits" is the word in the paper, and
             "probabilities" is the alternative.
         lessons: what the student learns. "ensemble" is P, which depends on the requested class.

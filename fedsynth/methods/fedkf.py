@@ -4,8 +4,8 @@ other data (Zhou et al. 2023, arXiv 2207.10447).
 On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
 client. ACA, the model w, is the average over the active clients of the round. OCA, the model ŵ, is
 the average over the models in the cache of all clients that have taken part. With `oca="all"`, it
-includes w⁰ for the other clients, as in Algorithm 1. Both averages are weighted by n_k. Active clients receive
-both models: they start from w, and ŵ is the teacher.
+includes w⁰ for the other clients, as in Algorithm 1. Both averages are weighted by n_k. Active
+clients receive both models: they start from w, and ŵ is the teacher.
 
 On a client (T2, global-local knowledge fusion), each local batch takes two steps. The first step
 updates the client's generator g(θ_k; ·) down the gradient of L_G (Eq. 5). The second step updates
@@ -91,8 +91,8 @@ class FedKF(TrainsLocally):
         one_hot_weight: λ1, the weight of the one-hot loss L_OH (Eq. 2) of the generator. L_IE
             (Eq. 3) has weight 1 and is divided by log C, as in the official code.
         activation_weight: λ2, the weight of the activation loss L_A of the generator. L_A is a mean
-            in place of the norm ‖·‖₁, as in the official code. The features are the inputs of the classifier, whereas
-            the official LeNet-5 takes them one layer earlier.
+            in place of the norm ‖·‖₁, as in the official code. The features are the inputs of the
+            classifier, whereas the official LeNet-5 takes them one layer earlier.
         use_kl: whether the generator also seeks images on which the local model differs from the
             teacher. Its loss is then reduced by γ·KL. This is not in the paper. The official code
             does so on CIFAR, but not on EMNIST.

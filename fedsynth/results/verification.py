@@ -190,7 +190,8 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if an event may have happened which states that a client did not send its ledger.
+    """Returns True if an event may have happened which states that a client did not send its
+    ledger.
 
     It may have happened if the client did not answer in the rounds of the event, or if these rounds
     were interrupted.
@@ -379,7 +380,8 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
 def _model_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
+    """Returns a problem for each tensor in the model file that does not fit the run's architecture.
+    """
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(run_folder.MODEL, expected, _shapes(tensors))
 

@@ -99,8 +99,8 @@ def simulate(
     Raises:
         FedsynthError, PrivacyError: an argument is invalid (before the run folder is created),
             training has diverged (DivergedError), or a run cannot be resumed (CheckpointError).
-        KeyboardInterrupt: the user interrupted the run. The observer first receives the progress and
-            the cost.
+        KeyboardInterrupt: the user interrupted the run. The observer first receives the progress
+            and the cost.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)

@@ -43,7 +43,7 @@ class Augmentation:
 
     Args:
         gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
-            stands for 1 in every channel, which is the value for clients with equal statistics.
+            means 1 in every channel, which is the value for clients with equal statistics.
         probability: probability with which a batch is augmented.
         coin: CPU generator that decides whether a batch is augmented.
         noise: generator of the resampled statistics, on the device of the features.

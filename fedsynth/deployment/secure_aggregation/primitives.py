@@ -1,5 +1,5 @@
-"""The building blocks of secure sums: fixed-point numbers, secret sharing, the keys that two clients
-share, and the messages.
+"""The building blocks of secure sums: fixed-point numbers, secret sharing, the keys that two
+clients share, and the messages.
 
 Two clients share secrets that the server does not know. From these secrets they derive masks, and
 keys that encrypt the messages that the server passes on between them.

@@ -4,8 +4,8 @@ Server and client both derive the encoding and the parameters from the run's set
 accepts them from the other.
 
 If a release has noise to which several clients contribute, its values are already on a grid
-(`fedsynth.privacy.randomness`), so that their encoding is exact. Without differential privacy, a field is
-rounded to the finest grid that fits its range.
+(`fedsynth.privacy.randomness`), so that their encoding is exact. Without differential privacy, a
+field is rounded to the finest grid that fits its range.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class UploadLayout:
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
-    """Stands for an upload that the server has seen only with masks.
+    """A placeholder for an upload that the server has seen only with masks.
 
     The object contains the length of the vector, from which the server computes the data volume of
     a round.
