@@ -209,8 +209,7 @@ def with_own_code(chosen: Sections) -> Sections:
 
 
 def _register(section: str, key: str, value: str) -> str:
-    """Registers the method, model or feature map that a file defines. Returns its name in settings.
-    """
+    """Registers the method, model or feature map that a file defines. Returns its name in settings."""
     if key == "method":
         from fedsynth.methods import register_method
         from fedsynth.own_code import load_own

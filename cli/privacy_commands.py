@@ -349,8 +349,7 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
 
 
 def _warn(plans: list[MechanismCosts]) -> None:
-    """Prints a note for each plan whose ε exceeds the privacy budget, and a warning if ε is large.
-    """
+    """Prints a note for each plan whose ε exceeds the privacy budget, and a warning if ε is large."""
     for p in plans:
         rounds, limit = list(p.epsilon), (p.target or math.inf) * (1 + 1e-9)
         # ε never decreases, and each value takes a composition: a binary search

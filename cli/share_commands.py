@@ -193,8 +193,7 @@ data_app = Application(
 
 @data_app.callback()
 def _data() -> None:
-    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`.
-    """
+    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`."""
 
 
 @data_app.command()

@@ -195,8 +195,7 @@ class Mirrored:
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the vectors [N, d] of images. An image and its mirror image have the same vector.
-        """
+        """Returns the vectors [N, d] of images. An image and its mirror image have the same vector."""
         return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
 
 

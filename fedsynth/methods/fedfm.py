@@ -286,8 +286,7 @@ class FedFM(TrainsLocally):
     def feature_sums(
         self, model: nn.Module, client: ClientGroup, context: RoundContext
     ) -> ClassSums:
-        """Computes the features of a client's examples with `model`, and adds them for each class.
-        """
+        """Computes the features of a client's examples with `model`, and adds them for each class."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
 

@@ -87,8 +87,7 @@ class PrivateRun:
 
     @cached_property
     def context(self) -> RoundContext:
-        """The context of the first round, which describes the run and the data set. It is public.
-        """
+        """The context of the first round, which describes the run and the data set. It is public."""
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property

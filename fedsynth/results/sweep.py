@@ -262,8 +262,7 @@ def _joined(values: Values, separator: str) -> str:
 
 
 def _key(values: Values, settings: RunSettings) -> str:
-    """Returns a readable folder name for a run. Runs with different settings have different names.
-    """
+    """Returns a readable folder name for a run. Runs with different settings have different names."""
     parts = []
     for name, value in values.items():
         prefix = "" if name == "method" else name.rpartition(".")[2]

@@ -380,8 +380,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
 def _model_problems(
     charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
-    """Returns a problem for each tensor in the model file that does not fit the run's architecture.
-    """
+    """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(run_folder.MODEL, expected, _shapes(tensors))
 
