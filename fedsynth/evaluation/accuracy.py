@@ -57,6 +57,17 @@ def correct(
 ) -> Tensor:
     """Returns a boolean tensor [N] that is true where `model` classifies an example correctly.
 
+    The arguments are those of `predict`.
+    """
+    labels = data.labels if among is None else data.labels[among.to(data.labels.device)]
+    return predict(model, data, batch, among=among).argmax(dim=1) == labels
+
+
+def predict(
+    model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
+) -> Tensor:
+    """Returns the logits [N, C] that `model` computes for examples.
+
     The model's training or evaluation mode is restored afterwards.
 
     Args:
@@ -72,12 +83,10 @@ def correct(
         among = torch.arange(len(data))
     indices = among.to(data.labels.device, non_blocking=True)
     logits = _logits_of(model, data, indices)
-    right = []
     with torch.no_grad():
-        for chunk in indices.split(batch):
-            right.append(logits(chunk).argmax(dim=1) == data.labels[chunk])
+        parts = [logits(chunk) for chunk in indices.split(batch)]
     model.train(mode)
-    return torch.cat(right)
+    return torch.cat(parts)
 
 
 def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:

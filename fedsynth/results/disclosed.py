@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedsynth.core.method import Method
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.server import RoundResult
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
@@ -23,11 +24,12 @@ from fedsynth.privacy.errors import UnaccountedReleaseError
 LOCAL = "local"  # the accuracies on the clients' own test splits
 PRIVATE_TEST = "private_test"  # the accuracies on a private test set
 COMMON = "common_model_accuracy"  # of the common model, if each client ends with a personal one
-ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")  # on the test set
+ON_TEST = ("test_accuracy", COMMON, *MEASURES, "domain_accuracy", "domain_average")
 MODELS = "models"  # the metrics of each variant of the method's model, by variant name
 LOST = "lost"  # the clients that did not answer, with the reasons
 REJECTED = "rejected"  # the clients whose uploads could not be used, with the reasons
 NOT_COUNTED = "not_counted"  # the number of usable uploads in a round that had too few
+CONFUSION = "confusion_matrix"  # in a summary: by true class (row) and predicted class
 SOURCES = "sources"  # in a summary: the files with the user's code
 
 Declared = Mapping[str, Disclosure]
@@ -46,6 +48,7 @@ ROW: Declared = {
     NOT_COUNTED: released("counted from those two", dict[str, str | int]),
     "test_accuracy": _ACCURACY,
     COMMON: _ACCURACY,
+    **dict.fromkeys(MEASURES, released(_ACCURACY.reason, SHARE | None)),
     "domain_accuracy": _DOMAINS,
     "domain_average": _ACCURACY,
     MODELS: released("separate rows, with the same privacy", dict[str, dict[str, Any]]),
@@ -60,11 +63,12 @@ ROW: Declared = {
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 """Keys that the metrics of one model variant may have."""
 _PLANNED_KEYS = ("method", "settings", "dataset", "seed", "test_data", "rounds")
-_ROW_KEYS = (COMMON, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
+_ROW_KEYS = (COMMON, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
 SUMMARY: Declared = {
     **dict.fromkeys((*_PLANNED_KEYS, "differential_privacy", SOURCES), _AS_PLANNED),
     **{key: ROW[key] for key in _ROW_KEYS},
     "test_accuracy": released(_ACCURACY.reason, SHARE | None),
+    CONFUSION: released(_ACCURACY.reason, list[list[COUNT]]),
     "upload_floats_per_round": _SIZE,
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),

@@ -44,7 +44,7 @@ MAX_LABEL = 36
 not counted.
 """
 NONE = "–"
-_SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
+_SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 
 class RunFolderError(FedsynthError):
@@ -79,6 +79,8 @@ class Summary(_Part):
     dataset: str | None = None
     rounds: Count | None = None
     test_accuracy: float | None = None
+    balanced_accuracy: float | None = None
+    auroc: float | None = None
     local: Local | None = None
     generator: dict[str, int | float] | None = None
     differential_privacy: Guarantee | None = None
@@ -337,6 +339,8 @@ def percent(value: float | None) -> str:
 
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("test_accuracy", percent),
+    "balanced": ("balanced_accuracy", percent),
+    "AUROC": ("auroc", percent),
     "AMP": ("local.amp", percent),
     "WLP": ("local.wlp", percent),
     "agreement": ("generator.agreement", percent),

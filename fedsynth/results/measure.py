@@ -16,9 +16,10 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
-from fedsynth.evaluation.accuracy import accuracy_by_domain, correct, local_metrics
+from fedsynth.evaluation.accuracy import accuracy_by_domain, local_metrics, predict
+from fedsynth.evaluation.classification import classification_measures, confusion_matrix
 from fedsynth.federation.protocol import Exchange
-from fedsynth.results.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
+from fedsynth.results.disclosed import COMMON, CONFUSION, LOCAL, MODELS, PRIVATE_TEST
 
 FINAL = "model"
 
@@ -72,25 +73,35 @@ class Measure:
         row = rows[same[0]] if same else rows.pop(FINAL)
         return {**row, MODELS: rows}
 
-    def final_accuracy(
+    def final_measures(
         self,
         metrics: Sequence[Mapping[str, Any]],
         state: ServerState,
         context: RoundContext,
         figures: Figures,
-    ) -> float | None:
-        """Returns the test accuracy after the last round.
+    ) -> dict[str, Any]:
+        """Returns the measures on the test set after the last round, and the confusion matrix.
 
-        The accuracy is measured now if the last round was not evaluated. Returns None if it cannot
-        be measured.
+        The model is measured now if the last round was not evaluated. The result is empty if it
+        cannot be measured.
         """
         if not metrics or self.test is None:
-            return None
+            return {}
         last: Mapping[str, Any] = metrics[-1]
         if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
-        accuracy: float | None = last.get(PRIVATE_TEST, last).get(self.accuracy_name)
-        return accuracy
+        measures = dict(last.get(PRIVATE_TEST, last))
+        if self.method.personal:
+            return measures
+        final = self.method.final_parameters(state)
+        count = partial(self._confusion, context, final, self.test)
+        return {**measures, **figures("confusion matrix", count)}
+
+    def _confusion(
+        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+    ) -> dict[str, Any]:
+        logits = predict(context.load(parameters), test)
+        return {CONFUSION: confusion_matrix(logits, test.labels)}
 
     def _rows(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext, figures: Figures
@@ -128,14 +139,17 @@ class Measure:
     def _on_test(
         self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
     ) -> dict[str, Any]:
-        """Returns the accuracy of a model on the test set.
+        """Returns the accuracy and the other measures of a model on the test set.
 
         If the test set has domains, the accuracy on each domain and their unweighted mean are
         included, as in papers on feature skew. If each client ends with a personal model, the
         common model is not the result of the run, and its accuracy has another key.
         """
-        right = correct(context.load(parameters), test)
+        logits = predict(context.load(parameters), test)
+        right = logits.argmax(dim=1) == test.labels
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
+        if not self.method.personal:
+            row |= classification_measures(logits, test.labels)
         domains = accuracy_by_domain(right, test)
         if domains and not self.method.personal:
             row["domain_accuracy"] = domains

@@ -18,6 +18,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.features.registry import features_source
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -34,6 +35,7 @@ from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results.disclosed import (
     COMMON,
+    CONFUSION,
     LOCAL,
     MODELS,
     SOURCES,
@@ -109,7 +111,7 @@ def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
 def summarise(
     settings: RunSettings,
     metrics: Sequence[Mapping[str, Any]],
-    accuracy: float | None,
+    final: Mapping[str, Any],
     *,
     device: str,
     test: str,
@@ -122,7 +124,7 @@ def summarise(
 
     Args:
         metrics: the metrics of each round.
-        accuracy: the accuracy of the final model.
+        final: the measures of the final model on the test set.
         device: torch's name for the device.
         test: the kind of test images: "public", "private" or "none".
         privacy: the privacy section, or None without differential privacy.
@@ -136,10 +138,12 @@ def summarise(
         "settings": method.to_dict(),
         "dataset": settings.dataset,
         "rounds": len(metrics),
-        "test_accuracy": None if hidden or personal else accuracy,
+        "test_accuracy": None if hidden or personal else final.get("test_accuracy"),
     }
     if personal and not hidden:
-        summary[COMMON] = accuracy
+        summary[COMMON] = final.get(COMMON)
+    if not hidden:
+        summary |= {name: final[name] for name in (*MEASURES, CONFUSION) if name in final}
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
     summary["upload_floats_per_round"] = last.get("upload_floats", 0)
     summary["device"] = device
@@ -385,7 +389,7 @@ class RunRecord:
             histories: the contents of the clients' ledgers.
             secret: whether the keys for all clients' noise came from the operating system.
         """
-        accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
+        final = self.measure.final_measures(self.rows, server.state, context, self.figures)
         report = privacy = declared = None
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
@@ -395,13 +399,14 @@ class RunRecord:
         summary = summarise(
             self.settings,
             self.rows,
-            accuracy,
+            final,
             device=str(context.device),
             test=self.test,
             privacy=privacy,
         )
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)
+        accuracy = final.get(self.measure.accuracy_name)
         if self.folder is None:
             return RunOutcome(accuracy, report, public, None)
         report = self._write_results(self.folder, server, context, uploads, report)

@@ -23,6 +23,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
 from fedsynth.errors import FedsynthError
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.disclosure import PUBLIC
@@ -42,7 +43,7 @@ from fedsynth.privacy.report.file import (
 )
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.results import disclosed, private_run, run_folder
-from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
+from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
 from fedsynth.results.run_record import own_sources, summarise
@@ -318,17 +319,19 @@ def _summary_problems(charges: Charges) -> list[str]:
     if run.summary is None:
         return []
     settings = run.settings
-    accuracy = None  # from the last row, or as stated if that round was not measured
+    final = {}  # from the last row, or as stated if that round was not measured
     if run.rows and run.start.test_images == run_data.PUBLIC:
-        name = COMMON if settings.method.personal else "test_accuracy"
-        stated = run.rows[-1].get(name, run.summary.get(name))
-        if isinstance(stated, float) and disclosed.ROW[name].fits(stated):
-            accuracy = stated
+        stated = {**run.summary, **run.rows[-1]}
+        for name in ("test_accuracy", COMMON, *MEASURES):
+            if name in stated and disclosed.ROW[name].fits(stated[name]):
+                final[name] = stated[name]
+        if CONFUSION in run.summary and _is_confusion_matrix(run, final.get("test_accuracy")):
+            final[CONFUSION] = run.summary[CONFUSION]
     promise = privacy_section(charges.plan, charges.histories, simulated=not run.networked)
     expected = summarise(
         settings,
         run.rows,
-        accuracy,
+        final,
         device=str(run.summary.get("device"))[:20],
         test=run.start.test_images,
         privacy=promise.to_json(),
@@ -337,6 +340,20 @@ def _summary_problems(charges: Charges) -> list[str]:
     public = dict(disclosed.disclosed(expected, declared).public)
     public["folder"] = str(run.summary.get("folder"))
     return differences(run_folder.SUMMARY, json.loads(json.dumps(public)), run.summary)
+
+
+def _is_confusion_matrix(run: PrivateRun, accuracy: float | None) -> bool:
+    """Returns True if the summary's confusion matrix has a row and a column for each class, and
+    the test accuracy."""
+    matrix = run.summary[CONFUSION]
+    if not disclosed.SUMMARY[CONFUSION].fits(matrix):
+        return False
+    counts = [len(row) for row in matrix]
+    classes = run.spec.classes
+    total = sum(map(sum, matrix))
+    if counts != [classes] * classes or not total:
+        return False
+    return sum(matrix[label][label] for label in range(classes)) / total == accuracy
 
 
 # ------------------------------------------------------------------------------------------- files

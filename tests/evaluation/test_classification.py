@@ -1,0 +1,107 @@
+"""Measures of a classifier equal their definitions, written in NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth import resolve, simulate
+from fedsynth.evaluation.classification import (
+    CALIBRATION_BINS,
+    MEASURES,
+    classification_measures,
+    confusion_matrix,
+)
+from fedsynth.results.verification import verify_run
+
+FAST = {
+    "run": {"method": "fedavg", "rounds": 1},
+    "method": {"local_epochs": 1, "batch": 64},
+    "model": {"name": "linear"},
+}
+
+
+def draw(examples: int = 300, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns logits and labels; no example has the last class."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, classes - 1, (examples,), generator=generator)
+    logits = torch.randn(examples, classes, generator=generator)
+    logits[torch.arange(examples), labels] += 0.7
+    logits[:20] = logits[20:40]  # ties between examples
+    return logits, labels
+
+
+def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Returns the probability that a positive example has a higher score than a negative one."""
+    gaps = scores[positive][:, None] - scores[~positive][None]
+    return float(np.mean((gaps > 0) + 0.5 * (gaps == 0)))
+
+
+def test_measures_equal_their_definitions() -> None:
+    logits, labels = draw()
+    p = logits.double().softmax(dim=1).numpy()
+    y, predicted = labels.numpy(), p.argmax(axis=1)
+    recall = [np.mean(predicted[y == c] == c) for c in range(3)]
+    auroc = [area_under_curve(p[:, c], y == c) for c in range(3)]
+    both = [np.sum((predicted == c) & (y == c)) for c in range(4)]
+    f1 = [2 * both[c] / (np.sum(predicted == c) + np.sum(y == c)) for c in range(4)]
+    confidence = p.max(axis=1)
+    bins = np.ceil(confidence * CALIBRATION_BINS)
+    error = 0.0
+    for number in np.unique(bins):
+        inside = bins == number
+        gap = np.mean(predicted[inside] == y[inside]) - np.mean(confidence[inside])
+        error += np.mean(inside) * abs(gap)
+    expected = [np.mean(recall), np.mean(auroc), np.mean(f1), error]
+    measures = classification_measures(logits, labels)
+    assert tuple(measures) == MEASURES
+    assert list(measures.values()) == pytest.approx(expected, rel=1e-5)
+    matrix = np.array(confusion_matrix(logits, labels))
+    assert [[np.sum((y == r) & (predicted == c)) for c in range(4)] for r in range(4)] == (
+        matrix.tolist()
+    )
+
+
+def test_a_single_class_has_no_auroc() -> None:
+    logits, _ = draw()
+    measures = classification_measures(logits, torch.zeros(len(logits), dtype=torch.long))
+    assert measures["auroc"] is None
+    assert measures["balanced_accuracy"] == pytest.approx(
+        float((logits.argmax(dim=1) == 0).float().mean())
+    )
+
+
+def test_rows_and_summary_have_the_measures_and_the_matrix_has_the_accuracy() -> None:
+    result = simulate(resolve(FAST))
+    assert set(MEASURES) <= result.metrics[-1].keys()
+    summary = result.summary
+    assert {name: summary[name] for name in MEASURES} == {
+        name: result.metrics[-1][name] for name in MEASURES
+    }
+    matrix = np.array(summary["confusion_matrix"])
+    assert np.trace(matrix) / matrix.sum() == result.accuracy
+
+
+def test_a_personal_methods_common_model_has_only_its_accuracy() -> None:
+    model = {"width": 4, "depth": 1, "norm": "batch"}
+    result = simulate(resolve(FAST | {"run": {"method": "fedbn", "rounds": 1}, "model": model}))
+    assert "common_model_accuracy" in result.summary
+    assert not {*MEASURES, "confusion_matrix"} & (result.summary.keys() | result.metrics[-1].keys())
+
+
+def test_a_private_run_verifies_and_another_matrix_does_not(tmp_path: Path) -> None:
+    result = simulate(resolve(FAST | {"privacy": {"noise_multiplier": 3.0}}), output=tmp_path)
+    assert result.folder is not None
+    assert verify_run(Path(result.folder)).problems == []
+    path = Path(result.folder, "summary.json")
+    summary = json.loads(path.read_text())
+    matrix = summary["confusion_matrix"]
+    matrix[0][0] -= 1
+    matrix[0][1] += 1
+    path.write_text(json.dumps(summary))
+    [problem] = verify_run(Path(result.folder)).problems
+    assert "confusion_matrix" in problem
