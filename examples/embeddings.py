@@ -1,10 +1,10 @@
-"""Runs FedStats on embeddings of a public encoder, which are stored as images of one row.
+"""Runs FedStats and FedDM privately on the embeddings of a public encoder.
 
     python examples/embeddings.py
 
-The embeddings are clipped to [-4, 4] and stored as bytes. A registered feature map converts the
-bytes back to embeddings. The clipping range, the norm bound and the radius are public constants.
-Take them from the encoder's paper, and not from the private data.
+`bounds` states the range of an embedding's values. It is public: take it from the encoder, and not
+from the private data. Values outside are clipped. FedStats releases class statistics of the
+embeddings, scaled to norm 1. FedDM releases a few synthetic embeddings per class.
 """
 
 from __future__ import annotations
@@ -12,91 +12,70 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from fedsynth import (
     DatasetSpec,
+    FedDM,
     FedStats,
+    ModelSettings,
     PartitionSettings,
     PrivacySettings,
     RunSettings,
     from_arrays,
+    load_synthetic,
     simulate,
 )
-from fedsynth.features import FeatureMap, register_features
+from fedsynth.results.export import export_run
 
 DIMENSION = 64
-RECORDS, HELD_OUT = 3000, 600
-CLASSES = ("healthy", "ill")
+SPEC = DatasetSpec(
+    name="embeddings",
+    channels=1,
+    height=1,
+    width=DIMENSION,
+    classes=2,
+    train_size=3000,
+    test_size=600,
+    mean=(0.5,),  # of the values after scaling by the bounds
+    std=(0.25,),
+    class_names=("healthy", "ill"),
+    source="made by examples/embeddings.py",
+    bounds=(-4.0, 4.0),
+)
 
 
 def embeddings(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns synthetic embeddings [N, DIMENSION] and labels [N], which replace the outputs of a
     real encoder.
     """
-    labels = np.arange(number) % len(CLASSES)
+    labels = np.arange(number) % 2
     noise = np.random.default_rng(seed).normal(size=(number, DIMENSION))
     return noise + 0.5 * labels[:, None], labels
 
 
-def as_images(vectors: np.ndarray) -> np.ndarray:
-    """Converts vectors to byte images [N, 1, 1, DIMENSION]."""
-    scaled = (np.clip(vectors, -4, 4) + 4) / 8 * 255
-    pixels: np.ndarray = scaled.round().astype(np.uint8)
-    return pixels.reshape(-1, 1, 1, DIMENSION)
-
-
-def restore(pixels: Tensor) -> Tensor:
-    """Converts pixels in [0, 1] back to embeddings [N, DIMENSION]."""
-    return 8 * pixels.flatten(1) - 4
-
-
-def encoder_map(image_shape: tuple[int, int, int]) -> FeatureMap:
-    """Returns the feature map with its public constants."""
-    return FeatureMap(
-        "encoder",
-        image_shape,
-        dimension=DIMENSION,
-        norm_bound=8.0,
-        radius=8.0,
-        source="the encoder's paper",
-        function=restore,
-    )
-
-
-def main(ledgers: Path = Path("ledgers")) -> float | None:
-    spec = DatasetSpec(
-        "scans",
-        1,
-        1,
-        DIMENSION,
-        len(CLASSES),
-        RECORDS,
-        HELD_OUT,
-        (0.5,),
-        (0.5,),
-        CLASSES,
-        "our own",
-    )
-    register_features("encoder", encoder_map)
-    train_vectors, train_labels = embeddings(RECORDS, seed=0)
-    test_vectors, test_labels = embeddings(HELD_OUT, seed=1)
-    settings = RunSettings(
-        FedStats(features="encoder"),
-        rounds=4,
-        partition=PartitionSettings(clients=3),
-        privacy=PrivacySettings(epsilon=1.0, ledger=str(ledgers)),
-    )
-    result = simulate(
-        settings,
-        data=(
-            from_arrays(as_images(train_vectors), train_labels, spec),
-            from_arrays(as_images(test_vectors), test_labels, spec),
-        ),
-        test="private",
-    )
-    print(f"accuracy {result.accuracy:.2f}")
-    return result.accuracy
+def main(folder: Path = Path("embeddings-run")) -> dict[str, float | None]:
+    """Returns the test accuracy of each method with ε = 3, and exports the synthetic embeddings."""
+    train = from_arrays(*embeddings(3000, seed=0), SPEC)
+    test = from_arrays(*embeddings(600, seed=1), SPEC)
+    settings = {
+        "FedStats": (FedStats(), ModelSettings()),
+        "FedDM": (FedDM(ipc=10, iterations=10, image_lr=1.0), ModelSettings("mlp", width=32)),
+    }
+    accuracy = {}
+    for name, (method, model) in settings.items():
+        run = RunSettings(
+            method,
+            rounds=2,
+            model=model,
+            partition=PartitionSettings(clients=3),
+            privacy=PrivacySettings(epsilon=3.0, ledger=folder / f"ledgers-{name}"),
+        )
+        result = simulate(run, data=(train, test), test="public", output=folder / "runs")
+        accuracy[name] = result.accuracy
+        print(f"{name}: test accuracy {result.accuracy:.3f}")
+    share = export_run(str(result.folder), folder / "share")
+    print(f"a synthetic embedding: {load_synthetic(share).values()[0, 0, 0, :3].tolist()} …")
+    return accuracy
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedsynth.data.folder_settings import FolderSettings as FolderSettings
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
+    from fedsynth.data.images import from_dataset as from_dataset
     from fedsynth.data.load import load_dataset as load_dataset
     from fedsynth.data.load_folder import FolderData as FolderData
     from fedsynth.data.load_folder import load_folder as load_folder

@@ -27,6 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "FolderSettings",
         "FolderData",
         "from_arrays",
+        "from_dataset",
         "ImageData",
         "DatasetSpec",
     ),

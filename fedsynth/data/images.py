@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class ImageData:
     to the device of the images. Two `ImageData` objects are equal only if they are the same object.
 
     Args:
-        images: uint8 [N, C, H, W].
+        images: uint8 [N, C, H, W], or float32 in [0, 1] if the specification has bounds.
         labels: integers [N] in [0, classes).
         spec: the specification of the images.
         domains: integers [N], the position of each image's domain in `spec.domains`. Only for data
@@ -74,10 +74,16 @@ class ImageData:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        if self.images.dtype != torch.uint8:
+        expected = stored_dtype(spec)
+        if self.images.dtype != expected:
             raise DataError(
-                f"the images of {spec.name} must be uint8, got {_dtype(self.images)}. Use "
-                "from_arrays for floating-point pixels in [0, 1]"
+                f"the images of {spec.name} must be {_text(expected)}, got "
+                f"{_text(self.images.dtype)}. from_arrays also accepts other types"
+            )
+        if expected.is_floating_point and not _is_scaled(self.images):
+            raise DataError(
+                f"the stored values of {spec.name} must be in [0, 1]. from_arrays scales values from "
+                "their bounds"
             )
         if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
@@ -154,8 +160,10 @@ def from_arrays(
     """Builds `ImageData` from arrays of images and labels.
 
     Args:
-        images: [N, C, H, W], or [N, H, W] if the specification has one channel. The pixels are
-            uint8, or floating point in [0, 1]. The latter are rounded to the nearest of 256 levels.
+        images: [N, C, H, W], [N, H, W] if the specification has one channel, or [N, D] if it also
+            has height 1. Pixels are uint8, or floating point in [0, 1]. The latter are rounded to
+            the nearest of 256 levels. If the specification has bounds, values may have any numeric
+            type. They are clipped to the bounds, because an error would reveal an outlier.
         labels: integers [N] in [0, classes).
         spec: the specification that the images must match.
         domains: integers [N], the position in `spec.domains` of the hospital, scanner or style that
@@ -175,14 +183,49 @@ def from_arrays(
     ([2, 1, 8, 8], 128)
     """
     x = _as_tensor(images, "images")
+    if x.dim() == 2 and spec.channels == spec.height == 1:
+        x = x.unsqueeze(1)
     if x.dim() == 3 and spec.channels == 1:
         x = x.unsqueeze(1)
-    data = ImageData(_to_uint8(x, spec), _as_tensor(labels, "labels"), spec)
+    data = ImageData(_scaled(x, spec), _as_tensor(labels, "labels"), spec)
     if domains is not None:
         data = replace(data, domains=_as_tensor(domains, "domains"))
     if groups is not None:
         data = replace(data, groups=_as_tensor(groups, "groups"))
     return data
+
+
+def from_dataset(
+    dataset: Iterable[tuple[Any, Any]], spec: DatasetSpec, groups: Array | None = None
+) -> ImageData:
+    """Builds `ImageData` from pairs (image, label), such as a `torch.utils.data.Dataset`.
+
+    Args:
+        dataset: pairs of an array and a label. A `DataLoader`, which yields batches, is refused: pass
+            its `dataset`.
+        spec, groups: see `from_arrays`.
+
+    Raises:
+        DataError: there is no pair, an item is not a pair of an array and a label, or `from_arrays`
+            refuses the arrays.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> pairs = TensorDataset(torch.zeros(2, 1, 8, 8), torch.tensor([3, 7]))
+    >>> from_dataset(pairs, dataset_spec("digits")).labels.tolist()
+    [3, 7]
+    """
+    images, labels = [], []
+    try:
+        for image, label in dataset:
+            images.append(np.asarray(image))
+            labels.append(int(label))
+        return from_arrays(np.stack(images), np.array(labels), spec, groups=groups)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{spec.name}: the data set must yield pairs of an array and a label, all arrays with "
+            f"the same shape: {' '.join(str(error).split())}"
+        ) from None
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -202,26 +245,29 @@ def require_all_classes(data: ImageData) -> None:
         )
 
 
-def normalise(
-    images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Converts uint8 images [N, C, H, W] to model inputs, (x/255 − mean)/std for each channel.
+def normalise(images_NCHW: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Converts stored images to model inputs, (x − mean)/std for each channel.
 
-    The result has the shape and device of the images and the type `dtype`. The computation is in
-    float32, whatever `dtype` is.
+    x is the pixel divided by 255, or the scaled value if the data set has bounds. The result has
+    the shape and device of the images and the type `dtype`. The computation is in float32, whatever
+    `dtype` is.
 
     Raises:
-        DataError: the images are not uint8, or their number of channels is not that of `spec`.
+        DataError: the images do not have the type of `stored_dtype`, or their number of channels is
+            not that of `spec`.
     """
-    _check_channels(images_uint8, spec, "uint8", images_uint8.dtype == torch.uint8)
-    mean, std = pixel_constants(spec, images_uint8.device)
-    return images_uint8.float().div_(255).sub_(mean).div_(std).to(dtype)
+    kind = stored_dtype(spec)
+    _check_channels(images_NCHW, spec, _text(kind), images_NCHW.dtype == kind)
+    mean, std = pixel_constants(spec, images_NCHW.device)
+    if kind == torch.uint8:
+        return images_NCHW.float().div_(255).sub_(mean).div_(std).to(dtype)
+    return images_NCHW.sub(mean).div_(std).to(dtype)
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts model inputs back to images, uint8 [N, C, H, W]. This is the inverse of `normalise`.
+    """Converts model inputs back to stored images. This is the inverse of `normalise`.
 
-    Values are rounded, and clamped to [0, 255].
+    Values are clamped to [0, 255] and rounded, or clamped to [0, 1] if the data set has bounds.
 
     Raises:
         DataError: `x` is not floating point, its number of channels is not that of `spec`, or it
@@ -230,7 +276,10 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
     _check_channels(x, spec, "floating point", x.is_floating_point())
     _check_finite(x, spec)
     mean, std = pixel_constants(spec, x.device)
-    return x.detach().float().mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+    unit = x.detach().float().mul(std).add_(mean)
+    if spec.bounds is not None:
+        return unit.clamp_(0, 1)
+    return unit.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -253,8 +302,28 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def stored_dtype(spec: DatasetSpec) -> torch.dtype:
+    """Returns the type in which a data set is stored: uint8, or float32 if it has bounds."""
+    return torch.uint8 if spec.bounds is None else torch.float32
+
+
+def to_stored(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
+    """Converts values in [0, 1] to the type in which the data set is stored.
+
+    Values outside [0, 1] are clamped.
+    """
+    x = x_NCHW.float().clamp(0, 1)
+    if spec.bounds is not None:
+        return x
+    return (x * 255).round().to(torch.uint8)
+
+
+def _is_scaled(x: Tensor) -> bool:
+    return bool(((x >= 0) & (x <= 1)).all())
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _as_tensor(array: Array, what: str) -> Tensor:
@@ -278,7 +347,7 @@ def _checked_numbers(
             f"the {what} of {spec.name} must have the shape [{count}], got {list(numbers.shape)}"
         )
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise DataError(f"the {what} of {spec.name} must be integers, got {_dtype(numbers)}")
+        raise DataError(f"the {what} of {spec.name} must be integers, got {_text(numbers.dtype)}")
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
@@ -292,8 +361,8 @@ def _checked_numbers(
 def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> None:
     if not is_kind or x.dim() != 4 or x.shape[1] != spec.channels:
         raise DataError(
-            f"the images of {spec.name} must be {kind} [N, {spec.channels}, H, W], got {_dtype(x)} "
-            f"{list(x.shape)}"
+            f"the images of {spec.name} must be {kind} [N, {spec.channels}, H, W], got "
+            f"{_text(x.dtype)} {list(x.shape)}"
         )
 
 
@@ -305,7 +374,12 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
         )
 
 
-def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
+def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
+    """Converts arrays of pixels, or of values within the specification's bounds, to stored images."""
+    if spec.bounds is not None:
+        _check_finite(x, spec)
+        low, high = spec.bounds
+        return x.double().sub(low).div(high - low).clamp(0, 1).float()
     if not x.is_floating_point():
         return x
     _check_finite(x, spec)
@@ -333,7 +407,7 @@ def record_digests(
 ) -> npt.NDArray[np.uint8]:
     """Computes a keyed hash of each record at `positions`, uint8 [N, size].
 
-    The hash is BLAKE2b (RFC 7693) of the record's pixels (uint8, row by row) and, if `labels` is
+    The hash is BLAKE2b (RFC 7693) of the record's stored bytes, row by row, and, if `labels` is
     true, of its label. It does not depend on the record's position, on other records or on the
     device.
 
@@ -350,7 +424,7 @@ def record_digests(
     empty = hashlib.blake2b(key=key, digest_size=size, person=_PURPOSE)
     for first in range(0, len(chosen), _AT_ONCE):
         chunk = data.subset(chosen[first : first + _AT_ONCE])
-        pixels = chunk.images.cpu().flatten(1).numpy()
+        pixels = chunk.images.cpu().flatten(1).contiguous().view(torch.uint8).numpy()
         if labels:
             y = chunk.labels.cpu().numpy().astype("<i8")
             pixels = np.concatenate([pixels, y[:, None].view(np.uint8)], axis=1)
@@ -374,7 +448,9 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
     pixels = torch.randint(
         256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8
     )
-    return ImageData(pixels, torch.zeros(NOISE_IMAGES, dtype=torch.int64), spec)
+    return ImageData(
+        to_stored(pixels / 255, spec), torch.zeros(NOISE_IMAGES, dtype=torch.int64), spec
+    )
 
 
 class ProxyImages:
@@ -399,6 +475,8 @@ class ProxyImages:
     def __call__(self, indices: Tensor) -> Tensor:
         """Returns the images at the given positions as model inputs [N, C, H, W]."""
         x = self._pixels[indices].float()
+        if self._pixels.is_floating_point():
+            x = x * 255
         if x.shape[1] == 3 and self._spec.channels == 1:
             x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
         if x.shape[1] != self._spec.channels:
@@ -406,4 +484,6 @@ class ProxyImages:
         size = (self._spec.height, self._spec.width)
         if tuple(x.shape[2:]) != size:
             x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
+        if self._spec.bounds is not None:
+            return normalise(to_stored(x / 255, self._spec), self._spec)
         return normalise(x.round().clamp(0, 255).to(torch.uint8), self._spec)

@@ -10,11 +10,12 @@ deviation.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -46,6 +47,9 @@ class DatasetSpec:
         domains: the names of the domains that examples come from, if the data set has domains.
         groups: the published number of writers or devices, or 0 if it is unknown. The nominal
             number of examples of a writer is computed from it.
+        bounds: the smallest and the largest value of floating-point data, such as embeddings or
+            time series. fedsynth stores them as float32, scaled to [0, 1] by these bounds. They are
+            public, so they must not be computed from the data. Images of bytes have none.
 
     Raises:
         SettingError: a size is not positive, constants or names do not match `channels` and
@@ -72,6 +76,7 @@ class DatasetSpec:
     source: str
     domains: tuple[str, ...] = ()
     groups: int = 0
+    bounds: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
@@ -91,6 +96,10 @@ class DatasetSpec:
                 self._refuse(field, "must be finite", values)
         if min(self.std) <= 0:
             self._refuse("std", "must be positive", self.std)
+        if self.bounds is not None:
+            low, high = self.bounds
+            if not (math.isfinite(high - low) and low < high):
+                self._refuse("bounds", "must be finite and ascending", self.bounds)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
             self._refuse("class_names", rule, self.class_names)
@@ -100,10 +109,22 @@ class DatasetSpec:
             None, field, f"of data set {short_repr(self.name)} {rule}, got {short_repr(value)}"
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, with lists in place of tuples. Bytes have no bounds."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        if self.bounds is None:
+            del values["bounds"]
+        return values
+
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width)."""
         return self.channels, self.height, self.width
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether the data are grey or colour images, and not vectors or other arrays."""
+        return self.channels in (1, 3) and min(self.height, self.width) > 1
 
 
 def custom_spec(
@@ -144,8 +165,8 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
         if name not in DatasetSpec.__dataclass_fields__:
             raise ValueError(f"unknown field {short_repr(name)} of a data set")
     values = dict(stated)
-    for name in ("mean", "std", "class_names", "domains"):
-        if name in values:
+    for name in ("mean", "std", "class_names", "domains", "bounds"):
+        if values.get(name) is not None:
             values[name] = tuple(values[name])
     for field in fields(DatasetSpec):
         if field.type == "int" and type(values.get(field.name, 0)) is not int:

@@ -51,7 +51,8 @@ class SharedSet:
     """A set of synthetic images with labels.
 
     Attributes:
-        images: float32 [N, C, H, W], where 0 is black and 1 is white. Learned images may have
+        images: float32 [N, C, H, W], where 0 is black and 1 is white. For data with bounds, 0 and 1
+            are the bounds. Learned images may have
             values outside [0, 1]. They are not clipped, because models train better without it.
         labels: int64 [N], the class of each image.
         soft_labels: float32 [N, classes], the class probabilities of each image, or None.
@@ -85,6 +86,14 @@ class SharedSet:
         """
         mean, std = pixel_constants(self.spec, self.images.device)
         return (self.images - mean) / std
+
+    def values(self) -> Tensor:
+        """Returns the values in their original units, float32 [N, C, H, W].
+
+        These are the images if the data have no bounds.
+        """
+        low, high = self.spec.bounds or (0.0, 1.0)
+        return low + (high - low) * self.images
 
     def __repr__(self) -> str:
         guarantee = "no guarantee"
@@ -154,7 +163,7 @@ def write_set(
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
     """Returns the metadata about the images that is written into the file of a synthetic set."""
-    return {
+    facts = {
         "format": FORMAT,
         "pixels": pixels,
         "data_set": spec.name,
@@ -162,6 +171,9 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
         "mean": json.dumps(spec.mean),
         "std": json.dumps(spec.std),
     }
+    if spec.bounds is not None:
+        facts["bounds"] = json.dumps(spec.bounds)
+    return facts
 
 
 class _Metadata(BaseModel):
@@ -175,6 +187,7 @@ class _Metadata(BaseModel):
     class_names: Json[list[str]]
     mean: Json[list[float]]
     std: Json[list[float]]
+    bounds: Json[tuple[float, float] | None] = None
     epsilon: Json[Annotated[float, Field(ge=0)] | None] = None
     delta: Json[Annotated[float, Field(ge=0, lt=1)] | None] = None
     made_by: str = "fedsynth"
@@ -199,6 +212,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
             facts.class_names,
             mean=tuple(facts.mean),
             std=tuple(facts.std),
+            bounds=facts.bounds,
             source=f"synthetic, made by {facts.made_by}",
             train_size=count,
         )

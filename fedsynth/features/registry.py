@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError, SettingError, unknown_name
@@ -52,11 +53,33 @@ def about_grey(x_NCHW: Tensor) -> Tensor:
     return x_NCHW.flatten(1) - 0.5
 
 
+def unit_norm(shape: Shape) -> FeatureMap:
+    """Returns the feature map of vectors: the vector minus the middle of its bounds, divided by its
+    norm.
+
+    Embeddings are usually compared by their direction, so the map suits the outputs of an encoder.
+    The norm of the features is at most 1, so clipping to 1 never changes them.
+
+    >>> unit_norm((1, 1, 2))(torch.tensor([[[[0.5 + 0.3, 0.5 - 0.4]]]])).tolist()
+    [[0.6000000238418579, -0.800000011920929]]
+    """
+    return FeatureMap(
+        name="unit-norm",
+        image_shape=shape,
+        dimension=math.prod(shape),
+        norm_bound=1.0,
+        radius=1.0,
+        source="vectors of norm 1: analytic",
+        function=lambda x_NCHW: F.normalize(about_grey(x_NCHW), dim=1),
+    )
+
+
 Builder = Callable[[Shape], FeatureMap]
 """A function that builds the map for images of shape (channels, height, width)."""
 
 _BUILT_IN = {
     "pixels": "fedsynth.features.registry:pixels",
+    "unit-norm": "fedsynth.features.registry:unit_norm",
     "scattering": "fedsynth.features.scattering:scattering",
     "random-process": "fedsynth.features.random_process:random_process",
     "scattering+random-process": "fedsynth.features.random_process:scattering_and_random_process",
@@ -84,11 +107,15 @@ def features_for(shape: Shape) -> str:
 
     The defaults were chosen on held-out training images.
 
+    >>> features_for((1, 1, 512))
+    'unit-norm'
     >>> features_for((3, 32, 32))
     'mirrored-scattering+random-process'
     >>> features_for((1, 28, 28)), features_for((1, 8, 8))
     ('whitened-scattering+random-process', 'whitened-scattering')
     """
+    if shape[:2] == (1, 1):
+        return "unit-norm"
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         return "whitened-scattering"
     kind = "mirrored" if shape[0] == 3 else "whitened"

@@ -28,7 +28,7 @@ from fedsynth.core.client import PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, to_stored
 from fedsynth.errors import SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
@@ -170,7 +170,7 @@ class StepTrial:
         labels = torch.randint(0, spec.classes, (count,), generator=draws)
         users = torch.zeros(count, dtype=torch.int64)
         users[order] = torch.arange(len(order))  # users are summed in the order of their indices
-        return ImageData(images.to(torch.uint8), labels, spec, groups=users)
+        return ImageData(to_stored(images / 255, spec), labels, spec, groups=users)
 
     def _take_step(self, run: _Run, data: ImageData) -> None:
         self._run = run

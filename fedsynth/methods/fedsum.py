@@ -31,7 +31,7 @@ from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, Results
-from fedsynth.data.images import normalise
+from fedsynth.data.images import normalise, to_stored
 from fedsynth.features.random_images import random_images
 from fedsynth.methods.fedaf import resampled
 from fedsynth.methods.feddm import perturbed
@@ -210,7 +210,7 @@ class FedSum(SumsFeatures):
             images = torch.randn(rows, *context.spec.image_shape, generator=generator)
         else:
             drawn = random_images(rows, context.spec.image_shape, generator)
-            images = normalise(drawn.mul(255).round().to(torch.uint8), context.spec)
+            images = normalise(to_stored(drawn, context.spec), context.spec)
         return images.to(context.device)
 
     def _by_class(self, images_NCHW: Tensor, context: RoundContext) -> Tensor:

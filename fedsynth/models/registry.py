@@ -337,6 +337,10 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
+    if image_shape[:2] == (1, 1) and not (settings.name in ON_FEATURES or is_own_model(settings)):
+        names = " or ".join(ON_FEATURES)
+        reason = f"must be {names}, because the data are vectors and {settings.name} needs images"
+        raise SettingError("model", "name", reason, value=settings.name)
     build = _MODELS[settings.name].build
     network = build(image_shape, classes, **optional_arguments(build, vars(settings)))
     if settings.projection:

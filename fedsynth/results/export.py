@@ -283,10 +283,9 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 def _draw(synthetic: SharedSet, folder: Path) -> None:
     """Writes each synthetic image as a PNG file into the folder of the image's class.
 
-    Nothing is written if the images do not have 1 or 3 channels, because PNG files cannot contain
-    them.
+    Nothing is written for data that are not grey or colour images.
     """
-    if synthetic.spec.channels not in (1, 3):
+    if not synthetic.spec.can_be_drawn:
         return
     images_NCHW = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8)
     images_NHWC = images_NCHW.permute(0, 2, 3, 1).squeeze(3).numpy()  # grey images: [N, H, W]

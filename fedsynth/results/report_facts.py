@@ -10,17 +10,16 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from fedsynth.config.checks import fewest
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
@@ -164,7 +163,7 @@ def start_facts(
     return figures.Start(
         schema_version=4,
         noise_multiplier=plan.privacy.noise_multiplier,
-        data_set=as_json(plan.spec),
+        data_set=plan.spec.to_json(),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
         ledgers={
             history.client: figures.LedgerStart(rows=len(history.releases), chain=history.chain)
@@ -199,12 +198,6 @@ def privacy_section(
     epsilon = plan.epsilon(histories)
     facts = {"epsilon": epsilon, "delta": plan.privacy.delta, "aggregation": aggregation}
     return promise.model_copy(update=facts)
-
-
-def as_json(spec: DatasetSpec) -> dict[str, Any]:
-    """Converts the specification of a data set to values that JSON has. Tuples become lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
-    return plain
 
 
 def pluralize(number: int, noun: str) -> str:

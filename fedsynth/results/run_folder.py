@@ -300,15 +300,17 @@ class RunFolder:
     ) -> None:
         """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
 
-        Draws nothing unless the images have 1 or 3 channels.
+        Draws nothing for data that are not grey or colour images.
         """
         images, labels = _joined(sets)
-        if not len(images) or spec.channels not in (1, 3):
+        if not len(images) or not spec.can_be_drawn:
             return
         largest = int(torch.bincount(labels).max())
         columns = min(largest, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
         if images.dtype != torch.uint8:
             images = denormalise(images, spec)
+        if images.is_floating_point():
+            images = (images * 255).round().to(torch.uint8)
         rows, names = by_class(images, labels, spec.class_names, columns)
         with _writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors, save_tensors
-from fedsynth.data.images import normalise
+from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError
@@ -139,7 +139,7 @@ class Architecture:
         """
         return {
             "settings": json.dumps(self.sections(), sort_keys=True),
-            "spec": json.dumps(asdict(replace(self.spec, source="")), sort_keys=True),
+            "spec": json.dumps(replace(self.spec, source="").to_json(), sort_keys=True),
         }
 
     @classmethod
@@ -280,7 +280,7 @@ def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
     mode = network.training
     network.eval()
     with torch.no_grad():
-        pixels = (images * 255).round().to(torch.uint8)
+        pixels = to_stored(images, spec)
         device = next(iter(network.state_dict().values())).device
         logits = network(normalise(pixels, spec).to(device)).float().cpu()
     network.train(mode)

@@ -73,7 +73,9 @@ def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_embeddings_example_reaches_accuracy(tmp_path: Path) -> None:
-    assert main_of("embeddings")(tmp_path / "ledgers") > 0.9  # about 0.97; chance is 0.5
+    accuracy = main_of("embeddings")(tmp_path)
+    assert accuracy["FedStats"] > 0.9  # about 0.97; chance is 0.5
+    assert (tmp_path / "share" / "synthetic.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Presets, ReleasePlan
 from fedsynth.core.uploads import Array, Rule, check_tensor
+from fedsynth.data.images import stored_dtype
 from fedsynth.methods.shared.class_sums import sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -189,7 +190,11 @@ class FedAFSettings(CondensingMethod):
         if phase == FIRST:
             return rules
         soft = Array((rows, classes), low=0.0, high=1.0, sums_to_one=True)
-        return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
+        return {
+            **set_rules(context.spec, self.ipc, stored_dtype(context.spec)),
+            **rules,
+            "soft": soft,
+        }
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext

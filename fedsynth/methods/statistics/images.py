@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.method import Method, State
-from fedsynth.data.images import normalise
+from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
@@ -157,7 +157,7 @@ class MakesImages(Method):
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
-        """Generates the images of all classes as uint8 pixels, [C · m, channels, H, W].
+        """Generates the images of all classes as stored pixels, [C · m, channels, H, W].
 
         The images are sorted by class. In each class the optimised images come first.
 
@@ -185,7 +185,7 @@ class MakesImages(Method):
             parts.append(torch.cat(line, dim=1)[:, : self.ipc])
         if self.drawn_ipc:
             parts.append(start(self.drawn_ipc, FEW_CANDIDATES))
-        return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
+        return to_stored(torch.cat(parts, dim=1).flatten(0, 1), context.spec)
 
     def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
         if state.images is None:
