@@ -29,7 +29,15 @@ from fedsynth.cli.application import (
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
-from fedsynth.cli.share_commands import data_app, distill, export, methods_app, student, synthesize
+from fedsynth.cli.share_commands import (
+    data_app,
+    distill,
+    export,
+    fidelity,
+    methods_app,
+    student,
+    synthesize,
+)
 from fedsynth.version import __version__
 
 app = Application(
@@ -198,6 +206,6 @@ def _run(
 
 
 for command in (
-    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student
+    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student, fidelity
 ):  # fmt: skip
     app.command()(command)

@@ -7,6 +7,7 @@ networks without private images.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from fedsynth.cli.application import (
 from fedsynth.privacy.files import expand_home
 
 if TYPE_CHECKING:
+    from fedsynth.data.images import ImageData
+    from fedsynth.data.registry import DatasetSpec
     from fedsynth.simulation.student import Student
 
 ROBUST = "median, trimmed or clip (run.robust)"
@@ -376,23 +379,14 @@ def student(
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
     from fedsynth.data.shared_set import load_synthetic
-    from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
+    from fedsynth.simulation.student import network_for, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
 
     keep_large_allocations()
     spec = load_synthetic(share).spec
     require_place(output)
     data, run = chosen["data"], chosen["run"]
-    test = real_images(
-        spec,
-        folder=data.get("test_folder"),
-        skip_corrupt=data.get("skip_corrupt", False),
-        skip_other=data.get("skip_other", False),
-        dataset=dataset,
-        data_root=data.get("data_root"),
-        download=download,
-        note=say,
-    )
+    test = _test_images(spec, data, dataset, download)
     given.with_own_code({"model": {"features": features}})
     network = network_for(spec, **given.with_own_code({"model": chosen["model"]})["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
@@ -419,6 +413,79 @@ def student(
         if "test_folder" in data:
             note("the guarantee does not cover this accuracy if these test images are private")
     print(f"student: {output}")
+
+
+@given.takes_settings(
+    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.data_root", set_option=False
+)
+def fidelity(
+    chosen: given.Sections,
+    folder: Annotated[
+        Path,
+        given.path_argument(
+            "A folder that `fedsynth export` wrote, or the folder of a finished run.", metavar="SET"
+        ),
+    ],
+    features: Annotated[
+        str,
+        typer.Option(
+            metavar="NETWORK",
+            help="The network whose features are compared: the name of a feature map, "
+            "FILE.py:NAME, or a run folder or model file.",
+        ),
+    ],
+    dataset: Annotated[str | None, typer.Option(help="The data set of the real images.")] = None,
+    download: given.Download = False,
+    as_json: given.AsJson = False,
+) -> None:
+    """Measure how similar synthetic images are to real images: FID and KID.
+
+    Lower values mean more similar images. Compare values only if they have the same network and the
+    same numbers of images.
+
+    Example: `fedsynth fidelity share --dataset fashion-mnist --features inception.py:encoder`.
+    """
+    from dataclasses import asdict
+
+    from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
+
+    spec = synthetic_set(folder).spec
+    test = _test_images(spec, chosen["data"], dataset, download)
+    if test is None:
+        raise OptionError("name the real images with --test-data or --dataset")
+    measured = fidelity_of_set(folder, test, features)
+    if as_json:
+        print(json.dumps(asdict(measured), indent=2))
+        return
+    print(f"FID: {measured.fid:.4g}")
+    print(
+        f"KID: {measured.kid:.4g} ± {measured.kid_std:.2g} over subsets of {measured.subset_size} "
+        "images"
+    )
+    print(
+        f"compared: {measured.synthetic} synthetic and {measured.real} real images, "
+        f"{measured.features} features of {features}"
+    )
+    if "test_folder" in chosen["data"]:
+        note("the guarantee does not cover these distances if the test images are private")
+
+
+def _test_images(
+    spec: DatasetSpec, data: dict[str, Any], dataset: str | None, download: bool
+) -> ImageData | None:
+    """Returns the real images that --test-data or --dataset names, or None."""
+    from fedsynth.simulation.student import real_images
+
+    return real_images(
+        spec,
+        folder=data.get("test_folder"),
+        skip_corrupt=data.get("skip_corrupt", False),
+        skip_other=data.get("skip_other", False),
+        dataset=dataset,
+        data_root=data.get("data_root"),
+        download=download,
+        note=say,
+    )
 
 
 def _guarantee(result: Student) -> str:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fedsynth.results.export import export_run as export_run
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
+    from fedsynth.simulation.fidelity import fidelity_of_set as fidelity_of_set
     from fedsynth.simulation.simulate import owner_settings as owner_settings
     from fedsynth.simulation.simulate import simulate as simulate
     from fedsynth.simulation.simulate import synthesize as synthesize

@@ -40,6 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "student_of_set",
         "train_student",
         "StudentSettings",
+        "fidelity_of_set",
         "DataFreeDistiller",
     ),
     "Custom methods and models": (

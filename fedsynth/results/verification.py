@@ -345,7 +345,7 @@ def _summary_problems(charges: Charges) -> list[str]:
 def _is_confusion_matrix(run: PrivateRun, accuracy: float | None) -> bool:
     """Returns True if the summary's confusion matrix has a row and a column for each class, and
     the test accuracy."""
-    matrix = (run.summary or {}).get(CONFUSION)
+    matrix: Any = (run.summary or {}).get(CONFUSION)
     if not disclosed.SUMMARY[CONFUSION].fits(matrix):
         return False
     counts = [len(row) for row in matrix]

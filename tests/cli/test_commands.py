@@ -141,6 +141,14 @@ def test_invalid_student_options_fail(options: str, text: str, share: Path, feds
     fedsynth(f"student {share} {options}").assert_refused(text)
 
 
+def test_fidelity_compares_set_with_real_images(share: Path, fedsynth: Call) -> None:
+    run = fedsynth(f"fidelity {share} --dataset digits --features {share}")
+    assert run.code == 0, run.stderr
+    assert re.match(r"FID: [\d.]+\nKID: .* over subsets of 60 images\n", run.stdout)
+    assert "compared: 60 synthetic and 359 real images, " in run.stdout
+    fedsynth(f"fidelity {share} --features pixels").assert_refused("--test-data or --dataset")
+
+
 DISTILL = (
     "distill --dataset digits --width 4 --depth 2 --set server_epochs=2 --set generator_steps=2 "
     "--set generator_width=4 --set generator_batch=8"

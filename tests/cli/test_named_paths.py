@@ -34,6 +34,7 @@ READ = tuple(line.strip() for line in """
     privacy audit --run={}
     sweep {}
     student {}
+    fidelity {} --features=x
     deploy init A --spec={}
 """.strip().splitlines())  # fmt: skip
 PATHS = (

@@ -1,0 +1,97 @@
+"""Compares the synthetic images of a run or of an exported set with real images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.images import ImageData, normalise, to_stored
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, shared_set
+from fedsynth.errors import DataFilesCorruptError, SettingError
+from fedsynth.evaluation.fidelity import Fidelity, fidelity
+from fedsynth.features.registry import feature_map, register_file
+from fedsynth.own_code import names_a_file
+from fedsynth.results.saved_model import load_model
+
+CHUNK = 500
+Embed = Callable[[Tensor], Tensor]
+
+
+def fidelity_of_set(
+    folder: str | Path, test: ImageData, network: str | Path | nn.Module
+) -> Fidelity:
+    """Computes FID and KID between a synthetic set and real test images.
+
+    Both are compared as they are stored: images have 8 bits, so values outside [0, 1] are clipped.
+    The network sees all images at the size of the set. A network with another input size must
+    resize them itself.
+
+    Args:
+        folder: the output of `export_run` or `synthesize`, or the folder of a finished run.
+        test: real images with the image shape of the set. They should not be the images from which
+            the set was made. If they are private, the distances are private, too.
+        network: the network whose features are compared: the name of a feature map, `FILE.py:NAME`
+            of a custom feature map, a path for `load_model`, or a network with `embed`, which maps
+            normalised images to features [N, d].
+
+    Raises:
+        DataFilesMissingError, DataFilesCorruptError: there is no synthetic set in the folder, or
+            its files are damaged.
+        DataError: there are fewer than two synthetic or real images.
+        SettingError: the test images have another shape, or the network has no `embed`.
+        UnknownNameError: no feature map has this name.
+
+    >>> import tempfile
+    >>> from fedsynth import load_dataset, owner_settings, synthesize
+    >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
+    >>> place = tempfile.mkdtemp()
+    >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
+    >>> measured = fidelity_of_set(f"{place}/share", load_dataset("digits")[1], "pixels")
+    >>> measured.fid > 0, measured.synthetic, measured.features
+    (True, 100, 64)
+    """
+    synthetic = synthetic_set(Path(folder))
+    spec = synthetic.spec
+    if test.spec.image_shape != spec.image_shape:
+        raise SettingError(
+            None,
+            "test",
+            f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}",
+        )
+    embed = _embedding(network, spec)
+    images = to_stored(synthetic.images, spec)
+    return fidelity(_features(embed, images), _features(embed, test.images.cpu()))
+
+
+def synthetic_set(folder: Path) -> SharedSet:
+    """Returns the synthetic set in an exported folder or in a run folder."""
+    if (folder / SUMS).is_file() or not (folder / TENSORS).is_file():
+        return load_synthetic(folder)
+    try:
+        return shared_set(*read_tensors(folder / TENSORS))
+    except (OSError, ValueError) as error:
+        raise DataFilesCorruptError(f"{folder / TENSORS} is damaged: {one_line(error)}") from None
+
+
+def _embedding(network: str | Path | nn.Module, spec: DatasetSpec) -> Embed:
+    """Returns a function from stored images to the network's features."""
+    if isinstance(network, str) and names_a_file(network):
+        return feature_map(register_file(network), spec.image_shape)
+    if not isinstance(network, nn.Module):
+        if not Path(network).exists():
+            return feature_map(str(network), spec.image_shape)
+        network = load_model(network, spec=spec)
+    if not hasattr(network, "embed"):
+        raise SettingError(None, "network", "must have a function `embed` that returns features")
+    embed: Embed = network.eval().embed  # type: ignore[assignment]
+    return lambda images_NCHW: embed(normalise(images_NCHW, spec))
+
+
+@torch.no_grad()
+def _features(embed: Embed, images_NCHW: Tensor) -> Tensor:
+    return torch.cat([embed(chunk) for chunk in images_NCHW.split(CHUNK)])
