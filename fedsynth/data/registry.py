@@ -123,7 +123,7 @@ class DatasetSpec:
 
     @property
     def can_be_drawn(self) -> bool:
-        """Whether the data are grey or colour images, and not vectors or other arrays."""
+        """True if the data are grey or colour images, and not vectors or other arrays."""
         return self.channels in (1, 3) and min(self.height, self.width) > 1
 
 
