@@ -313,23 +313,36 @@ def synthesize(
 def export(
     chosen: given.Sections,
     run: Annotated[Path, given.path_argument("The folder of a finished run.", metavar="RUN")],
-    out: Out,
+    out: Annotated[
+        Path | None,
+        given.path_option("The folder to create. You may share all of its files.", "--out"),
+    ] = None,
+    onnx: Annotated[
+        Path | None,
+        given.path_option("Write the run's model to this ONNX file, from pixels in [0, 1]."),
+    ] = None,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
 ) -> None:
-    """Export the synthetic images of a run to a new folder that you may share.
+    """Export the synthetic images of a run to a new folder, or its model to a file, for sharing.
 
     The folder also contains the privacy report, a README and hashes. Before the export, the report
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
-    folder.
+    folder. An ONNX file (--onnx) needs no fedsynth and no PyTorch.
 
-    Example: `fedsynth export runs/… --out share`.
+    Example: `fedsynth export runs/… --out share`, or `fedsynth export runs/… --onnx model.onnx`.
     """
     from fedsynth.results.export import export_run
+    from fedsynth.results.onnx_export import export_onnx
 
+    if out is None and onnx is None:
+        raise OptionError("name the folder with --out, or the model's file with --onnx")
     given.with_own_code(chosen)
-    folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
-    print(f"you may share the folder {folder}")
+    if out is not None:
+        folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
+        print(f"you may share the folder {folder}")
+    if onnx is not None:
+        print(f"model: {export_onnx(run, onnx, unprotected=unprotected)}")
 
 
 @given.takes_settings(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
     from fedsynth.reproduction.presets import load_preset as load_preset
     from fedsynth.results.export import export_run as export_run
+    from fedsynth.results.onnx_export import export_onnx as export_onnx
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
     from fedsynth.simulation.fidelity import fidelity_of_set as fidelity_of_set

@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "RunResult",
         "Observer",
         "export_run",
+        "export_onnx",
     ),
     "Settings": ("PartitionSettings", "ModelSettings", "PrivacySettings"),
     "Data": (

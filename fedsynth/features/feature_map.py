@@ -142,7 +142,7 @@ class FeatureMap:
         if pixels_NCHW.dtype == torch.uint8:
             x = x / 255
         features: object = self.function(x)
-        expected = (len(x), self.dimension)
+        expected = (x.shape[0], self.dimension)  # `len` would fix the number of images in ONNX
         returned = type(features).__name__
         if isinstance(features, Tensor):
             if features.shape == expected:

@@ -158,21 +158,12 @@ def require_new(target: Path) -> None:
 
 
 def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
-    if not (folder / "summary.json").is_file():
-        raise OutputError(
-            f"{folder} has no summary.json, so it is not the folder of a finished run"
-        )
+    report = verified_report(folder, unprotected=unprotected, method=method)
     summary = read_summary(folder)
-    report, start = None, {}
-    if (folder / PRIVATE_START).exists():
-        report = _sound_report(folder, method)
+    start: dict[str, Any] = {}
+    if report is not None:
         start = read_json(folder / PRIVATE_START, "start of a run")
     guarantee = (report or {}).get("guarantee") or {}
-    if not guarantee and not unprotected:
-        raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images may reveal real images. "
-            f"To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
-        )
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
         raise OutputError(
@@ -198,17 +189,35 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     )
 
 
-def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
-    """Returns the privacy report of a run, after checking that the run's settings and ledgers give
-    the same report.
+def verified_report(
+    folder: Path, *, unprotected: bool, method: type[Method] | None
+) -> dict[str, Any] | None:
+    """Returns the privacy report of a finished run, after checking that the run's settings and
+    ledgers give the same report. Returns None for a run without differential privacy.
+
+    Raises:
+        OutputError: the run has not finished, or has no guarantee and `unprotected` is False.
+        PrivacyError: the report does not follow from the run's settings and ledgers.
     """
-    problems = verify_run(folder, method=method).problems
-    if problems:
-        raise PrivacyError(
-            f"the privacy report of {folder} does not follow from its settings and ledgers: "
-            f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
+    if not (folder / "summary.json").is_file():
+        raise OutputError(
+            f"{folder} has no summary.json, so it is not the folder of a finished run"
         )
-    return sound_report(folder)
+    report = None
+    if (folder / PRIVATE_START).exists():
+        problems = verify_run(folder, method=method).problems
+        if problems:
+            raise PrivacyError(
+                f"the privacy report of {folder} does not follow from its settings and ledgers: "
+                f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
+            )
+        report = sound_report(folder)
+    if not unprotected and not (report or {}).get("guarantee"):
+        raise OutputError(
+            f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
+            f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
+        )
+    return report
 
 
 # --------------------------------------------------------------------------------------- writing

@@ -1,0 +1,146 @@
+"""Exports the model of a run as an ONNX file, which other programs can execute without PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.method import Method
+from fedsynth.data.files import one_line
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import OutputError
+from fedsynth.results.export import verified_report
+from fedsynth.results.saved_model import model_of_run
+from fedsynth.seeding import torch_generator
+from fedsynth.version import __version__
+
+TOLERANCE = 1e-3
+NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install 'fedsynth[onnx]'"
+
+
+class FromValues(nn.Module):
+    """A classifier whose inputs are values in their original units instead of normalised values.
+
+    The inputs are pixels in [0, 1], or values between the bounds of the data set. Values outside
+    are clamped, as in training.
+
+    Args:
+        network: the classifier, which maps normalised images to logits.
+        spec: the specification of the network's input images.
+    """
+
+    def __init__(self, network: nn.Module, spec: DatasetSpec) -> None:
+        super().__init__()
+        self.network = network
+        self.low, self.high = spec.bounds or (0.0, 1.0)
+        self.register_buffer("mean", torch.tensor(spec.mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1))
+
+    def forward(self, values_NCHW: Tensor) -> Tensor:
+        """Computes the logits [N, classes] of values [N, C, H, W]."""
+        x = values_NCHW.clamp(self.low, self.high).sub(self.low).div(self.high - self.low)
+        return self.network((x - self.mean) / self.std)
+
+
+def export_onnx(
+    run: str | Path,
+    file: str | Path,
+    *,
+    unprotected: bool = False,
+    spec: DatasetSpec | None = None,
+    method: type[Method] | None = None,
+) -> Path:
+    """Writes the model of a finished run as an ONNX file.
+
+    The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], or values between the
+    bounds of the data set. The normalisation is part of the graph. The output `logits` is float32
+    [N, classes]. The metadata of the file contains the names of the classes and the guarantee.
+    Like the model, the file is computed from the clients' releases, and so has their guarantee. It
+    contains no source code and no paths. Its logits for one image are compared with PyTorch's.
+
+    Args:
+        run: the run folder.
+        file: the file to write. An existing file is replaced.
+        unprotected: if True, also exports the model of a run without a privacy guarantee.
+        spec, method: as for `load_model`.
+
+    Returns:
+        `file`.
+
+    Raises:
+        OutputError: the extra `onnx` is not installed, the run has no guarantee and `unprotected`
+            is False, ONNX cannot express the model, or the file cannot be written.
+        PrivacyError: the run's privacy report does not follow from its ledgers.
+
+    >>> import tempfile
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
+    >>> place = tempfile.mkdtemp()
+    >>> settings = RunSettings(FedAvg(), rounds=1, model=ModelSettings("linear"))
+    >>> run = simulate(settings, output=place)
+    >>> export_onnx(run.folder, f"{place}/model.onnx", unprotected=True).name
+    'model.onnx'
+    """
+    folder, target = Path(run), Path(file)
+    report = verified_report(folder, unprotected=unprotected, method=method)
+    network, architecture = model_of_run(folder, spec, method)
+    spec = architecture.spec
+    program = _checked_program(FromValues(network, spec).eval(), spec)
+    guarantee = (report or {}).get("guarantee") or {}
+    program.model.metadata_props.update(
+        {
+            "made_by": f"fedsynth {__version__}",
+            "class_names": json.dumps(spec.class_names, ensure_ascii=False),
+            "epsilon": json.dumps(guarantee.get("epsilon")),
+            "delta": json.dumps(guarantee.get("delta")),
+        }
+    )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        program.save(target)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {one_line(error)}") from None
+    return target
+
+
+def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
+    """Returns the ONNX program of a network, whose first dimension may have any size.
+
+    Raises:
+        OutputError: ONNX is not installed, or cannot express the network.
+    """
+    try:
+        import onnxscript  # noqa: F401
+        from onnx.reference import ReferenceEvaluator
+        from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    except ImportError:
+        raise OutputError(NEEDS_ONNX) from None
+    images = torch.rand(3, *spec.image_shape, generator=torch_generator(0, "examples for ONNX"))
+    with torch.no_grad():
+        logits = network(images)  # also caches constants, which the exporter cannot create
+    try:
+        program: Any = torch.onnx.export(
+            network,
+            (images,),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+            dynamo=True,
+            verbose=False,
+        )
+        ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
+        # one image instead of three: code such as `len(images)` fixes the number
+        evaluator = ReferenceEvaluator(program.model_proto)
+        (result,) = evaluator.run(None, {"images": images[:1].numpy()})
+    except (RuntimeError, ValueError) as error:
+        raise OutputError(
+            "the model cannot be written as ONNX, because ONNX has no form of one of its "
+            "operations, or the code fixes the number of images. Feature maps with scattering have "
+            "such operations: use another map"
+        ) from error
+    if not torch.allclose(torch.tensor(result), logits[:1], atol=TOLERANCE, rtol=TOLERANCE):
+        raise OutputError("the model cannot be written as ONNX: its logits differ from PyTorch's")
+    return program
