@@ -326,7 +326,7 @@ KEYS: Mapping[str, str] = {
     "run": "method rounds seed device precision compile memory_gb threads participation "
     "client_failures quorum robust",
     "data": "dataset data_root folder test_folder test image_size channels "
-    "skip_corrupt skip_other declaration",
+    "skip_corrupt skip_other declaration window slice",
     "partition": "kind clients alpha classes_per_client min_size subset local_test",
     "model": "name clients features width depth norm",
     "method": "ipc matching",

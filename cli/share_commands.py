@@ -201,8 +201,9 @@ def _data() -> None:
 
 @data_app.command()
 @given.takes_settings(
-    "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", set_option=False
-)
+    "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", "data.window",
+    "data.slice", set_option=False,
+)  # fmt: skip
 def describe(
     chosen: given.Sections,
     folder: Annotated[

@@ -13,6 +13,7 @@ import numpy as np
 from fedsynth.data.folder_files import LEDGERS, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_declaration
 from fedsynth.data.load_folder import read_folder
+from fedsynth.data.medical_files import Decoding
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
 from fedsynth.data.registry import DatasetSpec
@@ -57,7 +58,8 @@ def describe_folder(
     lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
     table = "\n".join((*lines, partition_table(counts)))
     path = default_declaration(Path(settings.folder))
-    return Described(proposal(spec, sites, len(data.train), users), table, path)
+    decoding = settings.decoding()
+    return Described(proposal(spec, sites, len(data.train), users, decoding), table, path)
 
 
 def _numbered(names: Sequence[str]) -> str:
@@ -80,7 +82,9 @@ def coarse(count: float, *, up: bool = False) -> int:
     return int(steps[np.abs(np.log(steps / max(count, 1))).argmin()])
 
 
-def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -> str:
+def proposal(
+    spec: DatasetSpec, sites: Sequence[str], images: int, users: int, decoding: Decoding
+) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
     Args:
@@ -89,7 +93,9 @@ def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -
         images: the number of images. The text contains the rounded number.
         users: the number of people in the images, or 0 if it is unknown. The text contains the
             rounded number.
+        decoding: how the values in image files become pixels.
     """
+    window = ",".join(f"{number:.15g}" for number in decoding.window or ())
     toml = partial(json.dumps, ensure_ascii=False)
     return f"""\
 # What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
@@ -107,8 +113,10 @@ sites = {toml(sites)}  # public names; [] if the data have a single owner
 channels = {spec.channels}  # 1: grey, 3: colour
 height = {spec.height}  # every image is resized to this
 width = {spec.width}
-mean = {toml(spec.mean)}  # of pixels in [0, 1]: constants, not computed from these images
-std = {toml(spec.std)}
+mean = {toml(spec.mean[:1])}  # of pixels in [0, 1], for all channels or for each: constants, not
+std = {toml(spec.std[:1])}  # computed from these images
+window = "{window}"  # CENTER,WIDTH of the levels shown, if files have more than 8 bits; "": theirs
+slice = {decoding.slice}  # of files with several slices or frames, from 0; -1: the middle one
 source = {toml(spec.source)}
 person = "person"  # the word for one person in the privacy report, such as "patient"
 

@@ -2,8 +2,9 @@
 
 The folder has the layout SITE/CLASS/files or CLASS/files, or it contains a manifest. A manifest is
 a CSV file with the columns `path` and `label`, and optionally `site` (the hospital or client) and
-`user` (the patient). Without a manifest, a file users.csv may name the user of each image. Files
-that are not images are counted, so that a report can name them.
+`user` (the patient). Without a manifest, a file users.csv may name the user of each image. Without
+both, the patient ID in a DICOM file is the user. Files that are not images are counted, so that a
+report can name them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fedsynth.data.files import (
     same_name,
     users_of_images,
 )
-from fedsynth.data.image_files import EXTENSIONS
+from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
+from fedsynth.data.medical_files import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 MANIFEST = "manifest.csv"
@@ -42,8 +44,9 @@ NO_EXTENSION = "no extension"
 NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
+_KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
-_SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini"}
+_SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -172,6 +175,8 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     if by_user and not files.users.any() and users_file.exists():
         users = read_users(users_file)
         files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
+    if by_user:
+        files = with_patients(files)
     declared = np.isin(files.labels, list(classes))
     has_user = files.users != ""
     if not by_user:
@@ -181,6 +186,17 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~has_user)):
         skipped += [Entry(kind, PurePosixPath(path)) for path in files.paths[rows]]
     return replace(files.select(declared & has_user), excluded=tuple(skipped))
+
+
+def with_patients(files: FolderFiles) -> FolderFiles:
+    """Completes the users of DICOM files by their patient IDs, as far as no list names a user.
+
+    The users are hashes of the IDs (`patient_of`).
+    """
+    unknown = np.flatnonzero(files.users == "")
+    users = files.users.copy()
+    users[unknown] = read_patients(files.select(unknown).full_paths)
+    return replace(files, users=users)
 
 
 def manifest_of(folder: Path) -> Path:
@@ -280,8 +296,9 @@ def _is_hidden(name: str) -> bool:
 def _kind(file: Path) -> str:
     if not file.exists():
         return BROKEN_LINK
-    extension = file.suffix.lower()
-    return IMAGE if extension in EXTENSIONS else extension or NO_EXTENSION
+    if is_image(file):
+        return IMAGE
+    return file.suffix.lower() or NO_EXTENSION
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
@@ -337,7 +354,7 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
     images = {len(path.parts): path for path in reversed(paths)}  # the first one of each depth
     if not images:
         raise DataFilesMissingError(
-            f"{one_line(root)} has no image ({', '.join(EXTENSIONS)}). Other files: "
+            f"{one_line(root)} has no image ({', '.join(_KINDS)}). Other files: "
             f"{counted(entries) or 'none'}. {_LAYOUT}"
         )
     if len(images) > 1 or not images.keys() <= {2, 3}:

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from fedsynth.data.files import expanded, first_fault, one_line, same_name
 from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
 from fedsynth.data.images import ImageData
+from fedsynth.data.medical_files import Decoding, parsed_window
 from fedsynth.data.registry import DatasetSpec, custom_spec, is_known
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from fedsynth.privacy.files import expand_home
@@ -46,6 +47,11 @@ def _iso_date(text: str) -> str:
         raise ValueError("must be a date such as 2026-11-23") from None
 
 
+def _window(text: str) -> str:
+    parsed_window(text)
+    return text
+
+
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
 Names = Annotated[list[Name], AfterValidator(_distinct)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
@@ -65,8 +71,10 @@ class _Images(_Section):
     channels: Annotated[int, Field(ge=1, le=3)]
     height: Side
     width: Side
-    mean: list[float]
-    std: list[float]
+    mean: list[float] = [MEAN]
+    std: list[float] = [STD]
+    window: Annotated[str, AfterValidator(_window)] = ""
+    slice: Annotated[int, Field(ge=-1)] = -1
     source: str
     person: Annotated[str, Field(min_length=1, max_length=40)] = "person"
 
@@ -107,6 +115,7 @@ class Declaration:
         signed_by: the name of the person who checked the declaration, and the date. The string is
             empty if it is not signed.
         path: the declaration file.
+        decoding: how the values in image files become pixels.
     """
 
     spec: DatasetSpec
@@ -116,6 +125,7 @@ class Declaration:
     person: str
     signed_by: str
     path: Path
+    decoding: Decoding
 
 
 def read_declaration(path: Path) -> Declaration:
@@ -132,8 +142,8 @@ def read_declaration(path: Path) -> Declaration:
             images.name,
             (images.channels, images.height, images.width),
             images.class_names,
-            mean=tuple(images.mean),
-            std=tuple(images.std),
+            mean=_for_channels(images.mean, images.channels),
+            std=_for_channels(images.std, images.channels),
             source=images.source,
             train_size=declared.sizes.images,
             groups=declared.sizes.users,
@@ -152,12 +162,25 @@ def read_declaration(path: Path) -> Declaration:
     ledger = None
     if declared.privacy.ledger:
         ledger = (path.parent / expand_home(declared.privacy.ledger)).absolute()
+    decoding = Decoding(parsed_window(images.window), images.slice)
     signed_by = ""
     if declared.signed_off.by and declared.signed_off.date:
         signed_by = f"{declared.signed_off.by}, {declared.signed_off.date}"
     return Declaration(
-        spec, tuple(images.sites), upper_bound, ledger, images.person, signed_by, path
+        spec,
+        tuple(images.sites),
+        upper_bound,
+        ledger,
+        images.person,
+        signed_by,
+        path,
+        decoding,
     )
+
+
+def _for_channels(values: list[float], channels: int) -> tuple[float, ...]:
+    """Repeats a single value for each channel."""
+    return tuple(values) * (channels if len(values) == 1 else 1)
 
 
 def require_signed(declaration: Declaration) -> None:
@@ -227,6 +250,7 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
 
 TEST_KINDS = ("public", "private", "none")
 MAX_SIDE = 4096
+MAX_SLICE = 10**6
 _SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
 
 
@@ -238,7 +262,7 @@ class FolderSettings:
         folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv.
             In the first layout each site is a client, and in the second the partition divides the
             images. A manifest has the columns path, label, site and user, and may be given itself.
-            Images may be JPEG, PNG, BMP or WebP files.
+            Images may be JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI files.
         test_folder: the folder with your own test images, in one of the same layouts. Its sites are
             ignored.
         test: whether your test images are "public" or "private" (the default), or "none" to use
@@ -255,6 +279,11 @@ class FolderSettings:
             requires a signed declaration.
         skip_other: skip everything that is not an image (other files, broken links, empty folders),
             and report how many there are.
+        window: the range of levels that is shown from black to white, as CENTER,WIDTH, for images
+            with more than 8 bits. The default is the declared window or, without one, the window
+            in the file.
+        slice: the slice of NIfTI volumes and the frame of DICOM files with several frames, counted
+            from 0. The default, -1, is the declared slice or the middle one.
 
     Raises:
         SettingError: a value is invalid.
@@ -276,6 +305,8 @@ class FolderSettings:
     skip_corrupt: bool = False
     declaration: str = ""
     skip_other: bool = False
+    window: str = ""
+    slice: int = -1
 
     def __post_init__(self) -> None:
         for name in ("folder", "test_folder", "declaration"):
@@ -292,7 +323,9 @@ class FolderSettings:
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
+        check_number("data", "slice", self.slice, -1, MAX_SLICE)
         self.size()
+        self.decoding()
 
     def size(self) -> tuple[int, int] | None:
         """Returns the height and width of the images, or None if `image_size` is not set.
@@ -311,6 +344,17 @@ class FolderSettings:
         for side in (height, width):
             check_number("data", "image_size", side, 1, MAX_SIDE)
         return height, width
+
+    def decoding(self) -> Decoding:
+        """Returns how the values in image files become pixels, as far as it is set.
+
+        Raises:
+            SettingError: `window` is invalid.
+        """
+        try:
+            return Decoding(parsed_window(self.window), self.slice)
+        except ValueError as error:
+            raise SettingError("data", "window", str(error)) from None
 
     def declared(self) -> Declaration | None:
         """Reads the declaration of these images. Returns None if the images have no declaration.
@@ -332,6 +376,20 @@ def default_declaration(folder: Path) -> Path:
     folder.
     """
     return manifest_of(folder).with_name(DECLARATION)
+
+
+def declared_decoding(folder: Path) -> Decoding:
+    """Returns how the values in image files become pixels, from the declaration of their folder.
+
+    Without a declaration, the defaults are returned.
+
+    Raises:
+        DataFilesCorruptError: the declaration is damaged.
+    """
+    path = default_declaration(folder)
+    if not path.exists():
+        return Decoding()
+    return read_declaration(path).decoding
 
 
 def default_name(folder: str) -> str:

@@ -1,8 +1,13 @@
-"""Decodes image files into arrays of one size. The files are untrusted input."""
+"""Decodes image files into arrays of one size. The files are untrusted input.
+
+`medical_files` decodes DICOM and NIfTI files.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -16,13 +21,22 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data.files import one_line
 from fedsynth.data.images import Bytes
+from fedsynth.data.medical_files import (
+    BITS_LOST,
+    Decoding,
+    Picture,
+    is_dicom,
+    medical_reader,
+    patient_of,
+    scaled,
+)
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import read_regular
 
 T = TypeVar("T")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF")
 """The formats that Pillow may decode. Pillow detects the format from the content of a file and not
 from its extension. For some formats that are not listed here it would start Ghostscript."""
 MAX_PIXELS = 2**25
@@ -33,9 +47,12 @@ MAX_SCANS = 100
 scan. Cameras and editors write about ten scans."""
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
-_LEVELS_OF_16_BITS = 65535 / 255
-"""The number of 16-bit levels that correspond to one 8-bit level."""
+_RANGE_OF_16_BITS = (65535 / 2, 65535.0)
+"""The centre and width of the range of 16-bit levels."""
 _EXIF_ORIENTATION = 0x0112
+ALPHA_LOST = "images with transparency, shown on white"
+COLOUR_LOST = "colour images, converted to grey"
+PAGES_LOST = "images that are the first page of several"
 
 
 class ImageHeader(NamedTuple):
@@ -78,29 +95,53 @@ def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, st
     return list(filter(None, headers)), faults
 
 
+def is_image(path: Path) -> bool:
+    """Returns True if a file is an image that a user's folder may contain, judged by its name or,
+    for DICOM files without an extension, by its first bytes."""
+    return path.suffix.lower() in EXTENSIONS or medical_reader(path) is not None
+
+
 def read_pixels(
-    paths: Sequence[Path], channels: int, height: int, width: int
-) -> tuple[Bytes, dict[int, str]]:
+    paths: Sequence[Path], channels: int, height: int, width: int, decoding: Decoding
+) -> tuple[Bytes, dict[int, str], Counter[str]]:
     """Decodes image files into one array, uint8 [N, channels, height, width].
 
     Images of another size are resized (Lanczos), without keeping their aspect ratio. Grey images
-    become colour images with three equal channels, and colour images become grey by luma. 16-bit
-    levels are scaled to 8 bits. Transparency is dropped, and photographs are turned upright
-    according to their EXIF data.
+    become colour images with three equal channels, and colour images become grey by luma. The
+    window of `decoding` scales the levels of images with more than 8 bits. Transparent images are
+    shown on white, and photographs are turned upright according to their EXIF data.
 
-    Returns the images, and a dictionary with a description of the fault of each file that cannot be
-    read. The keys of the dictionary are positions in `paths`. The images of the unreadable files
-    are black.
+    Returns the images, a dictionary with a description of the fault of each file that cannot be
+    read, and the number of images by what their conversion lost. The keys of the dictionary are
+    positions in `paths`. The images of the unreadable files are black.
     """
     images = np.zeros((len(paths), channels, height, width), np.uint8)
+    losses: Counter[str] = Counter()
 
-    def read(position: int) -> None:
-        with opened_image(paths[position]) as image:
-            upright = ImageOps.exif_transpose(image)
-            images[position] = _decoded(_in_8_bits(upright), channels, height, width)
+    def read(position: int) -> tuple[str, ...]:
+        values, lost = _read_picture(paths[position], decoding)
+        if values.dtype != np.uint8:
+            values = np.rint(values * 255).astype(np.uint8)
+        images[position] = _decoded(Image.fromarray(values), channels, height, width)
+        return lost + (COLOUR_LOST,) * (values.ndim > channels + 1)
 
-    _, faults = _attempt(read, range(len(paths)))
-    return images, faults
+    results, faults = _attempt(read, range(len(paths)))
+    for lost in filter(None, results):
+        losses.update(lost)
+    return images, faults, losses
+
+
+def read_patients(paths: Sequence[Path]) -> list[str]:
+    """Returns a hash of the patient ID of each DICOM file.
+
+    The hash of a file that is not DICOM, has no ID or cannot be read is an empty string.
+    """
+
+    def read(path: Path) -> str:
+        return patient_of(path) if is_dicom(path) else ""
+
+    patients, _ = _attempt(read, paths)
+    return [patient or "" for patient in patients]
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
@@ -174,18 +215,59 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
             faults[position] = one_line(error)
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        warnings.simplefilter("ignore")  # pydicom's warnings quote headers
         results = list(pool.map(read_or_note, enumerate(items)))
     return results, dict(sorted(faults.items()))
 
 
 def _read_header(path: Path) -> ImageHeader:
+    if medical_reader(path) is not None:
+        values = _read_picture(path, Decoding()).values
+        return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
-        grey = image.mode in ("L", "1", "LA", "La") or _has_16_bits(image)
         height, width = image.height, image.width
-        if image.getexif().get(_EXIF_ORIENTATION) in (5, 6, 7, 8):  # rotated by 90°
+        on_its_side = image.getexif().get(_EXIF_ORIENTATION) in (5, 6, 7, 8)  # rotated by 90°
+        if on_its_side and image.format != "TIFF":  # Pillow turns TIFF files by itself
             height, width = width, height
-        return ImageHeader(height, width, grey)
+        return ImageHeader(height, width, _is_grey(image))
+
+
+def _is_grey(image: Image.Image) -> bool:
+    if image.mode == "P":
+        colours = np.reshape(image.getpalette() or [], (-1, 3))
+        return bool((colours == colours[:, :1]).all())
+    return image.mode in ("L", "1", "LA", "La") or _has_wide_levels(image)
+
+
+def _read_picture(path: Path, decoding: Decoding) -> Picture:
+    """Decodes an image file upright, and notes what is lost."""
+    reader = medical_reader(path)
+    if reader is not None:
+        with _LARGE_IMAGE_LOCK:
+            return reader(path, decoding)
+    with opened_image(path) as image:
+        losses = []
+        if _has_wide_levels(image) or ";16" in str(
+            getattr(image, "tile", "")
+        ):  # how Pillow will decode it
+            losses.append(BITS_LOST)
+        if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
+            losses.append(PAGES_LOST)
+        upright = ImageOps.exif_transpose(image)
+        if _has_wide_levels(upright):
+            window = decoding.window
+            if upright.mode != "F":
+                window = window or _RANGE_OF_16_BITS
+            return Picture(scaled(np.asarray(upright), window), tuple(losses))
+        mode = "L" if _is_grey(upright) else "RGB"
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            if upright.getchannel(3).histogram()[:255] != [0] * 255:
+                losses.append(ALPHA_LOST)
+            white = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(white, upright)
+        return Picture(np.asarray(upright.convert(mode)), tuple(losses))
 
 
 def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
@@ -195,16 +277,6 @@ def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Byte
     return np.asarray(plain, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def _has_16_bits(image: Image.Image) -> bool:
-    return image.mode.startswith("I")
-
-
-def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scales the levels of a 16-bit image to 8 bits. Returns other images unchanged.
-
-    Pillow's own conversion would clip all levels above 255.
-    """
-    if not _has_16_bits(image):
-        return image
-    levels = np.asarray(image).astype(np.float64).clip(0, 65535)
-    return Image.fromarray(np.rint(levels / _LEVELS_OF_16_BITS).astype(np.uint8))
+def _has_wide_levels(image: Image.Image) -> bool:
+    """Whether an image is grey with more than 8 bits. Pillow would clip all levels above 255."""
+    return image.mode.startswith(("I", "F"))

@@ -14,18 +14,26 @@ import numpy as np
 import torch
 
 from fedsynth.data.files import one_line
-from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files, find_files
+from fedsynth.data.folder_files import (
+    FolderFiles,
+    counted,
+    find_declared_files,
+    find_files,
+    with_patients,
+)
 from fedsynth.data.folder_settings import (
     MEAN,
     STD,
     Declaration,
     FolderSettings,
+    declared_decoding,
     default_name,
     require_declared,
     require_declared_counts,
 )
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
+from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
@@ -77,14 +85,16 @@ def load_folder(
     skip_corrupt: bool = False,
     skip_other: bool = False,
     declaration: str | Path | None = None,
+    window: str | None = None,
+    slice: int = -1,
 ) -> FolderData:
     """Loads a folder of images for `simulate(settings, data=...)`.
 
     Args:
         folder: a folder with the layout SITE/CLASS/files or CLASS/files, or with a manifest.csv, or
             the manifest itself. Each site is a client. A manifest has the columns path and label
-            and, optionally, site and user. Images are JPEG, PNG, BMP or WebP files of any size, in
-            grey or colour.
+            and, optionally, site and user. Images are JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI
+            files of any size, in grey or colour.
         image_size: the size to which every image is resized: 64, or "64x48" (height x width). None
             uses the declared size or, without a declaration, the size that all images have.
         channels: 1 (grey) or 3 (colour). None uses the declared number or, without a declaration, 1
@@ -98,6 +108,7 @@ def load_folder(
         declaration: the file that states what is public about the images. `fedsynth data describe`
             proposes it. None uses fedsynth.toml in the folder, if this file exists. A private run
             needs a declaration.
+        window, slice: how the values in image files become pixels. See `FolderSettings`.
 
     Raises:
         DataFilesMissingError: the folder does not exist or contains no image.
@@ -125,6 +136,8 @@ def load_folder(
         skip_corrupt,
         str(declaration or ""),
         skip_other,
+        window or "",
+        slice,
     )
     return read_folder(settings, warnings.warn, declaration=settings.declared())
 
@@ -151,10 +164,12 @@ def read_folder(
         _check_disjoint(files, test_files, note)
     if declaration is None:
         spec = _derived_spec(settings, files, name or default_name(settings.folder))
+        decoding = settings.decoding()
     else:
         require_declared(files, declaration)
         spec = _declared_spec(settings, declaration)
-    train, files, skipped = _read(files, spec, note, skip_corrupt=settings.skip_corrupt)
+        decoding = declaration.decoding
+    train, files, skipped = _read(files, spec, note, decoding, skip_corrupt=settings.skip_corrupt)
     if declaration is None:
         train = replace(train, spec=replace(spec, train_size=len(train)))
     else:
@@ -164,7 +179,7 @@ def read_folder(
     excluded = files.excluded
     if test_files is not None:
         test, _, skipped_tests = _read(
-            test_files, train.spec, note, skip_corrupt=settings.skip_corrupt
+            test_files, train.spec, note, decoding, skip_corrupt=settings.skip_corrupt
         )
         test = replace(test, groups=None)
         skipped += skipped_tests
@@ -200,6 +215,17 @@ def _find(
                 "--skip-other (data.skip_other=True)"
             )
         note(f"{problem}. These files are skipped")
+    if files.users.any():
+        return files
+    by_patient = with_patients(files)
+    unknown = int((by_patient.users == "").sum())
+    if not unknown:
+        return by_patient
+    if unknown < len(files.users):
+        note(
+            f"warning: {unknown} of {len(files.users)} images in {one_line(folder)} have no patient "
+            "ID, so no patients are known. List them in users.csv"
+        )
     return files
 
 
@@ -233,13 +259,16 @@ def _declared_spec(settings: FolderSettings, declaration: Declaration) -> Datase
     """Returns the declared specification, after a check that the settings agree with it.
 
     Raises:
-        SettingError: `image_size` or `channels` differs from the declared value.
+        SettingError: a setting of the images differs from the declared value.
     """
     spec = declaration.spec
     size = f"{spec.height}x{spec.width}"
+    stated, chosen = settings.decoding(), declaration.decoding
     for key, agrees, declared in (
         ("image_size", settings.size() in (None, (spec.height, spec.width)), size),
         ("channels", settings.channels in (0, spec.channels), spec.channels),
+        ("window", stated.window in (None, chosen.window), chosen.window),
+        ("slice", stated.slice in (-1, chosen.slice), chosen.slice),
     ):
         if not agrees:
             reason = f"must be {declared}, as {declaration.path} declares, or left unset"
@@ -290,6 +319,7 @@ def _read(
     files: FolderFiles,
     spec: DatasetSpec,
     note: Note,
+    decoding: Decoding,
     *,
     skip_corrupt: bool,
     may_be_empty: bool = False,
@@ -309,9 +339,12 @@ def _read(
             f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
             f"{spec.channels}"
         )
-    images, faults = read_pixels(files.full_paths, *spec.image_shape)
+    images, faults, losses = read_pixels(files.full_paths, *spec.image_shape, decoding)
     if not may_be_empty:
         _check_faults(files, faults, skip_corrupt=skip_corrupt)
+    if losses:
+        lost = ", ".join(f"{count} {loss}" for loss, count in sorted(losses.items()))
+        note(f"converted in {one_line(files.root)}: {lost}")
     skipped: tuple[str, ...] = ()
     if faults:
         # Lists every skipped file, one a line, because a user who skips files wants to know which.
@@ -371,7 +404,7 @@ def read_as(
             be read for a reason that `load_folder` lists.
     """
     files = _find(folder, note, skip_other)
-    return _read(files, spec, note, skip_corrupt=skip_corrupt)[0]
+    return _read(files, spec, note, declared_decoding(folder), skip_corrupt=skip_corrupt)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
@@ -391,7 +424,8 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
     files = find_declared_files(folder, spec.class_names, by_user=by_user)
     if files.excluded:
         note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
-    data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
+    decoding = declared_decoding(folder)
+    data, _, _ = _read(files, spec, note, decoding, skip_corrupt=True, may_be_empty=True)
     if not len(data):
         note(
             f"{one_line(folder)} has no image of the run's classes. The client contributes only "

@@ -64,7 +64,7 @@ def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> 
     assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
     result = fedsynth(f"{line} --image-size 16 --skip-corrupt")
     assert result.code == 0, result.stderr
-    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP file)" in result.stderr
+    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP, TIFF file)" in result.stderr
     for path in result.folder.rglob("*"):  # file names are only printed
         assert path.is_dir() or b"00.png" not in path.read_bytes()
 

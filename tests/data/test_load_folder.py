@@ -104,7 +104,7 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("a/T-shirt/1.png", "b/t_shirt/1.png", "b/x/1.png"), "two classes have the similar names"),
         (("a/½/1.png", "b/1⁄2/1.png", "b/x/1.png"), "two classes have the similar names"),
         (("a/0/1.png", "b/0.0/1.png", "b/x/1.png"), "two classes have the similar names"),
-        (("a/1.dcm", "b/2.dcm"), r"no image .*\.dcm: 2 \(a/1.dcm …\)"),
+        (("a/1.mha", "b/2.mha"), r"no image .*\.mha: 2 \(a/1.mha …\)"),
     ],
 )
 def test_invalid_layouts_raise_one_line_errors(
@@ -129,7 +129,7 @@ def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
         "empty class": (unsure.mkdir, r"empty folders: 1 \(north/unsure\)"),
         "empty site": (lambda: (scans / "south").symlink_to(root / "empty"), r"empty.* \(south\)"),
         "hidden": ((scans / "north/.x.png").mkdir, None),
-        "ending": (lambda: image.rename(image.with_suffix(".dcm")), r"\.dcm: 1 \(north/ill/00.dcm"),
+        "ending": (lambda: image.rename(image.with_suffix(".mha")), r"\.mha: 1 \(north/ill/00.mha"),
         "no ending": (lambda: (scans / "notes").write_text("x"), r"no extension: 1 \(notes\)"),
     }
 

@@ -1,0 +1,395 @@
+"""Decodes DICOM and NIfTI files. The files are untrusted input.
+
+Of a DICOM header, only the elements that describe the pixels are read, and, if the patients are the
+privacy unit, the patient ID. The ID is hashed at once. Errors state what is wrong in the package's
+own words, because the texts of pydicom and nibabel may quote a header.
+
+Each file is one record. Of a file with several frames or slices, one is used. All choices depend
+only on the settings and on the file itself, so that no record influences another record.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from fedsynth.data.files import same_name
+from fedsynth.privacy.files import open_regular, read_regular
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+DICOM_EXTENSIONS = (".dcm", ".dicom")
+NIFTI_EXTENSIONS = (".nii", ".nii.gz")
+MAX_FILE_BYTES = 2**29
+"""The maximum size of a DICOM or NIfTI file."""
+MAX_VOLUME_BYTES = 2**30
+"""The maximum size of a decompressed NIfTI file. Volumes of 512×512×1000 16-bit values fit."""
+MAX_FRAME_PIXELS = 2**25
+MAX_RLE_BITS = 2**27
+"""The maximum size of a frame that is compressed by RLE. Damaged RLE data may expand 64 times."""
+SLICES_LOST = "images that are one slice or frame of several"
+BITS_LOST = "images with more than 8 bits, reduced to 8"
+_DEFLATED = "1.2.840.10008.1.2.1.99"
+_RLE = "1.2.840.10008.1.2.5"
+_PREAMBLE_BYTES = 128
+_SHARED, _PER_FRAME = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
+_WINDOW = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]+)?)\s*,\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*")
+_UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
+"""The ending of a file without an extension. Names that are a DICOM UID end with a number."""
+
+
+class UnsupportedImageError(ValueError):
+    """Raised for an image file that is damaged or unsupported. The message quotes no header."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The public choices of how the values in a file become pixels.
+
+    Attributes:
+        window: the centre and the width of the range of values that is shown from black to white.
+            None takes the window in the file or, without one, the range of the file's values.
+        slice: the slice of a volume, or the frame of a file with several frames, counted from 0.
+            −1 takes the middle one.
+    """
+
+    window: tuple[float, float] | None = None
+    slice: int = -1
+
+    def position(self, count: int) -> int:
+        """Returns the position of the slice or frame in a file that has `count` of them.
+
+        Raises:
+            UnsupportedImageError: the file does not have the chosen slice.
+        """
+        if self.slice < 0:
+            return count // 2
+        if self.slice >= count:
+            raise UnsupportedImageError(f"the file has only {count} slices, counted from 0")
+        return self.slice
+
+
+def parsed_window(text: str) -> tuple[float, float] | None:
+    """Reads a window CENTER,WIDTH. An empty text is no window.
+
+    Raises:
+        ValueError: the text is not a window.
+    """
+    if not text:
+        return None
+    match = _WINDOW.fullmatch(text)
+    if match is None or float(match[2]) == 0:
+        raise ValueError(f"must be CENTER,WIDTH, such as 40,400, got {text!r}")
+    return float(match[1]), float(match[2])
+
+
+class Picture(NamedTuple):
+    """A decoded image.
+
+    Attributes:
+        values: a grey image as floating-point values in [0, 1], [H, W], or a colour image as uint8
+            [H, W, 3].
+        losses: descriptions of what the decoding lost.
+    """
+
+    values: Array
+    losses: tuple[str, ...]
+
+
+def is_dicom(path: Path) -> bool:
+    """Returns True if a file is DICOM, judged by its name or by its first bytes.
+
+    Archives store DICOM files without an extension, or name them by their UID.
+    """
+    suffix = path.suffix.lower()
+    if suffix in DICOM_EXTENSIONS:
+        return True
+    if not _UID_EXTENSION.fullmatch(suffix):
+        return False
+    try:
+        with open_regular(path) as file:
+            return file.read(_PREAMBLE_BYTES + 4).endswith(b"DICM")
+    except OSError:
+        return False
+
+
+def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
+    """Returns the function that decodes a medical file, or None if the file is no such file."""
+    if path.name.lower().endswith(NIFTI_EXTENSIONS):
+        return read_nifti
+    if is_dicom(path):
+        return read_dicom
+    return None
+
+
+def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
+    """Scales values so that a window becomes [0, 1]. Values outside the window are clipped.
+
+    Without a window, the range of the finite values is used. NaN becomes 0, which is black.
+
+    Args:
+        values: numbers of any type and shape.
+        window: the centre and width, or None.
+
+    >>> scaled(np.array([-60.0, 40.0, 140.0, 900.0]), (40.0, 400.0)).tolist()
+    [0.25, 0.5, 0.75, 1.0]
+    """
+    wide = values.astype(np.float64)
+    if window is None:
+        finite = wide[np.isfinite(wide)]
+        low, high = 0.0, 0.0
+        if finite.size:
+            low, high = float(finite.min()), float(finite.max())
+    else:
+        low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
+    if not math.isfinite(high - low):
+        raise UnsupportedImageError("the values of the image are too large")
+    with np.errstate(invalid="ignore"):
+        unit = (wide - low) / ((high - low) or 1.0)
+    return np.nan_to_num(unit, nan=0.0).clip(0, 1)
+
+
+@contextmanager
+def _plain_errors(kind: str) -> Iterator[None]:
+    """Replaces the errors of a library, which may quote the file, by one sentence.
+
+    Raises:
+        UnsupportedImageError: the block raised an error about the file, or the library is missing.
+    """
+    try:
+        yield
+    except UnsupportedImageError:
+        raise
+    except ImportError:
+        hint = f"{kind} files need the extra medical. Run pip install 'fedsynth[medical]'"
+        raise UnsupportedImageError(hint) from None
+    except Exception:
+        raise UnsupportedImageError(f"the {kind} file is damaged or unsupported") from None
+
+
+# -------------------------------------------------------------------------------------- DICOM
+
+
+def read_dicom(path: Path, decoding: Decoding) -> Picture:
+    """Decodes a DICOM file.
+
+    The steps are those of the standard: the modality rescale, then the window, then the inversion
+    of MONOCHROME1. A window in `decoding` replaces the file's window. YBR and palette colours
+    become RGB.
+
+    Raises:
+        UnsupportedImageError: the file is damaged, too large or unsupported.
+        OSError: the file cannot be read.
+    """
+    content = read_regular(path, MAX_FILE_BYTES)
+    with _plain_errors("DICOM"):
+        from pydicom.datadict import DicomDictionary
+        from pydicom.pixels import pixel_array
+
+        # group 0028 describes the pixels and identifies no person
+        tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
+        data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
+        if "PixelData" not in data:
+            raise UnsupportedImageError("the DICOM file has no image")
+        frames = int(data.get("NumberOfFrames") or 1)
+        position = decoding.position(frames)
+        _check_frame(data, position, frames)
+        values = pixel_array(data, index=position)
+        losses = [BITS_LOST] * (data.BitsStored > 8) + [SLICES_LOST] * (frames > 1)
+        _use_frame_values(data, position)
+        return Picture(_displayed(values, data, decoding), tuple(losses))
+
+
+def patient_of(path: Path) -> str:
+    """Returns a hash of the patient ID in a DICOM file, or an empty string if there is no ID.
+
+    Files with the same ID get the same hash, and nothing else about the ID is kept. Two people with
+    the same ID, for example at two hospitals, become one privacy unit. This protects both.
+
+    Raises:
+        UnsupportedImageError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path, max_bytes=MAX_FILE_BYTES) as file, _plain_errors("DICOM"):
+        data = _dataset(io.BufferedReader(file), ["PatientID"], header_only=True)
+        patient = same_name(str(data.get("PatientID") or ""))
+    return patient and hashlib.blake2b(patient.encode(), digest_size=16).hexdigest()
+
+
+def _dataset(file: BinaryIO, tags: list[Any], *, header_only: bool = False) -> Any:
+    """Reads the elements with the given tags of a DICOM file."""
+    from pydicom import dcmread
+    from pydicom.errors import InvalidDicomError
+    from pydicom.filereader import read_dataset, read_preamble
+
+    try:
+        read_preamble(file, False)
+    except InvalidDicomError:
+        raise UnsupportedImageError("the file is not a DICOM file") from None
+    meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
+    if meta.get("TransferSyntaxUID") == _DEFLATED:  # pydicom inflates without a limit
+        raise UnsupportedImageError("deflated DICOM files are not supported. Decompress the file")
+    file.seek(0)
+    return dcmread(file, specific_tags=tags, stop_before_pixels=header_only)
+
+
+def _check_frame(data: Any, position: int, frames: int) -> None:
+    """Checks the declared size of a frame before the frame is decoded.
+
+    Raises:
+        UnsupportedImageError: the frame is too large, has a compression that cannot be decoded, or
+            contains a compressed image of another size.
+    """
+    from pydicom.encaps import get_frame
+    from pydicom.pixels import get_decoder
+
+    pixels = data.Rows * data.Columns
+    if not 0 < pixels <= MAX_FRAME_PIXELS or data.SamplesPerPixel not in (1, 3):
+        raise UnsupportedImageError(f"the image may have at most {MAX_FRAME_PIXELS:,} pixels")
+    syntax = data.file_meta.TransferSyntaxUID
+    if not syntax.is_compressed:
+        return
+    too_large = syntax == _RLE and pixels * data.SamplesPerPixel * data.BitsAllocated > MAX_RLE_BITS
+    if too_large or not get_decoder(syntax).is_available:
+        raise UnsupportedImageError(
+            f"the compression {syntax.name} is not supported. Decompress the file, or install "
+            "pylibjpeg with its plugins"
+        )
+    frame = get_frame(data.PixelData, position, number_of_frames=frames)
+    with suppress(UnidentifiedImageError):
+        image = Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000"))
+        if image.size != (data.Columns, data.Rows):
+            raise UnsupportedImageError("the compressed image has another size than stated")
+
+
+def _use_frame_values(data: Any, position: int) -> None:
+    """Copies the rescale and the window of a frame to the place of a single frame.
+
+    Enhanced files with several frames have these values in a group for all frames or each frame.
+    """
+    shared, per_frame = data.get(_SHARED) or [], data.get(_PER_FRAME) or []
+    for group in (*shared, *per_frame[position : position + 1]):
+        for name in ("PixelValueTransformationSequence", "FrameVOILUTSequence"):
+            for item in group.get(name) or []:
+                data.update(item)
+
+
+def _displayed(values: Array, data: Any, decoding: Decoding) -> Array:
+    """Converts stored values to a grey image in [0, 1], or to colours of 8 bits."""
+    from pydicom.pixels import apply_color_lut, apply_modality_lut
+
+    if data.PhotometricInterpretation == "PALETTE COLOR":
+        values = apply_color_lut(values, data)
+        return (values >> (8 * values.itemsize - 8)).astype(np.uint8)
+    if values.ndim == 3:
+        return (values >> max(0, data.BitsStored - 8)).astype(np.uint8)
+    unit = _in_file_window(apply_modality_lut(values, data), data, decoding)
+    if data.PhotometricInterpretation == "MONOCHROME1":
+        return 1 - unit
+    return unit
+
+
+def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
+    """Applies the chosen window or, if no window was chosen, the first window or table of a file.
+
+    Without any of them, files of 8 bits keep their values, and the range of other files is scaled.
+    """
+    from pydicom.pixels import apply_voi, apply_windowing
+
+    if decoding.window is not None:
+        return scaled(values, decoding.window)
+    if data.get("VOILUTSequence"):
+        highest = 2 ** int(data.VOILUTSequence[0].LUTDescriptor[2]) - 1
+        shown = apply_voi(np.rint(values).astype(np.int64), data)
+        return scaled(shown, (highest / 2, highest))
+    if data.get("WindowCenter") is not None and data.get("WindowWidth") is not None:
+        # the output range depends on other elements: two extreme values reach its ends
+        with np.errstate(over="ignore"):
+            low, high = apply_windowing(np.array([-1e30, 1e30]), data)
+            shown = apply_windowing(values, data)
+        return scaled((shown - low) / (high - low), (0.5, 1.0))
+    if data.BitsStored == 8 and data.get("RescaleSlope") is None and not data.PixelRepresentation:
+        return scaled(values, (127.5, 255.0))
+    return scaled(values, None)
+
+
+# -------------------------------------------------------------------------------------- NIfTI
+
+
+def read_nifti(path: Path, decoding: Decoding) -> Picture:
+    """Decodes an axial slice of a NIfTI file.
+
+    The rows of the image run from front to back, and its columns from the patient's right to the
+    left, as in DICOM files. Of several volumes, the first is used. The window is the one in
+    `decoding`, or the display range in the header, or the range of the slice.
+
+    Raises:
+        UnsupportedImageError: the file is damaged, too large or unsupported.
+        OSError: the file cannot be read.
+    """
+    content = _nifti_bytes(path)
+    with _plain_errors("NIfTI"):
+        import nibabel
+
+        image = nibabel.Nifti1Image.from_stream(io.BytesIO(content))
+        volumes = image.dataobj.reshape((*image.shape, 1, 1)[: max(3, image.ndim)])
+        orientation = nibabel.io_orientation(image.affine)
+        axis = orientation[:, 0].tolist().index(2)
+        position = decoding.position(volumes.shape[axis])
+        if orientation[axis, 1] < 0:
+            position = volumes.shape[axis] - 1 - position
+        index: list[Any] = [slice(None)] * 3 + [0] * (volumes.ndim - 3)
+        index[axis] = position
+        plane = np.asarray(volumes[tuple(index)])
+        if plane.dtype.kind not in "iuf" or plane.size > MAX_FRAME_PIXELS:
+            raise UnsupportedImageError("the NIfTI file must have grey values")
+        upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
+        losses = [SLICES_LOST] * (math.prod(volumes.shape) > plane.size)
+        losses += [BITS_LOST] * (image.get_data_dtype() != np.uint8)
+        window = decoding.window or _display_range(image.header)
+        return Picture(scaled(upright, window), tuple(losses))
+
+
+def _nifti_bytes(path: Path) -> bytes:
+    """Reads a NIfTI file and decompresses it. No more bytes are read than the header declares.
+
+    Raises:
+        UnsupportedImageError: the file is damaged, or declares too large a volume.
+        OSError: the file cannot be read.
+    """
+    file: Any = io.BytesIO(read_regular(path, MAX_FILE_BYTES))
+    if path.name.lower().endswith(".gz"):
+        file = gzip.GzipFile(fileobj=file)
+    with _plain_errors("NIfTI"):
+        from nibabel import Nifti1Header
+
+        start = file.read(Nifti1Header.sizeof_hdr)
+        header = Nifti1Header(start)
+        size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
+        size += int(header["vox_offset"])
+        if not 0 < size <= MAX_VOLUME_BYTES:
+            raise UnsupportedImageError(f"the volume may have at most {MAX_VOLUME_BYTES:,} bytes")
+        content = start + file.read(max(0, size - len(start)))
+        if len(content) < size:
+            raise UnsupportedImageError("the NIfTI file is shorter than its header states")
+        return content
+
+
+def _display_range(header: Any) -> tuple[float, float] | None:
+    """Returns the centre and width of the display range in a header, or None without a range."""
+    low, high = float(header["cal_min"]), float(header["cal_max"])
+    if math.isfinite(high - low) and low < high:
+        return (low + high) / 2, high - low
+    return None

@@ -1,0 +1,334 @@
+"""Images of hospitals: DICOM, NIfTI, TIFF, wide levels, palettes, CMYK and transparency."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.encaps import encapsulate
+from pydicom.sequence import Sequence
+from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEGBaseline8Bit
+
+from fedsynth import FolderSettings, load_folder
+from fedsynth.data.describe import describe_folder
+from fedsynth.data.image_files import read_headers, read_pixels
+from fedsynth.data.load_folder import read_records
+from fedsynth.data.medical_files import Decoding, patient_of
+from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from tests.image_folders import write_declaration
+
+Array = npt.NDArray[Any]
+HOUNSFIELD = np.linspace(-1000, 1000, 64).reshape(8, 8).round()
+NAME = "Marianne Musterfrau"
+
+
+def write_dicom(path: Path, values: Array, patient: str = "P1", **elements: Any) -> Path:
+    """Writes a DICOM file with stored values of 8 or 16 bits, and a header that identifies a
+    person."""
+    data = Dataset()
+    data.file_meta = FileMetaDataset()
+    data.file_meta.TransferSyntaxUID = elements.pop("syntax", ExplicitVRLittleEndian)
+    data.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
+    data.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
+    data.PatientName, data.PatientID = NAME, patient
+    data.Rows, data.Columns = values.shape[-2:] if values.shape[-1] != 3 else values.shape[:2]
+    data.SamplesPerPixel = 3 if values.shape[-1] == 3 else 1
+    data.PhotometricInterpretation = "RGB" if values.shape[-1] == 3 else "MONOCHROME2"
+    data.PlanarConfiguration = 0
+    data.BitsAllocated = data.BitsStored = 8 * values.itemsize
+    data.HighBit = data.BitsStored - 1
+    data.PixelRepresentation = int(values.dtype.kind == "i")
+    data.PixelData = values.tobytes()
+    for name, value in elements.items():
+        setattr(data, name, value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data.save_as(path, enforce_file_format=True)
+    return path
+
+
+def write_ct(path: Path, patient: str = "P1", **elements: Any) -> Path:
+    """Writes a CT image in Hounsfield units, which are stored with an offset of 1024."""
+    stored = (HOUNSFIELD + 1024).astype(np.uint16)
+    rescale = {"RescaleSlope": 1, "RescaleIntercept": -1024}
+    return write_dicom(
+        path, stored, patient, **{"BitsStored": 12, "HighBit": 11}, **rescale, **elements
+    )
+
+
+def levels(path: Path, window: tuple[float, float] | None = None, slice: int = -1) -> Array:
+    """Returns the grey levels of an image in its own size."""
+    (header,), _ = read_headers([path])
+    decoding = Decoding(window, slice)
+    images, faults, _ = read_pixels([path], 1, header.height, header.width, decoding)
+    assert not faults, faults
+    return images[0, 0].astype(int)
+
+
+def windowed(values: Array, center: float, width: float) -> Array:
+    return np.rint(255 * np.clip((values.astype(float) - center) / width + 0.5, 0, 1))
+
+
+def fault(path: Path, slice: int = -1) -> str:
+    """Returns the error of a file that cannot be read, which is one line without the header."""
+    _, faults, _ = read_pixels([path], 1, 8, 8, Decoding(slice=slice))
+    text = faults[0]
+    assert text.isprintable()
+    assert "Muster" not in text
+    return text
+
+
+# -------------------------------------------------------------------------------------- DICOM
+def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
+    """The chosen window replaces the file's window, which replaces the range of the values."""
+    plain = write_ct(tmp_path / "plain.dcm")
+    lung = write_ct(tmp_path / "lung", WindowCenter=[-600, 40], WindowWidth=[1500, 400])
+    assert np.array_equal(levels(plain), windowed(HOUNSFIELD, 0, 2000))
+    linear = windowed(HOUNSFIELD, -600.5, 1499)  # DICOM PS3.3 C.11.2.1.2.1
+    assert np.array_equal(levels(lung), linear)
+    for path in (plain, lung):
+        assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
+    inverted = write_ct(tmp_path / "1.2.3.4", PhotometricInterpretation="MONOCHROME1")
+    assert np.array_equal(levels(inverted), 255 - levels(plain))
+
+
+def test_dicom_tables_and_functions_are_applied(tmp_path: Path) -> None:
+    table = Dataset()
+    table.LUTDescriptor = [256, 0, 8]
+    table.LUTData = np.arange(255, -1, -1, dtype="<u2").tobytes()
+    stored = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    negative = write_dicom(tmp_path / "a.dcm", stored, VOILUTSequence=Sequence([table]))
+    assert np.array_equal(levels(negative), 255 - stored.astype(int))
+    assert np.array_equal(levels(write_dicom(tmp_path / "b.dcm", stored)), stored)
+    window = {"WindowCenter": 32, "WindowWidth": 20, "VOILUTFunction": "SIGMOID"}
+    sigmoid = write_dicom(tmp_path / "c.dcm", stored, **window)
+    expected = np.rint(255 / (1 + np.exp(-4 * (stored - 32.0) / 20)))
+    assert np.abs(levels(sigmoid) - expected).max() <= 1
+
+
+def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
+    rgb = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    ybr = np.asarray(Image.fromarray(rgb).convert("YCbCr"))
+    files = [
+        write_dicom(tmp_path / "rgb.dcm", rgb),
+        write_dicom(tmp_path / "ybr.dcm", ybr, PhotometricInterpretation="YBR_FULL"),
+    ]
+    palette = {}
+    for number, colour in enumerate(("Red", "Green", "Blue")):
+        palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, 16]
+        table = rgb.reshape(64, 3)[:, number].astype("<u2") * 257
+        palette[f"{colour}PaletteColorLookupTableData"] = table.tobytes()
+    indices = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    palette["PhotometricInterpretation"] = "PALETTE COLOR"
+    files.append(write_dicom(tmp_path / "palette.dcm", indices, **palette))
+    images, faults, _ = read_pixels(files, 3, 8, 8, Decoding())
+    assert not faults
+    for image in images:
+        assert np.abs(image.transpose(1, 2, 0).astype(int) - rgb).max() <= 3
+
+
+def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
+    frames = np.repeat(np.arange(5, dtype=np.uint8), 64).reshape(5, 8, 8)
+    cine = write_dicom(tmp_path / "cine.dcm", frames, NumberOfFrames=5)
+    assert set(levels(cine).flat) == {2}
+    assert set(levels(cine, slice=4).flat) == {4}
+    assert fault(cine, 5) == "the file has only 5 slices, counted from 0"
+    groups = []
+    for number in range(5):  # an enhanced file: each frame has its own rescale
+        group, rescale = Dataset(), Dataset()
+        rescale.RescaleSlope, rescale.RescaleIntercept = 10, number
+        group.PixelValueTransformationSequence = Sequence([rescale])
+        groups.append(group)
+    enhanced = {"NumberOfFrames": 5, "PerFrameFunctionalGroupsSequence": Sequence(groups)}
+    path = write_dicom(tmp_path / "enhanced.dcm", frames, **enhanced)
+    assert set(levels(path, (127.5, 255), slice=3).flat) == {33}
+
+
+def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
+    good = write_ct(tmp_path / "good.dcm").read_bytes()
+    broken = tmp_path / "broken.dcm"
+    for content in (good[:-40], good[:300], good[:140]):
+        broken.write_bytes(content)
+        assert fault(broken).startswith("the DICOM file ")
+    broken.write_bytes(b"not at all")
+    assert fault(broken) == "the file is not a DICOM file"
+    huge = write_dicom(tmp_path / "huge.dcm", np.zeros((8, 8), np.uint8), Rows=60000, Columns=60000)
+    assert "at most 33,554,432 pixels" in fault(huge)
+    bomb = write_ct(tmp_path / "bomb.dcm", syntax=DeflatedExplicitVRLittleEndian)
+    assert fault(bomb).startswith("deflated DICOM files are not supported")
+    jpeg = tmp_path / "big.jpg"
+    Image.new("L", (900, 900)).save(jpeg)
+    inner = {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg.read_bytes()])}
+    other = write_dicom(tmp_path / "other.dcm", np.zeros((8, 8), np.uint8), **inner)
+    assert fault(other) == "the compressed image has another size than stated"
+
+
+# ----------------------------------------------------------------------------------- patients
+def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
+    """Only a hash of the ID is kept, and two spellings of an ID are one patient."""
+    for name, patient in {"ill/1": "A7", "ill/2": " A7 ", "well/3": "B2"}.items():
+        write_ct(tmp_path / f"{name}.dcm", patient)
+    loaded = load_folder(tmp_path)
+    assert loaded.train.groups.tolist() == [0, 0, 1] or loaded.train.groups.tolist() == [1, 1, 0]
+    assert "A7" not in patient_of(tmp_path / "ill/1.dcm")
+    write_ct(tmp_path / "well/4.dcm", "")
+    with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
+        assert load_folder(tmp_path).train.groups is None
+    table = "image,patient\nill/1.dcm,X\nill/2.dcm,Y\nwell/3.dcm,X\nwell/4.dcm,X\n"
+    (tmp_path / "users.csv").write_text(table)  # the list counts, not the headers
+    assert load_folder(tmp_path).train.groups.tolist() == [0, 1, 0, 0]
+
+
+def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
+    """Whether a file takes part depends only on this file, and no file causes an error."""
+    write_ct(tmp_path / "ill/1.dcm", "A")
+    write_ct(tmp_path / "ill/2.dcm", "")
+    (tmp_path / "ill/3.dcm").write_bytes(b"damaged")
+    write_ct(tmp_path / "well/4.dcm", "A")
+    declaration = read_records_spec(tmp_path)
+    notes: list[str] = []
+    found = read_records(tmp_path, declaration, notes.append, by_user=True)
+    assert (len(found), found.groups.tolist()) == (2, [0, 0])
+    assert "images of no known user: 2" in notes[0]
+    assert len(read_records(tmp_path, declaration, notes.append, by_user=False)) == 3
+
+
+def read_records_spec(folder: Path) -> Any:
+    write_declaration(folder, ())
+    return FolderSettings(str(folder)).declared().spec
+
+
+# -------------------------------------------------------------------------------------- NIfTI
+def test_nifti_slice_is_upright_in_any_orientation(tmp_path: Path) -> None:
+    """The rows run from front to back, and the columns from the patient's right to the left."""
+    rng = np.random.default_rng(0)
+    volume = rng.integers(0, 256, (6, 7, 5)).astype(np.uint8)
+    ras = nibabel.Nifti1Image(volume, np.eye(4))
+    expected = volume[::-1, ::-1, 2].T  # x grows to the right side of the patient...
+    low, high = expected.min(), expected.max()
+    expected = np.rint((expected - low) * (255 / (high - low)))
+    for name, codes in (("a.nii", "RAS"), ("b.nii.gz", "LPI"), ("c.nii", "PSR")):
+        target = nibabel.orientations.axcodes2ornt(codes)
+        change = nibabel.orientations.ornt_transform(nibabel.io_orientation(ras.affine), target)
+        nibabel.save(ras.as_reoriented(change), tmp_path / name)
+        assert np.array_equal(levels(tmp_path / name), expected)
+    last = volume[::-1, ::-1, 4].T
+    assert np.array_equal(levels(tmp_path / "b.nii.gz", (127.5, 255), slice=4), last)
+
+
+def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
+    """A file may declare, or decompress to, much more than it contains."""
+    path = tmp_path / "a.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(np.zeros((6, 7, 5), np.int16), np.eye(4)), path)
+    good = gzip.decompress(path.read_bytes())
+    huge = bytearray(good)
+    huge[42:48] = struct.pack("<3h", 30_000, 30_000, 30_000)
+    cases = {
+        "the volume may have at most 1,073,741,824 bytes": gzip.compress(huge),
+        "the NIfTI file is shorter than its header states": gzip.compress(good[:-10]),
+        "the NIfTI file is damaged or unsupported": path.read_bytes()[:-20],
+    }
+    for message, content in cases.items():
+        path.write_bytes(content)
+        assert fault(path) == message
+    path.write_bytes(gzip.compress(good + bytes(2**26)))  # what follows the volume is not read
+    tracemalloc.start()
+    assert levels(path).shape == (7, 6)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+    for name in ("unknown.nii", "colour.nii"):
+        (tmp_path / name).write_bytes(b"x" * 600)
+        assert fault(tmp_path / name) == "the NIfTI file is damaged or unsupported"
+
+
+# -------------------------------------------------------------------------------- other images
+def test_window_scales_wide_levels_and_16_bits_are_counted(tmp_path: Path) -> None:
+    """Without a window, all 65,536 levels count, so that a 12-bit image becomes dark."""
+    stored = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
+    Image.fromarray(stored).save(tmp_path / "a.png")
+    Image.fromarray(stored).save(tmp_path / "b.tif")
+    Image.fromarray(stored.astype(np.int32)).save(tmp_path / "c.tiff")
+    Image.fromarray(stored.astype(np.float32)).save(tmp_path / "d.tif")
+    for name in ("a.png", "b.tif", "c.tiff"):
+        assert np.array_equal(levels(tmp_path / name), np.rint(stored / 257))
+    assert np.array_equal(levels(tmp_path / "d.tif"), np.rint(stored * (255 / 4032)))
+    paths = sorted(tmp_path.iterdir())
+    images, _, losses = read_pixels(paths, 1, 8, 8, Decoding((2048, 4096)))
+    assert np.array_equal(images[:, 0], [windowed(stored, 2048, 4096)] * 4)
+    assert losses == {"images with more than 8 bits, reduced to 8": 4}
+
+
+def test_tiff_pages_and_orientation_are_handled(tmp_path: Path) -> None:
+    pages = [Image.new("L", (8, 6), level) for level in (70, 90)]
+    pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
+    left = np.zeros((6, 8), np.uint8)
+    left[:, :2] = 255
+    Image.fromarray(left).save(tmp_path / "b.tif", tiffinfo={0x0112: 6})  # the left becomes the top
+    assert set(levels(tmp_path / "a.tif").flat) == {70}
+    assert np.array_equal(levels(tmp_path / "b.tif"), np.rot90(left, -1))
+    _, _, losses = read_pixels([tmp_path / "a.tif"], 1, 8, 8, Decoding())
+    assert losses == {"images that are the first page of several": 1}
+
+
+def test_modes_of_images_become_grey_or_rgb(tmp_path: Path) -> None:
+    """Transparent images are shown on white, and a grey palette is grey."""
+    ink = np.array([200, 30, 60])
+    half = np.rint(ink * 0.5 + 255 * 0.5)
+    colour = Image.new("RGBA", (8, 8), (*ink, 128))
+    colour.save(tmp_path / "alpha.png")
+    Image.new("RGBA", (8, 8), (*ink, 255)).save(tmp_path / "opaque.png")
+    Image.new("CMYK", (8, 8), (55, 225, 195, 0)).save(tmp_path / "cmyk.tif")
+    colour.convert("RGB").quantize(4).save(tmp_path / "palette.png")
+    paths = [
+        tmp_path / f"{name}" for name in ("alpha.png", "opaque.png", "cmyk.tif", "palette.png")
+    ]
+    images, faults, losses = read_pixels(paths, 3, 8, 8, Decoding())
+    assert not faults
+    for image, expected in zip(images, (half, ink, ink, ink), strict=True):
+        assert np.abs(image[:, 0, 0] - expected).max() <= 1
+    assert losses == {"images with transparency, shown on white": 1}
+    assert read_pixels(paths, 1, 8, 8, Decoding())[2]["colour images, converted to grey"] == 4
+    Image.new("L", (8, 8), 77).quantize(4).save(tmp_path / "grey.png")
+    headers, _ = read_headers([*paths, tmp_path / "grey.png"])
+    assert [header.grey for header in headers] == [False] * 4 + [True]
+
+
+# -------------------------------------------------------------------------------- declarations
+def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
+    """The draft has the chosen window, and other settings than the declared ones are refused."""
+    for place in ("ill/1", "well/2"):
+        write_ct(tmp_path / f"{place}.dcm", place)
+    settings = FolderSettings(str(tmp_path), window="40,400", slice=0)
+    notes: list[str] = []
+    described = describe_folder(settings, notes.append)
+    assert notes[-1].endswith(": 2 images with more than 8 bits, reduced to 8")
+    assert not {"ill/1", "well/2", NAME} & set(described.toml.split('"'))
+    described.path.write_text(described.toml)
+    with pytest.warns(UserWarning, match="converted"):
+        loaded = load_folder(tmp_path)
+    assert loaded.declaration.decoding == Decoding((40, 400), 0)
+    assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
+    for name, value in {"window": "40,80", "slice": 3}.items():
+        with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
+            load_folder(tmp_path, **{name: value})
+    described.path.write_text(described.toml.replace("40,400", "40,0"))
+    with pytest.raises(DataFilesCorruptError, match=r"images.window"):
+        load_folder(tmp_path)
+    with pytest.raises(SettingError, match=r"data.window must be CENTER,WIDTH"):
+        FolderSettings("x", window="40")
+
+
+def test_medical_files_need_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ct(tmp_path / "ill/1.dcm")
+    monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
+    with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
+        load_folder(tmp_path, image_size=8)
