@@ -189,7 +189,7 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
 
 
 def with_patients(files: FolderFiles) -> FolderFiles:
-    """Completes the users of DICOM files by their patient IDs, as far as no list names a user.
+    """Completes the users of DICOM files that no list names by their patient IDs.
 
     The users are hashes of the IDs (`patient_of`).
     """

@@ -346,7 +346,7 @@ class FolderSettings:
         return height, width
 
     def decoding(self) -> Decoding:
-        """Returns how the values in image files become pixels, as far as it is set.
+        """Returns how the values in image files become pixels, with defaults for what is not set.
 
         Raises:
             SettingError: `window` is invalid.

@@ -278,5 +278,5 @@ def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Byte
 
 
 def _has_wide_levels(image: Image.Image) -> bool:
-    """Whether an image is grey with more than 8 bits. Pillow would clip all levels above 255."""
+    """Returns True if an image is grey with more than 8 bits. Pillow would clip all levels above 255."""
     return image.mode.startswith(("I", "F"))

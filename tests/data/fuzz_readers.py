@@ -23,15 +23,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
+from pydicom.encaps import encapsulate
+from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx
 from fedsynth.data.files import users_of_images
-from fedsynth.data.image_files import read_images
+from fedsynth.data.image_files import read_images, read_patients, read_pixels
 from fedsynth.data.image_folders import read_domainnet_list, read_femnist
+from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError
+from fedsynth.errors import DataError, DataFilesCorruptError
+from tests.data.test_medical_files import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
@@ -110,13 +116,45 @@ def pickles(rng: random.Random) -> Iterator[bytes]:
 def images(rng: random.Random) -> Iterator[bytes]:
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
     valid = []
-    for name in ("PNG", "JPEG", "BMP", "WEBP"):
+    for name in ("PNG", "JPEG", "BMP", "WEBP", "TIFF"):
         file = io.BytesIO()
         picture.save(file, name, progressive=True)
         valid.append(file.getvalue())
     yield b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"
     while True:
         yield mutated(valid, rng)
+
+
+def dicom_files(rng: random.Random) -> Iterator[bytes]:
+    """DICOM files of each kind of compression that the readers decode."""
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    jpeg = io.BytesIO()
+    Image.fromarray(grey).save(jpeg, "JPEG")
+    valid = []
+    for name, changes in {
+        "plain": {"WindowCenter": 30, "WindowWidth": 40},
+        "frames": {"NumberOfFrames": 3, "PixelData": grey.tobytes() * 3},
+        "jpeg": {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg.getvalue()])},
+        "rle": {"syntax": RLELossless, "PixelData": encapsulate([rle_encode(grey)])},
+    }.items():
+        valid.append(write_dicom(Path(name), grey, **changes).read_bytes())
+    while True:
+        yield mutated(valid, rng, lambda file: list(range(128, len(file))))
+
+
+def rle_encode(grey: npt.NDArray[np.uint8]) -> bytes:
+    """Returns one RLE segment of literal bytes, after its header of 64 bytes."""
+    header = struct.pack("<16I", 1, 64, *[0] * 14)
+    return header + bytes([grey.size - 1]) + grey.tobytes()
+
+
+def nifti_files(rng: random.Random) -> Iterator[bytes]:
+    volume = np.arange(6 * 7 * 5, dtype=np.int16).reshape(6, 7, 5)
+    plain = nibabel.Nifti1Image(volume, np.eye(4)).to_bytes()
+    while True:
+        changed = mutated([plain], rng)
+        yield changed if rng.random() < 0.2 else gzip.compress(changed, 1)
+        yield mutated([gzip.compress(plain)], rng)
 
 
 def leaves(rng: random.Random) -> Iterator[bytes]:
@@ -173,6 +211,15 @@ def read_one_image(path: Path) -> None:
         raise ValueError(f"accepted as {x.shape}")
 
 
+def read_own_image(path: Path) -> None:
+    x, faults, _ = read_pixels([path], 3, 16, 16, Decoding())
+    for fault in faults.values():
+        raise DataFilesCorruptError(fault)
+    if x.shape != (1, 3, 16, 16):
+        raise ValueError(f"accepted as {x.shape}")
+    read_patients([path])
+
+
 def read_one_batch(path: Path) -> None:
     x, y = read_cifar_batch(path, "labels")
     if x.dtype != np.uint8 or x.shape != (len(y), 3, 32, 32) or y.dtype != np.int64:
@@ -200,6 +247,8 @@ def read_one_list(path: Path) -> None:
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
     "pickle": (pickles, "batch", read_one_batch),
     "image": (images, "image.png", read_one_image),
+    "dicom": (dicom_files, "image.dcm", read_own_image),
+    "nifti": (nifti_files, "volume.nii.gz", read_own_image),
     "leaf": (leaves, "leaf", read_one_writer),
     "list": (lists, "clipart_train.txt", read_one_list),
     "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),

@@ -282,7 +282,9 @@ def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.Mon
 def test_postscript_and_jpegs_of_many_scans_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.new("RGB", (64, 64)).save(path, "EPS")
-    with pytest.raises(DataFilesCorruptError, match="the file is not a JPEG, PNG, BMP, WEBP file"):
+    with pytest.raises(
+        DataFilesCorruptError, match="the file is not a JPEG, PNG, BMP, WEBP, TIFF file"
+    ):
         read_images([path], OFFICE, resize=True)
     Image.new("RGB", (64, 64)).save(path, progressive=True)
     assert read_images([path], OFFICE).shape == (1, 3, 64, 64)
@@ -340,7 +342,9 @@ def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -
 
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 SAMPLE = {"pickle": 160, "image": 30, "leaf": 30, "users": 30, "idx": 30, "list": 30}
+SAMPLE |= {"dicom": 60, "nifti": 60}
 ALL = {"pickle": 5000, "image": 2000, "leaf": 1000, "users": 1000, "idx": 2000, "list": 1000}
+ALL |= {"dicom": 3000, "nifti": 2000}
 
 
 @pytest.mark.parametrize(

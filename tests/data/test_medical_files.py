@@ -122,7 +122,7 @@ def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
         write_dicom(tmp_path / "rgb.dcm", rgb),
         write_dicom(tmp_path / "ybr.dcm", ybr, PhotometricInterpretation="YBR_FULL"),
     ]
-    palette = {}
+    palette: dict[str, Any] = {}
     for number, colour in enumerate(("Red", "Green", "Blue")):
         palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, 16]
         table = rgb.reshape(64, 3)[:, number].astype("<u2") * 257
@@ -189,15 +189,15 @@ def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
-    """Whether a file takes part depends only on this file, and no file causes an error."""
+    """The selection of a file depends only on this file, and no file causes an error."""
     write_ct(tmp_path / "ill/1.dcm", "A")
     write_ct(tmp_path / "ill/2.dcm", "")
     (tmp_path / "ill/3.dcm").write_bytes(b"damaged")
     write_ct(tmp_path / "well/4.dcm", "A")
     declaration = read_records_spec(tmp_path)
     notes: list[str] = []
-    found = read_records(tmp_path, declaration, notes.append, by_user=True)
-    assert (len(found), found.groups.tolist()) == (2, [0, 0])
+    records = read_records(tmp_path, declaration, notes.append, by_user=True)
+    assert (len(records), records.groups.tolist()) == (2, [0, 0])
     assert "images of no known user: 2" in notes[0]
     assert len(read_records(tmp_path, declaration, notes.append, by_user=False)) == 3
 
@@ -270,11 +270,13 @@ def test_window_scales_wide_levels_and_16_bits_are_counted(tmp_path: Path) -> No
 def test_tiff_pages_and_orientation_are_handled(tmp_path: Path) -> None:
     pages = [Image.new("L", (8, 6), level) for level in (70, 90)]
     pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
-    left = np.zeros((6, 8), np.uint8)
-    left[:, :2] = 255
-    Image.fromarray(left).save(tmp_path / "b.tif", tiffinfo={0x0112: 6})  # the left becomes the top
+    stored = np.zeros((6, 8), np.uint8)
+    stored[:, :2] = 255
+    Image.fromarray(stored).save(
+        tmp_path / "b.tif", tiffinfo={0x0112: 6}
+    )  # the left becomes the top
     assert set(levels(tmp_path / "a.tif").flat) == {70}
-    assert np.array_equal(levels(tmp_path / "b.tif"), np.rot90(left, -1))
+    assert np.array_equal(levels(tmp_path / "b.tif"), np.rot90(stored, -1))
     _, _, losses = read_pixels([tmp_path / "a.tif"], 1, 8, 8, Decoding())
     assert losses == {"images that are the first page of several": 1}
 
