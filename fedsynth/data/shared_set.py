@@ -5,6 +5,8 @@ The folder of an exported set has these files:
 
 README.md                   a description, and how to train on the set
 images/NN-CLASS/NNNN.png    each image, for viewing: pixels are clipped to black and white
+values.csv                  the labels and values, only for data that cannot be drawn
+croissant.json              a description of the files in the format Croissant
 synthetic.safetensors       the images for training: `images`, `labels`, and optionally
                             `soft_labels` and the `client` that made each image
 model.safetensors           the run's model, if it was requested (`fedsynth.load_model`)

@@ -44,6 +44,7 @@ from fedsynth.privacy.report.file import read_json, sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import report_sentences
 from fedsynth.results.finished import read_summary
+from fedsynth.results.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.results.run_folder import MODEL, PRIVATE_START
 from fedsynth.results.saved_model import Architecture, model_of_run, write_model
 from fedsynth.results.verification import verify_run
@@ -240,7 +241,15 @@ def _write(share: Share, out: Path) -> None:
         soft_labels=synthetic.soft_labels,
         facts=facts,
     )
-    _draw(synthetic, out / "images")
+    if synthetic.spec.can_be_drawn:
+        _draw(synthetic, out / "images")
+    else:
+        write_values(synthetic, out)
+    guarantee = "without a privacy guarantee"
+    if synthetic.epsilon is not None:
+        guarantee = f"with ε = {format_epsilon(synthetic.epsilon)} at δ = {synthetic.delta:g}"
+    description = f"{len(synthetic.labels)} synthetic images, made by {share.made_by}, {guarantee}"
+    write_croissant(synthetic, out, description)
     if share.model is not None:
         write_model(out / MODEL, *share.model)
     (out / README).write_text(readme(share), "utf-8")
@@ -271,6 +280,7 @@ def readme(share: Share) -> str:
         steps=min(3000, 300 + count // 5),
         teaches=architecture and architecture.teaches,
         code=code,
+        loaded=PICTURES if spec.can_be_drawn else VALUES,
         files={part: name.partition("@")[0] for part, name in code.items() if is_label(name)},
     )
 
@@ -290,12 +300,7 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 
 
 def _draw(synthetic: SharedSet, folder: Path) -> None:
-    """Writes each synthetic image as a PNG file into the folder of the image's class.
-
-    Nothing is written for data that are not grey or colour images.
-    """
-    if not synthetic.spec.can_be_drawn:
-        return
+    """Writes each synthetic image as a PNG file into the folder of the image's class."""
     images_NCHW = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8)
     images_NHWC = images_NCHW.permute(0, 2, 3, 1).squeeze(3).numpy()  # grey images: [N, H, W]
     names = folder_names(synthetic.spec.class_names)

@@ -33,6 +33,9 @@ class FromValues(nn.Module):
         spec: the specification of the network's input images.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, network: nn.Module, spec: DatasetSpec) -> None:
         super().__init__()
         self.network = network

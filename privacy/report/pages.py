@@ -46,6 +46,8 @@ FILES = {
     "metrics.jsonl": "metrics of each round",
     "config.toml": "the settings",
     "README.md": "how to use these files",
+    "values.csv": "the synthetic examples as a table",
+    "croissant.json": "a description of these files for programs",
 }
 """The files whose hashes a report may contain, each with a description."""
 

@@ -79,7 +79,7 @@ def test_export_has_listed_files(share: Path) -> None:
         for row in rows
     ]
     assert files(share) == sorted(
-        ["README.md", "SHA256SUMS", *images, *REPORTS, "synthetic.safetensors"]
+        ["README.md", "SHA256SUMS", "croissant.json", *images, *REPORTS, "synthetic.safetensors"]
     )
     assert {(share / name).stat().st_mode & 0o777 for name in files(share)} == {0o644}
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=share, check=True)
@@ -110,7 +110,8 @@ def test_exported_report_lists_files(share: Path, site_folder: Path, tmp_path: P
         lines = (folder / "SHA256SUMS").read_text().splitlines()
         sums = {line[66:]: line[:64] for line in lines}
         listed = json.loads((folder / "privacy_report.json").read_text())["files"]
-        assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *extra])
+        data = ["README.md", "croissant.json", "synthetic.safetensors"]
+        assert sorted(listed) == sorted([*data, *extra])
         assert all(sums[name] == digest for name, digest in listed.items())
         text = (folder / "privacy_report.md").read_text()
         assert "These files were exported together with this report" in text

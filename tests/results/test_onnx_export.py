@@ -96,7 +96,7 @@ def test_models_without_onnx_form_are_refused(
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
     spec = load_dataset("digits")[1].spec
     _checked_program(network, spec)
-    network.forward = lambda x: network[1](x.reshape(len(x), 64))
+    network.forward = lambda x: network[1](x.reshape(len(x), 64))  # type: ignore[method-assign]
     with pytest.raises(OutputError, match="fixes the number of images"):
         _checked_program(network, spec)
     monkeypatch.setitem(sys.modules, "onnxscript", None)

@@ -1,0 +1,137 @@
+"""Writes the files with which other libraries load an exported synthetic set.
+
+`datasets.load_dataset(FOLDER)` reads the head of the README, which names the pictures, or the CSV
+file of sets that cannot be drawn. `croissant.json` describes the set in the format Croissant 1.0 of
+MLCommons. It states no licence, address, date and author, because only the people who publish the
+set know them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsynth.data.shared_set import TENSORS, SharedSet
+from fedsynth.privacy.files import file_hash
+
+CROISSANT, VALUES = "croissant.json", "values.csv"
+PICTURES = "images/*/*.png"
+_CONTEXT = {
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "sc": "https://schema.org/",
+    "conformsTo": "http://purl.org/dc/terms/conformsTo",
+    "column": "cr:column",
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "extract": "cr:extract",
+    "field": "cr:field",
+    "fileObject": "cr:fileObject",
+    "fileProperty": "cr:fileProperty",
+    "fileSet": "cr:fileSet",
+    "includes": "cr:includes",
+    "recordSet": "cr:recordSet",
+    "regex": "cr:regex",
+    "source": "cr:source",
+    "transform": "cr:transform",
+}
+
+
+def write_values(synthetic: SharedSet, folder: Path) -> None:
+    """Writes the file `values.csv` of a set that cannot be drawn, such as a set of vectors.
+
+    A row has the label, the values x0, x1, … in their original units, and with soft labels the
+    probabilities p0, p1, … of the classes. All values are exact.
+    """
+    values = synthetic.values().flatten(1)
+    names = ["label", *(f"x{position}" for position in range(values.shape[1]))]
+    columns = [synthetic.labels[:, None].numpy(), values.numpy()]
+    if synthetic.soft_labels is not None:
+        names += [f"p{label}" for label in range(synthetic.spec.classes)]
+        columns.append(synthetic.soft_labels.numpy())
+    table = np.hstack(columns)
+    form = ["%d", *["%.9g"] * (len(names) - 1)]
+    np.savetxt(folder / VALUES, table, form, ",", header=",".join(names), comments="")
+
+
+def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> None:
+    """Writes the file `croissant.json`, which describes the other files of an exported set.
+
+    Args:
+        synthetic: the set.
+        folder: the folder, which already contains the files with the data.
+        description: a sentence about the set.
+    """
+    files = [_file(folder, TENSORS, "application/octet-stream")]
+    if synthetic.spec.can_be_drawn:
+        files.append(
+            {
+                "@type": "cr:FileSet",
+                "@id": "pictures",
+                "name": "pictures",
+                "includes": PICTURES,
+                "encodingFormat": "image/png",
+            }
+        )
+        label = {"fileProperty": "fullpath"}
+        fields = [
+            _field("image", "sc:ImageObject", "fileSet", "pictures", {"fileProperty": "content"}),
+            _field("label", "sc:Integer", "fileSet", "pictures", label),
+        ]
+        fields[1]["source"]["transform"] = {"regex": r"(?:.*/)?images/(\d+)-[^/]*/[^/]*"}
+    else:
+        files.append(_file(folder, VALUES, "text/csv"))
+        with (folder / VALUES).open(encoding="utf-8") as file:
+            names = file.readline().strip().split(",")
+        kinds = ["sc:Integer", *["sc:Float"] * (len(names) - 1)]
+        fields = []
+        for name, kind in zip(names, kinds, strict=True):
+            fields.append(_field(name, kind, "fileObject", VALUES, {"column": name}))
+    card = {
+        "@context": _CONTEXT,
+        "@type": "sc:Dataset",
+        "name": f"Synthetic images of {synthetic.spec.name}",
+        "description": description,
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "distribution": files,
+        "recordSet": [
+            {"@type": "cr:RecordSet", "@id": "examples", "name": "examples", "field": fields}
+        ],
+    }
+    text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
+    (folder / CROISSANT).write_text(text, "utf-8")
+
+
+def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileObject",
+        "@id": name,
+        "name": name,
+        "contentUrl": name,
+        "encodingFormat": media_type,
+        "sha256": file_hash(folder / name),
+    }
+
+
+def _field(
+    name: str, kind: str, place: str, source: str, extract: dict[str, str]
+) -> dict[str, Any]:
+    """Returns the description of a field of the records.
+
+    Args:
+        name: the name of the field.
+        kind: the type of its values.
+        place: "fileSet" or "fileObject".
+        source: the identifier of the files that contain the field.
+        extract: the part of a file that is the field.
+    """
+    return {
+        "@type": "cr:Field",
+        "@id": f"examples/{name}",
+        "name": name,
+        "dataType": kind,
+        "source": {place: {"@id": source}, "extract": extract},
+    }
