@@ -70,6 +70,7 @@ def main(folder: Path = Path("embeddings-run")) -> dict[str, float | None]:
             partition=PartitionSettings(clients=3),
             privacy=PrivacySettings(epsilon=3.0, ledger=folder / f"ledgers-{name}"),
         )
+        # the test data are public here. Leave out test="public" if yours are private
         result = simulate(run, data=(train, test), test="public", output=folder / "runs")
         accuracy[name] = result.accuracy
         print(f"{name}: test accuracy {result.accuracy:.3f}")

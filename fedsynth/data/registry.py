@@ -24,6 +24,7 @@ from fedsynth.errors import SettingError, unknown_name
 from fedsynth.privacy.errors import short_repr
 
 MAX_NAME = 200
+MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,11 @@ class DatasetSpec:
         if min(self.std) <= 0:
             self._refuse("std", "must be positive", self.std)
         if self.bounds is not None:
-            low, high = self.bounds
-            if not (math.isfinite(high - low) and low < high):
-                self._refuse("bounds", "must be finite and ascending", self.bounds)
+            values = tuple(map(float, self.bounds))
+            object.__setattr__(self, "bounds", values)
+            if len(values) != 2 or not -MAX_BOUND <= values[0] < values[1] <= MAX_BOUND:
+                rule = f"must be two ascending numbers within ±{MAX_BOUND:g}"
+                self._refuse("bounds", rule, values)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
             self._refuse("class_names", rule, self.class_names)

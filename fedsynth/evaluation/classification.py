@@ -22,11 +22,13 @@ def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, fl
         The measures by name, each in [0, 1]:
 
         - `balanced_accuracy`, the mean recall of the classes that have examples;
-        - `auroc`, the mean area under the ROC curve of these classes, each against all others, or
-          None if all examples have the same class;
+        - `auroc`, the mean area under the ROC curve of these classes, each against all others;
         - `f1`, the mean F1 score of the classes that have examples or are predicted;
         - `calibration_error`, the expected calibration error of the predicted class (Guo et al.
           2017, arXiv 1706.04599, Eq. 3), with 15 bins.
+
+        `auroc` is None if all examples have the same class. Both are None if C = 1, or if a logit
+        is NaN or infinite.
 
     >>> logits = torch.tensor([[2.0, 0.0], [0.5, 0.0], [0.0, 1.0], [1.0, 0.0]])
     >>> measures = classification_measures(logits, torch.tensor([0, 0, 1, 1]))
@@ -36,23 +38,37 @@ def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, fl
     from torchmetrics.functional import classification as functional
 
     classes = logits_NC.shape[1]
+    measures = dict.fromkeys(MEASURES) | rates(confusion_matrix(logits_NC, labels_N))
+    if classes == 1 or not bool(logits_NC.isfinite().all()):
+        return measures
     # float64, so that confident predictions do not tie at a probability of 1
     probabilities = logits_NC.double().softmax(dim=1)
-    present = torch.bincount(labels_N, minlength=classes) > 0
-    recall = functional.multiclass_accuracy(probabilities, labels_N, classes, average=None)
-    auroc = None
-    if int(present.sum()) > 1:
-        areas = []
-        for label in present.nonzero().flatten().tolist():
-            is_label = (labels_N == label).long()
-            areas.append(functional.binary_auroc(probabilities[:, label], is_label))
-        auroc = float(torch.stack(areas).mean())
-    f1 = functional.multiclass_f1_score(probabilities, labels_N, classes, average="macro")
+    present = labels_N.unique().tolist()
+    if len(present) > 1:
+        areas = [
+            functional.binary_auroc(probabilities[:, label], (labels_N == label).long())
+            for label in present
+        ]
+        measures["auroc"] = min(1.0, float(torch.stack(areas).double().mean()))
     error = functional.multiclass_calibration_error(
         probabilities, labels_N, classes, n_bins=CALIBRATION_BINS
     )
-    balanced = float(recall[present].mean())
-    return dict(zip(MEASURES, (balanced, auroc, float(f1), float(error)), strict=True))
+    measures["calibration_error"] = min(1.0, float(error))
+    return measures
+
+
+def rates(matrix: list[list[int]]) -> dict[str, float | None]:
+    """Computes the balanced accuracy and the F1 score from a confusion matrix.
+
+    >>> rates([[2, 0], [1, 1]])["balanced_accuracy"]
+    0.75
+    """
+    counts_CC = torch.tensor(matrix, dtype=torch.float64)
+    right = counts_CC.diagonal()
+    true, predicted = counts_CC.sum(dim=1), counts_CC.sum(dim=0)
+    recall = (right / true)[true > 0]
+    f1 = (2 * right / (true + predicted))[true + predicted > 0]
+    return {"balanced_accuracy": float(recall.mean()), "f1": float(f1.mean())}
 
 
 def confusion_matrix(logits_NC: Tensor, labels_N: Tensor) -> list[list[int]]:

@@ -176,13 +176,11 @@ class FedAF(FedAFSettings):
     def _upload(
         self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
     ) -> CondensedSet:
-        """Returns the upload of a client: S_k as stored pixels, V_k and R_k (Eq. 11)."""
+        """Returns the upload of a client: S_k, V_k and R_k (Eq. 11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
-        images = S_k.images
-        if context.spec.bounds is None:
-            images = denormalise(images, context.spec)
+        images = S_k.images if context.spec.bounds else denormalise(S_k.images, context.spec)
         return CondensedSet(images, S_k.labels, v, soft_labels(v, self.temperature), present)
 
     def _matcher(

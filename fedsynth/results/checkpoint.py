@@ -271,8 +271,8 @@ def run_identity(
     private data, so it is stored only in the checkpoint.
     """
     digest = hashlib.blake2b(digest_size=16)
-    text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
-    digest.update(text.encode())
+    facts = [without_place(settings.to_mapping()), train.spec.to_json()]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
     tensors = [train.images, train.labels]
     if test is not None:
         tensors += [test.images, test.labels]

@@ -23,7 +23,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
 from fedsynth.errors import FedsynthError
-from fedsynth.evaluation.classification import MEASURES
+from fedsynth.evaluation.classification import MEASURES, rates
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.disclosure import PUBLIC
@@ -57,6 +57,7 @@ TAKEN_AS_STATED = (
     "these parts of the report cannot be verified: the run's name and date, the versions of the "
     "software, the run's warnings, and the counts of an audit"
 )
+MOST_TESTED = 10**9  # test examples, so that a confusion matrix has no place for other contents
 NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
 _REASON = re.compile(r".{1,1000}")
 
@@ -325,7 +326,7 @@ def _summary_problems(charges: Charges) -> list[str]:
         for name in ("test_accuracy", COMMON, *MEASURES):
             if name in stated and disclosed.ROW[name].fits(stated[name]):
                 final[name] = stated[name]
-        if CONFUSION in run.summary and _is_confusion_matrix(run, final.get("test_accuracy")):
+        if CONFUSION in run.summary and _is_confusion_matrix(run, final):
             final[CONFUSION] = run.summary[CONFUSION]
     promise = privacy_section(charges.plan, charges.histories, simulated=not run.networked)
     expected = summarise(
@@ -342,18 +343,24 @@ def _summary_problems(charges: Charges) -> list[str]:
     return differences(run_folder.SUMMARY, json.loads(json.dumps(public)), run.summary)
 
 
-def _is_confusion_matrix(run: PrivateRun, accuracy: float | None) -> bool:
-    """Returns True if the summary's confusion matrix has a row and a column for each class, and
-    the test accuracy."""
+def _is_confusion_matrix(run: PrivateRun, final: Mapping[str, Any]) -> bool:
+    """Returns True if the summary's confusion matrix has the measures of the last round.
+
+    These are the accuracy, the balanced accuracy and the F1 score.
+    """
     matrix: Any = (run.summary or {}).get(CONFUSION)
     if not disclosed.SUMMARY[CONFUSION].fits(matrix):
         return False
-    counts = [len(row) for row in matrix]
     classes = run.spec.classes
     total = sum(map(sum, matrix))
-    if counts != [classes] * classes or not total:
+    if [len(row) for row in matrix] != [classes] * classes or not 0 < total <= MOST_TESTED:
         return False
-    return sum(matrix[label][label] for label in range(classes)) / total == accuracy
+    accuracy = sum(matrix[label][label] for label in range(classes)) / total
+    measures = {"test_accuracy": accuracy, **rates(matrix)}
+    return all(
+        math.isclose(value, final.get(name, math.nan), rel_tol=1e-9)
+        for name, value in measures.items()
+    )
 
 
 # ------------------------------------------------------------------------------------------- files

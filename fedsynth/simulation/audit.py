@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.images import ImageData, IntArray, from_arrays
+from fedsynth.data.images import ImageData, IntArray, to_stored
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientBudget
@@ -291,8 +291,8 @@ def _random_federation(
     classes = np.arange(spec.classes)
 
     def images(labels: IntArray) -> ImageData:
-        pixels = rng.integers(0, 256, (len(labels), *spec.image_shape), dtype=np.uint8)
-        return from_arrays(pixels, labels, spec)
+        pixels = torch.from_numpy(rng.integers(0, 256, (len(labels), *spec.image_shape)))
+        return ImageData(to_stored(pixels / 255, spec), torch.from_numpy(labels), spec)
 
     labels = [np.resize(classes, size) for size in [*sizes, canaries]]
     train = images(np.concatenate(labels))
