@@ -20,9 +20,11 @@ from rich.progress import (
 from rich.table import Table
 
 from fedsynth.config.settings import RunSettings
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
+from fedsynth.results.finished import auroc_text, percent, words_of
 from fedsynth.results.run_record import RunResult
 from fedsynth.simulation.run_messages import StderrObserver, accuracies
 
@@ -98,6 +100,10 @@ def print_summary(result: RunResult) -> None:
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
     for name, value in accuracies(summary, result.settings.method.personal):
         table.add_row(name, value)
+    for key in MEASURES:
+        if key in summary:
+            value = auroc_text(summary) if key == "auroc" else percent(summary[key])
+            table.add_row(words_of(key).replace("auroc", "AUROC").replace("f1", "F1"), value)
     if "test_data" in summary:
         table.add_row("test data", NO_ACCURACY[summary["test_data"]])
     if GENERATOR in summary:

@@ -24,7 +24,10 @@ from fedsynth.privacy.errors import UnaccountedReleaseError
 LOCAL = "local"  # the accuracies on the clients' own test splits
 PRIVATE_TEST = "private_test"  # the accuracies on a private test set
 COMMON = "common_model_accuracy"  # of the common model, if each client ends with a personal one
-ON_TEST = ("test_accuracy", COMMON, *MEASURES, "domain_accuracy", "domain_average")
+DOMAIN_MEASURES = "domain_measures"  # the other measures within each domain of the test set
+ON_TEST = (
+    "test_accuracy", COMMON, *MEASURES, "domain_accuracy", DOMAIN_MEASURES, "domain_average"
+)  # fmt: skip
 MODELS = "models"  # the metrics of each variant of the method's model, by variant name
 LOST = "lost"  # the clients that did not answer, with the reasons
 REJECTED = "rejected"  # the clients whose uploads could not be used, with the reasons
@@ -50,6 +53,7 @@ ROW: Declared = {
     COMMON: _ACCURACY,
     **dict.fromkeys(MEASURES, released(_ACCURACY.reason, SHARE | None)),
     "domain_accuracy": _DOMAINS,
+    DOMAIN_MEASURES: released(_DOMAINS.reason, dict[str, dict[str, SHARE | None]]),
     "domain_average": _ACCURACY,
     MODELS: released("separate rows, with the same privacy", dict[str, dict[str, Any]]),
     "upload_floats": _SIZE,

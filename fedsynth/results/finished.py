@@ -44,6 +44,8 @@ MAX_LABEL = 36
 not counted.
 """
 NONE = "–"
+UNDEFINED = "undefined"
+"""The text for an AUROC that is undefined, because all test examples have the same class."""
 _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 
@@ -81,6 +83,9 @@ class Summary(_Part):
     test_accuracy: float | None = None
     balanced_accuracy: float | None = None
     auroc: float | None = None
+    f1: float | None = None
+    calibration_error: float | None = None
+    confusion_matrix: list[list[Count]] | None = None
     local: Local | None = None
     generator: dict[str, int | float] | None = None
     differential_privacy: Guarantee | None = None
@@ -367,9 +372,22 @@ def overview(runs: Sequence[Run]) -> list[list[str]]:
         values = [value_at(run.summary, path) for run in runs]
         if any(value is not None for value in values):
             cells = [NONE if value is None else show(value) for value in values]
+            if path == "auroc":
+                cells = [auroc_text(run.summary) for run in runs]
             for row, cell in zip(rows, [heading, *cells], strict=True):
                 row.append(cell)
     return rows
+
+
+def auroc_text(measures: Mapping[str, Any]) -> str:
+    """Returns the AUROC of a run or a domain as text, which may be that it is undefined.
+
+    >>> auroc_text({"auroc": 0.75}), auroc_text({"auroc": None}), auroc_text({})
+    ('75.00 %', 'undefined', '–')
+    """
+    if "auroc" in measures and measures["auroc"] is None:
+        return UNDEFINED
+    return percent(value_at(measures, "auroc"))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

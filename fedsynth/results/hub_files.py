@@ -19,24 +19,17 @@ from fedsynth.privacy.files import file_hash
 
 CROISSANT, VALUES = "croissant.json", "values.csv"
 PICTURES = "images/*/*.png"
-_CONTEXT = {
+_TERMS = (
+    "column extract field fileObject fileProperty fileSet includes recordSet regex source transform"
+)
+_CONTEXT: dict[str, Any] = {
     "@language": "en",
     "@vocab": "https://schema.org/",
     "cr": "http://mlcommons.org/croissant/",
     "sc": "https://schema.org/",
     "conformsTo": "http://purl.org/dc/terms/conformsTo",
-    "column": "cr:column",
     "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
-    "extract": "cr:extract",
-    "field": "cr:field",
-    "fileObject": "cr:fileObject",
-    "fileProperty": "cr:fileProperty",
-    "fileSet": "cr:fileSet",
-    "includes": "cr:includes",
-    "recordSet": "cr:recordSet",
-    "regex": "cr:regex",
-    "source": "cr:source",
-    "transform": "cr:transform",
+    **{term: f"cr:{term}" for term in _TERMS.split()},
 }
 
 

@@ -17,9 +17,20 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, local_metrics, predict
-from fedsynth.evaluation.classification import classification_measures, confusion_matrix
+from fedsynth.evaluation.classification import (
+    classification_measures,
+    confusion_matrix,
+    measures_by_domain,
+)
 from fedsynth.federation.protocol import Exchange
-from fedsynth.results.disclosed import COMMON, CONFUSION, LOCAL, MODELS, PRIVATE_TEST
+from fedsynth.results.disclosed import (
+    COMMON,
+    CONFUSION,
+    DOMAIN_MEASURES,
+    LOCAL,
+    MODELS,
+    PRIVATE_TEST,
+)
 
 FINAL = "model"
 
@@ -153,6 +164,7 @@ class Measure:
         domains = accuracy_by_domain(right, test)
         if domains and not self.method.personal:
             row["domain_accuracy"] = domains
+            row[DOMAIN_MEASURES] = measures_by_domain(logits, test)
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row
 

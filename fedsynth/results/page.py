@@ -29,15 +29,19 @@ from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, report_sentences
 from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, svg_templates
+from fedsynth.results.disclosed import DOMAIN_MEASURES, LOCAL, PRIVATE_TEST
 from fedsynth.results.finished import (
     NONE,
     SEEDS,
+    UNDEFINED,
     Run,
     RunFolderError,
+    auroc_text,
     by_seed,
     is_share,
     labels,
     overview,
+    percent,
     value_at,
     words_of,
 )
@@ -199,6 +203,8 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
 
 MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
 MAX_IMAGE_BYTES = 2**24
+MAX_CLASSES = 20  # the largest confusion matrix that is shown
+MAX_CLIENTS = 100  # the longest table with a row for each client
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
@@ -232,6 +238,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         "Learning curves": _curves,
         "Who has what": _partitions,
         "Synthetic images": _images,
+        "Classification": _classification,
         "Fairness": _fairness,
         "Generators": _generators,
         "Privacy": _privacy,
@@ -325,6 +332,68 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
         if images:
             yield {"kind": "heading", "text": name}
             yield {"kind": "images", "images": images}
+
+
+_MEASURES = ("accuracy", "balanced accuracy", "AUROC", "F1", "calibration error")
+
+
+def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the dictionary with a key, or an empty one if there is none."""
+    value = values.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> float | None:
+    return value_at({"": value}, "")
+
+
+def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
+    """Returns the cells of a table for the columns in `_MEASURES`."""
+    others = [percent(value_at(values, key)) for key in ("f1", "calibration_error")]
+    balanced = percent(value_at(values, "balanced_accuracy"))
+    return [percent(_number(accuracy)), balanced, auroc_text(values), *others]
+
+
+def _classification(
+    runs: Sequence[Run], names: Sequence[str], simulation_only: bool
+) -> Iterator[Part]:
+    """Yields tables with the measures of each run on the test set, also by domain and by client,
+    and the confusion matrices.
+    """
+    rows, clients = [], []
+    for run, name in zip(runs, names, strict=True):
+        last = run.rows[-1] if run.rows else {}
+        measures = run.summary
+        if simulation_only and _mapping(last, PRIVATE_TEST):
+            last = measures = {**_mapping(last, PRIVATE_TEST), LOCAL: last.get(LOCAL)}
+        rows.append([name, *_measured(measures, measures.get("test_accuracy"))])
+        accuracies = _mapping(last, "domain_accuracy")
+        for domain in accuracies:
+            within = _mapping(_mapping(last, DOMAIN_MEASURES), domain)
+            rows.append([f"{name}, {domain}", *_measured(within, accuracies[domain])])
+        shares = _mapping(last, LOCAL).get("client_accuracy")
+        for number, share in enumerate(shares if isinstance(shares, list) else ()):
+            clients.append([f"{name}, client {number}", percent(_number(share))])
+    if any(cell != NONE for _, *cells in rows for cell in cells):
+        yield _table("measures on the test set", ("run", *_MEASURES), rows)
+    if any(UNDEFINED in row for row in rows):
+        text = "AUROC is undefined where all test examples have the same class."
+        yield {"kind": "text", "text": text}
+    if 0 < len(clients) <= MAX_CLIENTS:
+        head = ("client", "accuracy on its own test split")
+        yield _table("accuracy by client", head, clients)
+    for run, name in zip(runs, names, strict=True):
+        yield from _confusion(run, name)
+
+
+def _confusion(run: Run, name: str) -> Iterator[Part]:
+    """Yields the confusion matrix of a run with at most `MAX_CLASSES` classes, as a table."""
+    matrix = run.summary.get("confusion_matrix") or []
+    if 0 < len(matrix) <= MAX_CLASSES:
+        yield {"kind": "heading", "text": f"{name}: true classes (rows) and predicted classes"}
+        rows = [[str(label), *map(str, counts)] for label, counts in enumerate(matrix)]
+        if all(len(row) == len(matrix) + 1 for row in rows):
+            yield _table("confusion matrix", ("class", *map(str, range(len(matrix)))), rows)
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:

@@ -249,7 +249,8 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     for values in (row, *models.values()):
         if test != run_data.PUBLIC and values.keys() & set(disclosed.ON_TEST):
             yield f"has an accuracy on test images, but the kind of test images is {test!r}"
-        if not set(values.get("domain_accuracy", ())) <= set(run.spec.domains):
+        domains = {*values.get("domain_accuracy", ()), *values.get(disclosed.DOMAIN_MEASURES, ())}
+        if not domains <= set(run.spec.domains):
             yield "has an accuracy for a domain that the data set does not have"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])

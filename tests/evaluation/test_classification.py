@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedsynth import resolve, simulate
+from fedsynth import load_dataset, resolve, simulate
+from fedsynth.data.images import ImageData
 from fedsynth.evaluation.classification import (
     CALIBRATION_BINS,
     MEASURES,
     classification_measures,
     confusion_matrix,
+    measures_by_domain,
 )
 from fedsynth.results.verification import verify_run
 
@@ -127,3 +130,16 @@ def test_private_run_verifies_only_with_its_confusion_matrix(tmp_path: Path) -> 
         path.write_text(json.dumps({**summary, "confusion_matrix": matrix.tolist()}))
         [problem] = verify_run(Path(result.folder)).problems
         assert "confusion_matrix" in problem
+
+
+def test_measures_are_also_computed_within_domains() -> None:
+    """Images of domain 1 have one class, and no image is of domain 2."""
+    logits, labels = draw()
+    origins = (labels == 2).long()
+    _, digits = load_dataset("digits")
+    spec = replace(digits.spec, domains=("a", "b", "c"))
+    data = ImageData(digits.images[:300], labels, spec, domains=origins)
+    measured = measures_by_domain(logits, data)
+    assert list(measured) == ["a", "b"]
+    assert measured["b"]["auroc"] is None
+    assert measured["a"] == classification_measures(logits[labels != 2], labels[labels != 2])

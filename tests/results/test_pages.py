@@ -149,6 +149,26 @@ def test_page_is_self_contained(runs: list[Run]) -> None:
     assert all("col" in heads and "row" in heads for heads in page.tables)
 
 
+def test_page_has_measures_by_domain_and_client(runs: list[Run]) -> None:
+    """An AUROC that is undefined is stated in words. Damaged rows are left out."""
+    run = runs[0]
+    text = runs_page([run])
+    last = run.rows[-1]
+    shares = [last["auroc"], last["f1"], *last["local"]["client_accuracy"]]
+    assert [share for share in shares if f"{100 * share:.2f} %" not in text] == []
+    assert "AUROC is undefined" not in text
+    matrix = run.summary["confusion_matrix"]
+    assert Page(text).text.count("true classes (rows)") == 1
+    assert f'<td data-head="0">{matrix[0][0]}</td>' in text
+    within = {"north": {"auroc": None, "f1": 0.125}}
+    for domain, shown in (({"north": 0.5}, True), ([1], False), ({"south": "x"}, False)):
+        row = {**last, "domain_accuracy": domain, "domain_measures": within}
+        changed = runs_page([replace(run, rows=[row])])
+        assert ("AUROC is undefined" in changed, "12.50 %" in changed) == (shown, shown)
+    private = Page(runs_page([runs[3]])).text
+    assert ("client 0" in private, "AUROC" in private) == (False, True)
+
+
 def test_private_partition_is_hidden_by_default(runs: list[Run]) -> None:
     private = runs[3]
     for shown_all in (False, True):
