@@ -45,7 +45,7 @@ not counted.
 """
 NONE = "–"
 UNDEFINED = "undefined"
-"""The text for an AUROC that is undefined, because all test examples have the same class."""
+"""The text for an AUROC that is undefined (`classification_measures`)."""
 _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 

@@ -377,7 +377,10 @@ def _classification(
     if any(cell != NONE for _, *cells in rows for cell in cells):
         yield _table("measures on the test set", ("run", *_MEASURES), rows)
     if any(UNDEFINED in row for row in rows):
-        text = "AUROC is undefined where all test examples have the same class."
+        text = (
+            "AUROC is undefined where all test examples have the same class, or where an output of "
+            "the model is not finite."
+        )
         yield {"kind": "text", "text": text}
     if 0 < len(clients) <= MAX_CLIENTS:
         head = ("client", "accuracy on its own test split")
