@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
+
+if TYPE_CHECKING:
+    from fedsynth.features.encoding import EncoderSettings
 
 Sections = dict[str, dict[str, Any]]
 
@@ -179,9 +182,12 @@ def from_preset(sections: Sections) -> str:
     return f"settings from the preset of {dataset}: {', '.join(changed)}"
 
 
-OWN_CODE_OPTIONS = ("method", "model", "features")
+OWN_CODE_OPTIONS = ("method", "model", "features", "encoder")
 """The options whose value may be a file with user code."""
-BESIDE_RESUME = "resume device memory_gb compile data_root download as_json sign_key log"
+BESIDE_RESUME = (
+    "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json "
+    "sign_key log"
+)
 """The parameters of `train` that may be combined with --resume."""
 
 
@@ -199,13 +205,22 @@ def with_own_code(chosen: Sections) -> Sections:
 
     chosen = copy.deepcopy(chosen)
     for section, values in chosen.items():
-        for key in ("method", "name", "features"):
+        for key in ("method", "name", "features", "encoder"):
             value = str(values.get(key) or "")
             if value.endswith(".py"):
                 raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
             if names_a_file(value):
                 values[key] = _register(section, key, value)
     return chosen
+
+
+def encoder_of(data: dict[str, Any]) -> EncoderSettings | None:
+    """Returns the encoder that the options of the section "data" name, or None."""
+    from fedsynth.features.encoding import EncoderSettings
+
+    names = ("encoder", "encoder_weights", "public_images")
+    values = {name: str(data[name]) for name in names if data.get(name)}
+    return EncoderSettings(**{"encoder": "", **values}) if values else None
 
 
 def _register(section: str, key: str, value: str) -> str:
@@ -221,7 +236,7 @@ def _register(section: str, key: str, value: str) -> str:
         return register_model_file(value).name
     from fedsynth.features.registry import register_file
 
-    return register_file(value, section)
+    return register_file(value, section, key)
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
@@ -314,7 +329,11 @@ PACKAGE = Path(__file__).absolute().parent.parent
 RUN_SETTINGS = "config/settings.py:RunSettings"
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "run": (RUN_SETTINGS,),
-    "data": (RUN_SETTINGS, "data/folder_settings.py:FolderSettings"),
+    "data": (
+        RUN_SETTINGS,
+        "data/folder_settings.py:FolderSettings",
+        "features/encoding.py:EncoderSettings",
+    ),
     "partition": ("data/partition_settings.py:PartitionSettings",),
     "model": ("models/registry.py:ModelSettings",),
     "method": ("methods/shared/condensing.py:CondensingMethod",),
@@ -326,9 +345,10 @@ KEYS: Mapping[str, str] = {
     "run": "method rounds seed device precision compile memory_gb threads participation "
     "client_failures quorum robust",
     "data": "dataset data_root folder test_folder test image_size channels "
-    "skip_corrupt skip_other declaration window slice",
+    "skip_corrupt skip_other declaration window slice encoder encoder_weights public_images "
+    "encoder_cache",
     "partition": "kind clients alpha classes_per_client min_size subset local_test",
-    "model": "name clients features width depth norm",
+    "model": "name weights clients features width depth norm",
     "method": "ipc matching",
     "privacy": "epsilon noise_multiplier clip delta max_records mechanism sample_rate nominal_size "
     "adjacency unit four_sums ledger",
@@ -340,11 +360,15 @@ NAMES: Mapping[str, str] = {
     "data.test_folder": "--test-data",
     "partition.kind": "--partition",
     "model.name": "--model/--server-model",
+    "model.weights": "--model-weights",
     "model.clients": "--client-models",
     "privacy.noise_multiplier": "--dp-sigma",
 }
 """The names of options that do not follow from the names of the settings."""
-PATHS = ("data_root", "folder", "test_folder", "declaration", "ledger")
+PATHS = (
+    "data_root", "folder", "test_folder", "declaration", "ledger", "encoder_weights",
+    "public_images", "encoder_cache",
+)  # fmt: skip
 PANELS: Mapping[str, str] = {
     "data": "Data and partition",
     "partition": "Data and partition",
@@ -404,7 +428,7 @@ class SettingOption:
         return _parameter(self.parameter, annotation)
 
 
-OWN_CODE = ("run.method", "model.name", "model.features")
+OWN_CODE = ("run.method", "model.name", "model.features", "data.encoder")
 """The settings whose value may be a file with user code."""
 Set = Annotated[
     list[str] | None,

@@ -194,11 +194,6 @@ data_app = Application(
 )
 
 
-@data_app.callback()
-def _data() -> None:
-    """Makes Typer treat `data` as a group of commands, although it has only the command `describe`."""
-
-
 @data_app.command()
 @given.takes_settings(
     "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", "data.window",
@@ -250,6 +245,21 @@ def describe(
         "Check each line, because the whole file is public. Then fill in [signed_off], and run "
         f"`fedsynth synthesize --data {folder} --dp-epsilon 8`."
     )
+
+
+@data_app.command("clear-cache")
+def clear_cache(
+    folder: Annotated[
+        Path, given.path_argument("The folder that --encoder-cache named.", metavar="DIR")
+    ],
+) -> None:
+    """Delete the vectors that runs have stored in a folder with --encoder-cache.
+
+    Example: `fedsynth data clear-cache ~/vectors`.
+    """
+    from fedsynth.features.encoding import clear_cache as clear
+
+    print(f"deleted files: {clear(folder)}")
 
 
 Out = Annotated[
@@ -348,7 +358,8 @@ def export(
 
 @given.takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
-    "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device",
+    "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
+    "data.encoder_weights", "data.public_images", "run.seed", "run.device",
     set_option=False,
 )  # fmt: skip
 def student(
@@ -399,7 +410,7 @@ def student(
     keep_large_allocations()
     spec = load_synthetic(share).spec
     require_place(output)
-    data, run = chosen["data"], chosen["run"]
+    data, run = given.with_own_code({"data": chosen["data"]})["data"], chosen["run"]
     test = _test_images(spec, data, dataset, download)
     given.with_own_code({"model": {"features": features}})
     network = network_for(spec, **given.with_own_code({"model": chosen["model"]})["model"])
@@ -492,6 +503,7 @@ def _test_images(
 
     return real_images(
         spec,
+        encoder=given.encoder_of(data),
         folder=data.get("test_folder"),
         skip_corrupt=data.get("skip_corrupt", False),
         skip_other=data.get("skip_other", False),

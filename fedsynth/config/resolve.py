@@ -19,6 +19,7 @@ from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
+from fedsynth.features.encoding import EncoderSettings
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import short_repr
@@ -98,6 +99,7 @@ def resolve(
     _check_source(name, run.pop("method_source", None), own_method)
     root = data.pop("data_root", None)
     method = own_method or method_class(name)
+    encoder = _encoder(data)
     dataset, folder = _own_folder(data)
     preset: dict[str, dict[str, Any]] = {}
     if own_data is not None:
@@ -114,6 +116,9 @@ def resolve(
     partition = over_preset("partition")
     if folder is not None:
         partition.setdefault("kind", EXPLICIT)
+    model = over_preset("model")
+    if encoder is not None:
+        model.setdefault("name", "mlp")
     privacy = dict(sections.get("privacy", {}))
     # With only a ledger in the section, the ledger is that of a run without privacy.
     ledger: Any = None
@@ -125,11 +130,12 @@ def resolve(
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
         partition=from_mapping(PartitionSettings, partition),
-        model=from_mapping(ModelSettings, over_preset("model")),
+        model=from_mapping(ModelSettings, model),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
         report=from_mapping(ReportSettings, sections.get("report", {})),
         ledger=ledger,
         folder=folder,
+        encoder=encoder,
         **values,
     )
 
@@ -148,7 +154,8 @@ def section_of(key: str) -> str | None:
         return "run"
     if key in ("dataset", "data_root"):
         return "data"
-    for kind in (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings):
+    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
+    for kind in (*kinds, EncoderSettings):
         if key in field_types(kind):
             return kind.section
     return None
@@ -190,6 +197,14 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         )
 
 
+def _encoder(data: dict[str, Any]) -> EncoderSettings | None:
+    """Removes the settings of an encoder from the section "data", and returns them."""
+    values = {name: data.pop(name) for name in field_types(EncoderSettings) if data.get(name)}
+    if not values:
+        return None
+    return from_mapping(EncoderSettings, {"encoder": "", **values})
+
+
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     """Returns the name of the data set, and the folder settings if the data are custom images.
 
@@ -216,7 +231,9 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     return str(name or default_name(folder.folder)), folder
 
 
-SPEED = ("compile", "memory_gb", "threads", "device", "data_root")
+SPEED = (
+    "compile", "memory_gb", "threads", "device", "data_root", "encoder_cache"
+)  # fmt: skip
 """Settings that change how long a run takes or where its data are stored, but not its result."""
 FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
 """The original default values of settings whose default values have changed since, by method."""

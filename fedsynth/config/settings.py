@@ -19,6 +19,7 @@ from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
+from fedsynth.features.encoding import EncoderSettings
 from fedsynth.features.registry import is_own_features
 from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.aggregation import FEWEST, RULES
@@ -110,8 +111,9 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
     "report": (ReportSettings, "ReportSettings(responsible='...')"),
     "folder": (FolderSettings, "FolderSettings('scans')"),
+    "encoder": (EncoderSettings, "EncoderSettings('timm:resnet18')"),
 }
-_OPTIONAL = ("privacy", "folder")
+_OPTIONAL = ("privacy", "folder", "encoder")
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class RunSettings:
             the folder in `privacy` instead.
         folder: custom images, in place of a named data set. `dataset` is then their name. With
             `PartitionSettings("given")`, the folder of each site is a client.
+        encoder: the encoder whose vectors replace the images before the run.
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -212,6 +215,7 @@ class RunSettings:
     report: ReportSettings = field(default_factory=ReportSettings)
     ledger: Path | None = None
     folder: FolderSettings | None = None
+    encoder: EncoderSettings | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelSettings) and callable(self.model):
@@ -319,6 +323,18 @@ class RunSettings:
             names.append(f"the feature map {name}")
         return tuple(names)
 
+    @property
+    def assumed_code(self) -> tuple[str, ...]:
+        """Names the parts of the run that the report assumes to contain nothing from private data.
+
+        These are the user's own code, and an encoder that is not built in.
+        """
+        if self.encoder is None or not (
+            self.encoder.is_pretrained or is_own_features(self.encoder.encoder)
+        ):
+            return self.own_code
+        return (*self.own_code, f"the encoder {self.encoder.encoder}")
+
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Converts the settings to nested dictionaries of plain values, as in a config file.
 
@@ -334,6 +350,8 @@ class RunSettings:
         data: dict[str, Any] = {"dataset": self.dataset, "data_root": self.data_root}
         if self.folder is not None:
             data |= _non_empty(dataclasses.asdict(self.folder))
+        if self.encoder is not None:
+            data |= _non_empty(dataclasses.asdict(self.encoder))
         privacy: dict[str, Any] = {"ledger": self.ledger}
         if self.privacy is not None:
             privacy = dataclasses.asdict(self.privacy)

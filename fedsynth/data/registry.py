@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -51,6 +51,9 @@ class DatasetSpec:
         bounds: the smallest and the largest value of floating-point data, such as embeddings or
             time series. fedsynth stores them as float32, scaled to [0, 1] by these bounds. They are
             public, so they must not be computed from the data. Images of bytes have none.
+        encoder: a text that describes the encoder whose vectors the data are, with a hash of its
+            weights. Empty for data that were not encoded.
+        encoded_shape: the shape (C, H, W) of the images that were encoded.
 
     Raises:
         SettingError: a size is not positive, constants or names do not match `channels` and
@@ -78,6 +81,8 @@ class DatasetSpec:
     domains: tuple[str, ...] = ()
     groups: int = 0
     bounds: tuple[float, float] | None = None
+    encoder: str = ""
+    encoded_shape: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
@@ -113,10 +118,14 @@ class DatasetSpec:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, with lists in place of tuples. Bytes have no bounds."""
+        """Returns the fields as JSON values, with lists in place of tuples.
+
+        Bounds and the encoder are left out if the data have none.
+        """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        if self.bounds is None:
-            del values["bounds"]
+        for name in ("bounds", "encoder", "encoded_shape"):
+            if not values[name]:
+                del values[name]
         return values
 
     @property
@@ -171,6 +180,9 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     for name in ("mean", "std", "class_names", "domains", "bounds"):
         if values.get(name) is not None:
             values[name] = tuple(values[name])
+    if values.get("encoded_shape") is not None:
+        channels, height, width = values["encoded_shape"]
+        values["encoded_shape"] = int(channels), int(height), int(width)
     for field in fields(DatasetSpec):
         if field.type == "int" and type(values.get(field.name, 0)) is not int:
             raise TypeError(f"the field {field.name} of a data set must be a whole number")
@@ -238,6 +250,9 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
     )
 
 
+_ENCODED = (
+    "channels", "height", "width", "mean", "std", "bounds", "encoder", "encoded_shape"
+)  # fmt: skip
 _SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
 DEFAULT_DATASET = "digits"
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
@@ -253,8 +268,25 @@ def is_known(name: str) -> bool:
 
 
 def is_published(spec: DatasetSpec) -> bool:
-    """Returns True if `spec` belongs to a published data set, whose records are public."""
-    return is_known(spec.name) and dataset_spec(spec.name) == spec
+    """Returns True if `spec` belongs to a published data set, whose records are public.
+
+    This includes the vectors of an encoder for the images of a published data set.
+    """
+    return is_known(spec.name) and published_spec(spec) == spec
+
+
+def published_spec(spec: DatasetSpec) -> DatasetSpec:
+    """Returns the published specification with the name of `spec`.
+
+    If the data were encoded, the result has the fields of `spec` that the encoder determines.
+
+    Raises:
+        UnknownNameError: no data set has this name.
+    """
+    published = dataset_spec(spec.name)
+    if spec.encoded_shape != published.image_shape:
+        return published
+    return replace(published, **{name: getattr(spec, name) for name in _ENCODED})
 
 
 def dataset_spec(name: str) -> DatasetSpec:

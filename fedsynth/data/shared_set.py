@@ -175,6 +175,9 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
     }
     if spec.bounds is not None:
         facts["bounds"] = json.dumps(spec.bounds)
+    if spec.encoder:
+        facts["encoder"] = spec.encoder
+        facts["encoded_shape"] = json.dumps(spec.encoded_shape)
     return facts
 
 
@@ -190,6 +193,8 @@ class _Metadata(BaseModel):
     mean: Json[list[float]]
     std: Json[list[float]]
     bounds: Json[tuple[float, float] | None] = None
+    encoder: Annotated[str, Field(max_length=2000)] = ""
+    encoded_shape: Json[tuple[int, int, int] | None] = None
     epsilon: Json[Annotated[float, Field(ge=0)] | None] = None
     delta: Json[Annotated[float, Field(ge=0, lt=1)] | None] = None
     made_by: str = "fedsynth"
@@ -215,6 +220,8 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
             mean=tuple(facts.mean),
             std=tuple(facts.std),
             bounds=facts.bounds,
+            encoder=facts.encoder,
+            encoded_shape=facts.encoded_shape,
             source=f"synthetic, made by {facts.made_by}",
             train_size=count,
         )

@@ -120,6 +120,9 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
             reason = f"must be the specification of a data set. {one_line(error)}"
             raise SettingError(None, str(spec), reason) from None
     settings = resolve(sections, own_data=_custom_name(dataset))
+    if settings.encoder is not None:
+        reason = "cannot be used in a deployment. Let each owner encode the images before"
+        raise SettingError("data", "encoder", reason)
     if settings.method.requires_secure_sum:
         check_quorum(settings)
     return Proposal(new_run(), settings, dataset)

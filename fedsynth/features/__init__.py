@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fedsynth.features.feature_map import FeatureMap as FeatureMap
 from fedsynth.features.public_statistics import measured_map as measured_map
+from fedsynth.features.public_statistics import normalised_map as normalised_map
 from fedsynth.features.registry import feature_map as feature_map
 from fedsynth.features.registry import feature_names as feature_names
 from fedsynth.features.registry import register_features as register_features

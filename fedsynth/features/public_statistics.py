@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
@@ -20,6 +21,8 @@ from fedsynth.features.random_images import random_images
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600
+TESTED = 8
+"""The number of random images with which a map is tested that needs no measured constants."""
 SEED = 0
 DIGITS = 3  # the number of significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
@@ -31,12 +34,22 @@ def _images(shape: Shape) -> Tensor:
         return random_images(IMAGES, shape, torch_generator(SEED, "public statistics of features"))
 
 
-def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
-    """Computes the vectors [IMAGES, d] of the public random images with a function from pixels to
-    vectors.
+def public_vectors(
+    function: Callable[[Tensor], Tensor], shape: Shape, images: Tensor | None = None
+) -> Tensor:
+    """Computes the vectors [N, d] of public images with a function from pixels to vectors.
+
+    Args:
+        function: pixels -> vectors [N, d].
+        shape: the shape (C, H, W) of the images.
+        images: public images [N, C, H, W], uint8 or floating point in [0, 1]. None uses the random
+            images.
     """
+    if images is None:
+        images = _images(shape)
+    scale = 255 if images.dtype == torch.uint8 else 1
     with torch.no_grad():
-        return torch.cat([function(images) for images in _images(shape).split(50)])
+        return torch.cat([function(part.float() / scale) for part in images.split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
@@ -58,6 +71,7 @@ def map_of_vectors(
     vectors_Nd: Tensor,
     blocks: tuple[tuple[int, int], ...] = (),
     scale: float = 1.0,
+    origin: str = SOURCE,
 ) -> FeatureMap:
     """Makes a feature map from a function and from the function's vectors of the public random
     images.
@@ -71,9 +85,10 @@ def map_of_vectors(
         vectors_Nd: the function's vectors of the random images (`public_vectors`).
         blocks: see `FeatureMap`.
         scale: a factor for both constants.
+        origin: a text that states from which images the constants were measured.
     """
     norm, radius = constants(vectors_Nd)
-    source = SOURCE if scale == 1 else f"{scale} of {SOURCE}"
+    source = origin if scale == 1 else f"{scale} of {origin}"
     return FeatureMap(
         name,
         shape,
@@ -86,11 +101,17 @@ def map_of_vectors(
     )
 
 
-def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
+def measured_map(
+    name: str,
+    image_shape: Shape,
+    function: Callable[[Tensor], Tensor],
+    images: Tensor | None = None,
+) -> FeatureMap:
     """Makes a feature map from a function, such as an encoder that was trained on public images.
 
-    The dimension and the constants of the map are measured on images of random processes
-    (`random_images` with a fixed seed), so no data are read.
+    The dimension and the constants of the map are measured on public images, so no private data are
+    read. Vectors longer than the median norm of these images are clipped. If the public images look
+    unlike the data, most vectors may be clipped: `normalised_map` needs no such constant.
 
     Args:
         name: the map's name in settings and reports.
@@ -98,6 +119,8 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
         function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. Each vector must depend
             on one image only. An example is an encoder in evaluation mode that was not trained on
             the private data.
+        images: public images [N, C, H, W], uint8 or floating point in [0, 1]. None uses images of
+            random processes (`random_images` with a fixed seed).
 
     Raises:
         SettingError: the function does not return finite vectors, or returns the same vector for
@@ -107,16 +130,69 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
     (2, True, True)
     """
+    vectors = checked_vectors(name, image_shape, function, images)
+    return map_of_vectors(name, image_shape, function, vectors, origin=origin_of(images))
 
-    vectors = public_vectors(function, image_shape).float()
+
+def normalised_map(
+    name: str,
+    image_shape: Shape,
+    function: Callable[[Tensor], Tensor],
+    images: Tensor | None = None,
+) -> FeatureMap:
+    """Makes a feature map whose vectors have norm 1, so that clipping to 1 never changes them.
+
+    A vector is divided by its norm. If public images are given, their mean vector is subtracted
+    before. The bound is then exact for all images, whatever the public images are.
+
+    The arguments and errors are those of `measured_map`, but `images` has no default images.
+
+    >>> halves = normalised_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
+    >>> halves(torch.rand(3, 1, 16, 16)).norm(dim=1)
+    tensor([1.0000, 1.0000, 1.0000])
+    """
+    tested = images
+    if images is None:
+        tested = _images(image_shape)[:TESTED]
+    vectors = checked_vectors(name, image_shape, function, tested)
+    centre = torch.zeros(vectors.shape[1])
+    source = "vectors of norm 1: analytic"
+    if images is not None:
+        centre = vectors.mean(dim=0)
+        source = f"{source}. The mean vector of public images is subtracted before"
+
+    def normalised(x_NCHW: Tensor) -> Tensor:
+        return F.normalize(function(x_NCHW).float() - centre.to(x_NCHW.device), dim=1)
+
+    return FeatureMap(name, image_shape, vectors.shape[1], 1.0, 1.0, source, normalised)
+
+
+def checked_vectors(
+    name: str,
+    shape: Shape,
+    function: Callable[[Tensor], Tensor],
+    images: Tensor | None,
+) -> Tensor:
+    """Computes the vectors [N, d] of public images, and checks that a map can be made from them.
+
+    The arguments and errors are those of `measured_map`.
+    """
+    vectors = public_vectors(function, shape, images).float()
     reason = ""
     if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
         reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
     elif not constants(vectors)[1] > 0:
-        reason = "must not return the same vector for half of the public random images"
+        reason = "must not return the same vector for half of the public images"
     if reason:
         raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
-    return map_of_vectors(name, image_shape, function, vectors)
+    return vectors
+
+
+def origin_of(images: Tensor | None) -> str:
+    """Returns a text that states from which images the constants of a map were measured."""
+    if images is None:
+        return SOURCE
+    return f"medians over {len(images)} public images that the operator supplies"
 
 
 def rounded(value: float) -> float:

@@ -243,7 +243,7 @@ def _refused(name: str, reason: str) -> SettingError:
     return SettingError("method", "features", f"{name!r} cannot be used: {reason}")
 
 
-def register_file(setting: str, section: str = "method") -> str:
+def register_file(setting: str, section: str = "method", key: str = "features") -> str:
     """Registers a feature map that a Python file defines.
 
     Returns the name of the map for settings, `FILE.py:NAME@HASH`.
@@ -251,12 +251,12 @@ def register_file(setting: str, section: str = "method") -> str:
     Args:
         setting: the file and the name of the function that builds the map, `FILE.py:NAME`. The file
             is executed.
-        section: the section of the setting with this value, for error messages.
+        section, key: the setting with this value, for error messages.
 
     Raises:
         SettingError: the file cannot be read or executed, or does not define the name.
     """
-    build, source = load_own(section, "features", setting)
+    build, source = load_own(section, key, setting)
     register_features(source.label, build, source)
     return source.label
 

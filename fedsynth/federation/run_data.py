@@ -23,6 +23,7 @@ from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
+from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.files import expand_home
 from fedsynth.privacy.ledger import Ledger
@@ -129,13 +130,14 @@ class RunData:
 
     Attributes:
         settings: the run's settings, completed with the values of the owner's declaration.
-        train: the training images.
+        train: the training images, or their vectors if the run has an encoder.
         test: the test images. None if there are no test images.
         test_kind: "public", "private" or "none".
         parts: the indices of each client's training images. None if the settings of the partition
             divide the images.
         names: the names of the clients. None if no names were given.
         left_out: a text that states which files in the folder were not read. Empty if all were.
+        images: the training images before an encoder. Ledgers identify records by these.
     """
 
     settings: RunSettings
@@ -145,6 +147,12 @@ class RunData:
     parts: Sequence[IntArray] | None = None
     names: Sequence[str] | None = None
     left_out: str = ""
+    images: ImageData | None = None
+
+    @property
+    def records(self) -> ImageData:
+        """The data by which ledgers identify the records, which do not depend on an encoder."""
+        return self.images or self.train
 
 
 def data_of_run(
@@ -154,6 +162,8 @@ def data_of_run(
     note: Callable[[Any], None],
     *,
     download: bool,
+    device: torch.device | None = None,
+    progress: Callable[[int, str, int, int], None] | None = None,
 ) -> RunData:
     """Loads the images of a run, and completes the settings with what the images declare.
 
@@ -163,6 +173,8 @@ def data_of_run(
         test: the kind of the test images, as in `simulate`.
         note: a function that receives a warning or a note about files that were not read.
         download: True lets torchvision download a named data set.
+        device: the device that computes the vectors of an encoder. None uses the CPU.
+        progress: a function that receives the progress of the encoder, as `Observer.step`.
 
     Raises:
         DataError: the data cannot be used, or the folder of a private run has no declaration of
@@ -188,10 +200,34 @@ def data_of_run(
         settings = replace(settings, dataset=train.spec.name)
         run_data = RunData(settings, train, tested, kind)
     if run_data.test is None or run_data.test_kind == NO_TEST:
-        return replace(run_data, test=None, test_kind=NO_TEST)
-    if not is_published(run_data.train.spec):
+        run_data = replace(run_data, test=None, test_kind=NO_TEST)
+    elif not is_published(run_data.train.spec):
         note_shared_records(run_data.train, run_data.test, note)
-    return run_data
+    return _encoded(run_data, device or torch.device("cpu"), progress)
+
+
+def _encoded(
+    run_data: RunData,
+    device: torch.device,
+    progress: Callable[[int, str, int, int], None] | None,
+) -> RunData:
+    """Replaces the images of a run by the vectors of its encoder, if it has one."""
+    settings, images, test = run_data.settings, run_data.train, run_data.test
+    encoder = settings.encoder
+    if encoder is None:
+        return run_data
+    features = encoder_map(encoder, images.spec.image_shape)
+
+    def show(completed: int, total: int) -> None:
+        if progress is not None:
+            progress(0, "encoding", completed, total)
+
+    options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show}
+    train = encode(images, features, device, **options)
+    if test is not None:
+        test = encode(test, features, device, **options)
+    settings = replace(settings, encoder=replace(encoder, encoder=features.name))
+    return replace(run_data, settings=settings, train=train, test=test, images=images)
 
 
 def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunData:
@@ -226,6 +262,13 @@ def specification(settings: RunSettings) -> DatasetSpec:
     Raises:
         DataError: the custom images have no declaration of public facts.
     """
+    spec = _image_specification(settings)
+    if settings.encoder is None:
+        return spec
+    return encoded_spec(spec, encoder_map(settings.encoder, spec.image_shape))
+
+
+def _image_specification(settings: RunSettings) -> DatasetSpec:
     if settings.folder is None:
         return dataset_spec(settings.dataset)
     return declared(settings).spec

@@ -15,9 +15,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from fedsynth.data.files import expanded
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.pretrained import PRETRAINED, names_a_library
 from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.layers import Projected
@@ -36,6 +38,8 @@ SMALL = 16
 MAX_PARAMETERS = 2**30
 """The largest number of parameters of a network. They take 4 GB, and training takes several times
 as much memory."""
+LIBRARY_NORMS = ("own", "group")
+"""The norms of a network of timm or torchvision: its own, or a group norm in place of batch norm."""
 ON_FEATURES = ("linear", "mlp")
 """The networks that can use a feature map."""
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
@@ -105,8 +109,8 @@ class ModelSettings:
 
     Args:
         name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
-            resnet50, alexnet or googlenet), or FILE.py:NAME for your own. The default is "convnet",
-            or "linear" if `features` is set.
+            resnet50, alexnet or googlenet), or FILE.py:NAME for your own, or timm:NAME or
+            torchvision:NAME. The default is "convnet", or "linear" if `features` is set.
         width: the number of channels in each layer of "convnet", or of units in the hidden layer of
             "mlp". Other architectures have their published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
@@ -123,6 +127,9 @@ class ModelSettings:
             feature map is a setting of the method, and the command-line option sets that setting.
             The vector of each image is computed once. Its norm is at most 1, so learning rates must
             be larger than for networks on images.
+        weights: the initial weights of a network timm:NAME or torchvision:NAME: "pretrained" for
+            the library's download, or a file (default: random weights). A private run treats these
+            weights as public.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
@@ -139,10 +146,18 @@ class ModelSettings:
     clients: str = ""
     projection: int = in_range(0, 0, MAX_WIDTH)
     features: str = ""
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", "linear" if self.features else "convnet")
+        if names_a_library(self.name):
+            _add_library_model(self.name)
+        elif self.weights:
+            reason = "applies only to a model timm:NAME or torchvision:NAME"
+            raise SettingError("model", "weights", reason)
+        if self.weights not in ("", PRETRAINED):
+            object.__setattr__(self, "weights", str(expanded(self.weights).absolute()))
         if is_label(self.name) and self.name not in _MODELS:
             raise unloaded_file("model", "name", self.name, _MODELS, "fedsynth.register_model")
         if self.name not in _MODELS:
@@ -172,6 +187,22 @@ class ModelSettings:
     def client_names(self) -> tuple[str, ...]:
         """The names in `clients`, as a tuple."""
         return tuple(name.strip() for name in self.clients.split(",") if name.strip())
+
+
+def _add_library_model(name: str) -> None:
+    """Adds a network of timm or torchvision to the architectures.
+
+    The library is imported only when the network is built.
+    """
+
+    def build(
+        image_shape: Shape, classes: int, norm: str, width: int, depth: int, weights: str = ""
+    ) -> nn.Module:
+        from fedsynth.models.pretrained import library_builder
+
+        return library_builder(name, weights)(image_shape, classes, norm, width, depth)
+
+    _MODELS[name] = _Architecture(build, LIBRARY_NORMS, custom=True)
 
 
 def model_names() -> tuple[str, ...]:
@@ -259,8 +290,8 @@ def model_source(settings: ModelSettings) -> OwnCode | None:
 
 
 def has_given_weights(settings: ModelSettings) -> bool:
-    """Returns True if the run starts with the weights of a module that the user registered."""
-    return _MODELS[settings.name].given_weights
+    """Returns True if the run starts with weights that the user supplied, or named as pretrained."""
+    return _MODELS[settings.name].given_weights or bool(settings.weights)
 
 
 def is_own_model(settings: ModelSettings) -> bool:
@@ -342,7 +373,10 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
         reason = f"must be {names}, because the data are vectors and {settings.name} needs images"
         raise SettingError("model", "name", reason, value=settings.name)
     build = _MODELS[settings.name].build
-    network = build(image_shape, classes, **optional_arguments(build, vars(settings)))
+    arguments = optional_arguments(build, vars(settings))
+    if settings.weights:
+        arguments["weights"] = settings.weights
+    network = build(image_shape, classes, **arguments)
     if settings.projection:
         return Projected(network, settings.projection, classes)
     return network

@@ -244,7 +244,10 @@ class CheckpointFolder:
         return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
 
 
-PLACE = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",)}
+PLACE = {
+    "run": ("device", "memory_gb", "compile"),
+    "data": ("data_root", "encoder_weights", "encoder_cache"),
+}
 """Settings that determine on which hardware and from which data folder a run computes. They do not
 change the result.
 """

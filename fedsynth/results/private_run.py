@@ -23,7 +23,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
-from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
+from fedsynth.data.registry import DatasetSpec, published_spec, spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -161,7 +161,7 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
             f"the data set specification in {PRIVATE_START} is invalid: {error}"
         ) from None
     try:
-        published = dataset_spec(spec.name)
+        published = published_spec(spec)
     except UnknownNameError:
         return spec, True
     location = f"{PRIVATE_START}: the published data set's"

@@ -268,7 +268,7 @@ def report_facts(
         abandoned=abandoned,
         shares=plan.chief.shares,
         min_clients=min_clients_of_a_sum(plan, simulated=simulated),
-        own_code=list(run.own_code),
+        own_code=list(run.assumed_code),
         run=figures.RunFacts(
             id=start.run.id,
             date=start.run.date,
@@ -358,6 +358,11 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         **feature_facts(run.model, spec),
         **run.method.public_facts(spec),
     }
+    if spec.encoder:
+        items["encoder"] = (
+            f"{spec.encoder}. It is fixed before data are read. The vector of an image depends only "
+            "on this image"
+        )
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
         share = f"{count} of {run.partition.clients} clients a round"
@@ -487,7 +492,10 @@ def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
     return f"{pluralize(release.steps * rounds, 'release')} in all"
 
 
-DATA_PATHS = ("folder", "test_folder", "declaration", "data_root")
+DATA_PATHS = (
+    "folder", "test_folder", "declaration", "data_root", "encoder_weights", "public_images",
+    "encoder_cache",
+)  # fmt: skip
 
 
 def provenance(run: RunSettings) -> dict[str, str]:

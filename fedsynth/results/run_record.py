@@ -105,6 +105,8 @@ def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
     sources = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
     for name in settings.feature_names:
         sources["features"] = features_source(name) or sources.get("features")
+    if settings.encoder is not None:
+        sources["encoder"] = features_source(settings.encoder.encoder)
     return {key: code for key, code in sources.items() if code is not None}
 
 

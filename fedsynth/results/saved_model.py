@@ -27,6 +27,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.features.registry import is_own_features, register_file
+from fedsynth.federation.run_data import specification
 from fedsynth.methods import METHODS
 from fedsynth.models.flat import restore
 from fedsynth.models.registry import (
@@ -118,9 +119,11 @@ class Architecture:
 
         Paths, privacy settings and partition settings are not included.
         """
-        if self.run is None:
-            return {"model": asdict(self.model)}
-        return _network_sections(self.run.to_mapping())
+        sections: dict[str, dict[str, Any]] = {"model": asdict(self.model)}
+        if self.run is not None:
+            sections = _network_sections(self.run.to_mapping())
+        sections["model"].pop("weights", None)  # a local path, and they are in the model's file
+        return sections
 
     def count(self) -> int | None:
         """Computes the number of the network's parameters from the settings, without building the
@@ -368,7 +371,9 @@ def images_of_model(source: Path) -> DatasetSpec | None:
     if (source / PRIVATE_START).exists():
         return read_start(source, None).spec
     data = read_sections(source / CONFIG).get("data", {})
-    return None if "folder" in data else dataset_spec(str(data["dataset"]))
+    if "folder" in data or "encoder" in data:
+        return None
+    return dataset_spec(str(data["dataset"]))
 
 
 def model_of_run(
@@ -400,4 +405,6 @@ def _architecture(
             f"the run in {folder} used custom images, whose specification is not in this folder. "
             "Pass spec=load_folder(…).train.spec for the same images"
         )
+    if spec is None and settings.encoder is not None:
+        spec = specification(settings)
     return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

@@ -172,7 +172,8 @@ class StderrObserver(Observer):
         print(text, file=sys.stderr, flush=True)
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        phase = f"round {round}/{self._settings.rounds} {phase}"
+        if round:  # 0 before the first round
+            phase = f"round {round}/{self._settings.rounds} {phase}"
         self._show_step(phase, completed, total, self._remaining)
 
     def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:

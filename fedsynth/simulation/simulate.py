@@ -118,7 +118,15 @@ def simulate(
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    run_data = data_of_run(settings, data, test, observer.note, download=download)
+    run_data = data_of_run(
+        settings,
+        data,
+        test,
+        observer.note,
+        download=download,
+        device=device,
+        progress=observer.step,
+    )
     settings = run_data.settings
     train = run_data.train
     tested = run_data.test
@@ -149,7 +157,7 @@ def simulate(
     with cpu_threads(settings.threads):
         result = Simulation(
             settings,
-            Clients(train, positions, names),
+            Clients(run_data.records, positions, names),
             train.to(device),
             (tested, run_data.test_kind),
             observer,

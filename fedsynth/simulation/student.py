@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fedsynth.errors import (
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
+from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
@@ -299,6 +300,7 @@ def real_images(
     dataset: str | None = None,
     data_root: Path | None = None,
     download: bool = False,
+    encoder: EncoderSettings | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ImageData | None:
     """Loads real test images for models that were trained on a synthetic set.
@@ -311,6 +313,7 @@ def real_images(
         dataset: the name of a data set.
         data_root: the folder of the data sets.
         download: True lets torchvision download the data set.
+        encoder: the encoder of the set, if the set consists of vectors of an encoder.
         note: a function that receives the names of skipped files.
 
     Returns:
@@ -324,16 +327,41 @@ def real_images(
     """
     if folder is not None and dataset is not None:
         raise SettingError("data", "dataset", "must not be set together with data.test_folder")
+    images = image_spec(spec)
     if folder is not None:
-        return read_as(Path(folder), spec, note, skip_corrupt=skip_corrupt, skip_other=skip_other)
+        skips = {"skip_corrupt": skip_corrupt, "skip_other": skip_other}
+        return _encoded(read_as(Path(folder), images, note, **skips), spec, encoder)
     if dataset is None:
         return None
     loaded = load_dataset(dataset, data_root, download=download)[1]
     other = loaded.spec
-    if (other.image_shape, other.class_names) != (spec.image_shape, spec.class_names):
+    if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
         reason = "must have the same image shape and classes as the synthetic set"
         raise SettingError("data", "dataset", reason, value=dataset)
-    return ImageData(loaded.images, loaded.labels, spec)  # normalised as the synthetic ones are
+    test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
+    return _encoded(test, spec, encoder)
+
+
+def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None) -> ImageData:
+    """Replaces test images by the vectors of the encoder that made a synthetic set's vectors.
+
+    Images of a set without an encoder are returned unchanged.
+
+    Raises:
+        SettingError: the encoder is missing or is another one.
+    """
+    if not spec.encoder:
+        return test
+    expected = spec.encoder.partition(": ")[0]
+    if encoder is None:
+        reason = f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}"
+        raise SettingError("data", "encoder", reason)
+    features = encoder_map(encoder, test.spec.image_shape)
+    vectors = encode(test, features, torch.device("cpu"))
+    if vectors.spec.encoder != spec.encoder:
+        reason = f"must be {expected}, which made the vectors of the set, got {features.name}"
+        raise SettingError("data", "encoder", reason)
+    return replace(vectors, spec=spec)
 
 
 def distil_files(

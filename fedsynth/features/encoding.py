@@ -1,0 +1,361 @@
+"""Replaces the images of a run by the vectors of an encoder, before the run.
+
+An encoder is a feature map: a pretrained network of timm or torchvision, a function in a user's
+file, or a built-in map. Each image becomes one vector, which depends only on this image. Data sets
+that differ in one image, or in the images of one user, therefore become data sets that differ in
+one vector, or in the vectors of this user, and every guarantee for the vectors is a guarantee for
+the images. This assumes that the encoder was fixed before the private data were read.
+
+Vectors are clipped to norm 1. Their bounds, −1 and 1, are public and need no data. A vector that is
+not finite becomes 0, because an error would reveal the image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedsynth.data.files import expanded, one_line, read_tensors
+from fedsynth.data.folder_settings import MEAN, STD
+from fedsynth.data.image_files import EXTENSIONS, read_pixels
+from fedsynth.data.images import ImageData
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DataError, OutputError, SettingError, unknown_name
+from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.pretrained import (
+    PRETRAINED,
+    label_of,
+    names_a_library,
+    pretrained_network,
+)
+from fedsynth.features.public_statistics import normalised_map, public_vectors
+from fedsynth.features.registry import (
+    feature_map,
+    feature_names,
+    register_features,
+)
+from fedsynth.own_code import is_label, unloaded_file
+from fedsynth.privacy.files import write_whole
+from fedsynth.privacy.passes import padded
+from fedsynth.seeding import torch_generator
+
+PASS = 64
+"""The fixed number of images that are encoded at a time, so that the choice of kernels does not
+depend on the number of records."""
+MAX_PUBLIC_IMAGES = 2000
+CACHED = "vectors-{}.safetensors"
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """The settings of the encoder that replaces the images of a run by vectors.
+
+    Args:
+        encoder: the encoder whose vectors replace the images before the run: timm:NAME or
+            torchvision:NAME for a pretrained network, FILE.py:NAME for your own feature map, or the
+            name of a feature map.
+        encoder_weights: a safetensors file, or a file saved by torch, with the weights of the
+            encoder (default: the library downloads them).
+        public_images: a folder of public images whose mean vector is subtracted from all vectors of
+            a pretrained network.
+        encoder_cache: a folder for the vectors, so that a later run on the same images need not
+            compute them. Only you can read the folder. `fedsynth data clear-cache` empties it.
+
+    Raises:
+        SettingError, UnknownNameError: the encoder is unknown, or a setting applies only to
+            pretrained networks.
+
+    >>> EncoderSettings("timm:resnet18").is_pretrained
+    True
+    """
+
+    section: ClassVar[str] = "data"
+
+    encoder: str
+    encoder_weights: str = ""
+    public_images: str = ""
+    encoder_cache: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("encoder_weights", "public_images", "encoder_cache"):
+            path = str(getattr(self, name))
+            if path:
+                object.__setattr__(self, name, str(expanded(path).absolute()))
+        if not self.encoder:
+            raise SettingError("data", "encoder", "must be set, because its other settings are")
+        if self.is_pretrained:
+            return
+        for name in ("encoder_weights", "public_images"):
+            if getattr(self, name):
+                reason = "applies only to an encoder timm:NAME or torchvision:NAME"
+                raise SettingError("data", name, reason)
+        if self.encoder not in feature_names():
+            if is_label(self.encoder):
+                register = "fedsynth.features.register_file"
+                raise unloaded_file("data", "encoder", self.encoder, feature_names(), register)
+            raise unknown_name("encoder", self.encoder, feature_names(), "data", "encoder")
+
+    @property
+    def is_pretrained(self) -> bool:
+        """True if the encoder is a network of timm or torchvision."""
+        return names_a_library(self.encoder)
+
+
+def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
+    """Returns the feature map of an encoder for images of the given shape.
+
+    The name of a pretrained network gets the first digits of its weights' hash.
+
+    Raises:
+        SettingError: the encoder cannot be used for these images, its weights are missing, or they
+            are not those that the settings name.
+    """
+    name = settings.encoder
+    if settings.is_pretrained:
+        name = _registered(settings, shape)
+    try:
+        return feature_map(name, shape)
+    except SettingError as error:
+        raise SettingError("data", "encoder", f"cannot be used: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _registered(settings: EncoderSettings, shape: Shape) -> str:
+    """Registers the feature map of a pretrained network, and returns the map's name."""
+    name, _, stated = settings.encoder.partition("@")
+    if shape[0] not in (1, 3):
+        reason = f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
+        raise SettingError("data", "encoder", reason, value=name)
+    weights = settings.encoder_weights or PRETRAINED
+    found = pretrained_network(name, weights, ("data", "encoder"))
+    label = label_of(name, found.sha256)
+    images = None
+    source = f"{found.preparation}, weights with SHA-256 {found.sha256}"
+    if settings.public_images:
+        images = public_images(Path(settings.public_images), shape)
+        pixels_hash = hashlib.sha256(images.numpy().tobytes()).hexdigest()
+        source += f", {len(images)} public images with SHA-256 {pixels_hash}"
+        label += f"-{pixels_hash[:6]}"
+    if stated and label != settings.encoder:
+        reason = (
+            f"must be {settings.encoder}, but with these weights and public images it is {label}"
+        )
+        raise SettingError("data", "encoder", reason)
+
+    def build(image_shape: Shape) -> FeatureMap:
+        features = normalised_map(label, image_shape, found.embed_pixels, images)
+        return replace(features, source=f"{features.source}. Preparation: {source}")
+
+    register_features(label, build)
+    return label
+
+
+def public_images(folder: Path, shape: Shape) -> Tensor:
+    """Reads the images in a folder and its subfolders, uint8 [N, C, H, W], at most 2,000 by name.
+
+    Raises:
+        DataError: the folder has fewer than two images, or one of them cannot be read.
+    """
+    files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
+    if len(files) < 2:
+        raise DataError(f"{one_line(folder)} must contain at least two public images")
+    images, faults = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape)
+    for position, fault in faults.items():
+        raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
+    return torch.from_numpy(images)
+
+
+def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
+    """Returns the specification of the vectors of images.
+
+    The inputs of networks have values of about 1, as the norm of a vector is about 1.
+
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> encoded_spec(dataset_spec("digits"), feature_map("pixels", (1, 8, 8))).image_shape
+    (1, 1, 64)
+    """
+    width = features.dimension
+    return replace(
+        spec,
+        channels=1,
+        height=1,
+        width=width,
+        mean=(0.5,),
+        std=(float(f"{0.5 / math.sqrt(width):.6g}"),),
+        bounds=(-1.0, 1.0),
+        encoder=f"{features.name}: {features.source}",
+        encoded_shape=spec.image_shape,
+    )
+
+
+def image_spec(spec: DatasetSpec) -> DatasetSpec:
+    """Returns a specification of the images from which vectors were encoded.
+
+    Their normalisation constants are not known, and are those of images in a folder. The
+    specification of data that were not encoded is returned unchanged.
+    """
+    shape = spec.encoded_shape
+    if shape is None:
+        return spec
+    return replace(
+        spec,
+        channels=shape[0],
+        height=shape[1],
+        width=shape[2],
+        mean=(MEAN,) * shape[0],
+        std=(STD,) * shape[0],
+        bounds=None,
+        encoder="",
+        encoded_shape=None,
+    )
+
+
+def encode(
+    data: ImageData,
+    features: FeatureMap,
+    device: torch.device,
+    *,
+    cache: str = "",
+    progress: Progress = lambda completed, total: None,
+) -> ImageData:
+    """Replaces the images of a data set by vectors, whose values are scaled from [−1, 1] to [0, 1].
+
+    Labels, domains and groups stay the same.
+
+    Args:
+        data: the images.
+        features: the feature map φ. A vector is φ divided by the map's `norm_bound`, clipped to
+            norm 1.
+        device: the device that computes the vectors.
+        cache: a folder for the vectors, or an empty string.
+        progress: a function that receives the number of finished and of all batches.
+
+    Raises:
+        OutputError: the folder of the cache is readable by others, or cannot be written.
+
+    >>> from fedsynth import load_dataset
+    >>> train, _ = load_dataset("digits")
+    >>> map = feature_map("pixels", (1, 8, 8))
+    >>> vectors = encode(train.subset([0, 1]), map, torch.device("cpu"))
+    >>> vectors.images.shape, vectors.spec.bounds
+    (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
+    """
+
+    def compute() -> Tensor:
+        return _vectors(data, features, device, progress)
+
+    vectors = compute() if not cache else _cached(Path(cache), data, features, compute)
+    stored = ((vectors + 1) / 2).clamp(0, 1)
+    return replace(
+        data,
+        images=stored[:, None, None].to(data.images.device),
+        spec=encoded_spec(data.spec, features),
+    )
+
+
+def _vectors(
+    data: ImageData, features: FeatureMap, device: torch.device, progress: Progress
+) -> Tensor:
+    vectors = torch.zeros(len(data), features.dimension)
+    total = -(-len(data) // PASS)
+    with torch.no_grad():
+        for number, images in enumerate(data.images.split(PASS)):
+            found = features(padded(images.to(device), PASS))[: len(images)]
+            first = number * PASS
+            vectors[first : first + len(images)] = found.cpu()
+            progress(number + 1, total)
+    vectors /= features.norm_bound
+    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    vectors /= norms.clamp_min(1)
+    return torch.where(torch.isfinite(norms), vectors, 0.0)
+
+
+# ------------------------------------------------------------------------------------------ cache
+
+
+def _cached(
+    folder: Path, data: ImageData, features: FeatureMap, compute: Callable[[], Tensor]
+) -> Tensor:
+    """Returns the vectors of a data set from a file in the cache, which is written if it is missing.
+
+    A file that is damaged, or has another shape, is replaced.
+    """
+    _require_private(folder)
+    path = folder / CACHED.format(_key(data, features))
+    try:
+        vectors = read_tensors(path)[0]["vectors"]
+        if vectors.shape == (len(data), features.dimension) and bool((vectors.abs() <= 1).all()):
+            return vectors
+    except (OSError, ValueError, LookupError):
+        pass
+    vectors = compute()
+    try:
+        write_whole(path, safetensors.torch.save({"vectors": vectors}), secret=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {one_line(error)}") from None
+    return vectors
+
+
+def _key(data: ImageData, features: FeatureMap) -> str:
+    """Returns a hash of the encoder, its preparation of images, and all images of a data set.
+
+    The encoder's vectors of public images stand for weights that a user's file loads.
+    """
+    shape = features.image_shape
+    digest = hashlib.sha256(f"{features.name}\n{features.source}\n{shape}".encode())
+    images = torch.rand(2, *shape, generator=torch_generator(0, "images for a cache"))
+    digest.update(public_vectors(features, shape, images).numpy().tobytes())
+    for image in data.images.cpu():
+        digest.update(image.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _require_private(folder: Path) -> None:
+    """Creates a folder that only the current user can open, or checks that a folder is such one."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise OutputError(
+            f"the cache {one_line(folder)} cannot be used: {one_line(error)}"
+        ) from None
+    if state.st_mode & 0o077 or (hasattr(os, "getuid") and state.st_uid != os.getuid()):
+        raise OutputError(
+            f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
+            "are as private as images. Run chmod 700, or name a new folder"
+        )
+
+
+def clear_cache(folder: str | Path) -> int:
+    """Deletes the vectors in the folder of a cache, and returns the number of files.
+
+    Other files in the folder are not changed.
+
+    Raises:
+        OutputError: the folder does not exist, or a file cannot be deleted.
+
+    >>> import tempfile
+    >>> clear_cache(tempfile.mkdtemp())
+    0
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise OutputError(f"there is no folder {one_line(path)}")
+    files = sorted(path.glob(CACHED.format("*")))
+    try:
+        for file in files:
+            file.unlink()
+    except OSError as error:
+        raise OutputError(f"{one_line(path)} cannot be emptied: {one_line(error)}") from None
+    return len(files)

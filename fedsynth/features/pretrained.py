@@ -1,0 +1,254 @@
+"""Loads pretrained networks of timm and torchvision.
+
+A network is named `timm:NAME` or `torchvision:NAME`. Its last linear layer is removed, so that it
+returns an embedding. The weights are downloaded by the library, or read from a file. Files of
+weights are untrusted: they are safetensors, or are read by torch with `weights_only=True`, so no
+code in them is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.data.files import one_line
+from fedsynth.errors import SettingError
+from fedsynth.own_code import HASH_DIGITS
+from fedsynth.privacy.files import expand_home, read_regular
+
+LIBRARIES = ("timm", "torchvision")
+PRETRAINED = "pretrained"
+"""The value of a setting of weights that stands for the weights that the library downloads."""
+MAX_WEIGHTS_BYTES = 2**33
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+def names_a_library(name: str) -> bool:
+    """Returns True if a name has the form `timm:NAME` or `torchvision:NAME`.
+
+    >>> names_a_library("timm:resnet18"), names_a_library("resnet18")
+    (True, False)
+    """
+    library, colon, _ = name.partition(":")
+    return bool(colon) and library in LIBRARIES
+
+
+@dataclass(frozen=True, eq=False)
+class PretrainedNetwork:
+    """A network from images to embeddings, with the preparation of images that it expects.
+
+    Attributes:
+        network: maps normalised colour images [N, 3, H, W] to embeddings [N, d].
+        dimension: d.
+        size: the height and width of the images for which the weights were trained.
+        fixed_size: whether the network accepts only images of this size.
+        mean: the mean of each channel, for pixels in [0, 1].
+        std: the standard deviation of each channel.
+        mode: the interpolation with which images are resized, "bicubic" or "bilinear".
+        sha256: a hash of the weights.
+    """
+
+    network: nn.Module
+    dimension: int
+    size: tuple[int, int]
+    fixed_size: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    mode: str
+    sha256: str
+
+    @property
+    def preparation(self) -> str:
+        """A text for reports that describes how images are prepared."""
+        height, width = self.size
+        return (
+            f"images resized to {height}×{width} ({self.mode}), mean {list(self.mean)}, standard "
+            f"deviation {list(self.std)}"
+        )
+
+    def resized(self, x_NCHW: Tensor) -> Tensor:
+        """Converts grey images to colour images, and resizes images of another size."""
+        x = x_NCHW.expand(-1, 3, -1, -1)
+        if tuple(x.shape[2:]) == self.size:
+            return x
+        return F.interpolate(x, self.size, mode=self.mode, antialias=True, align_corners=False)
+
+    def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings [N, d] of images with pixels in [0, 1]."""
+        x = self.resized(pixels_NCHW).clamp(0, 1)
+        mean = x.new_tensor(self.mean).view(1, -1, 1, 1)
+        std = x.new_tensor(self.std).view(1, -1, 1, 1)
+        return self.network.to(x.device)((x - mean) / std)
+
+
+def pretrained_network(name: str, weights: str, place: tuple[str, str]) -> PretrainedNetwork:
+    """Loads a network of timm or torchvision without its last layer.
+
+    Args:
+        name: `timm:NAME` or `torchvision:NAME`.
+        weights: "pretrained" for the weights that the library downloads, a file of weights, or an
+            empty string for random weights from torch's global generator.
+        place: the section and key of the setting that names the network, for errors.
+
+    Raises:
+        SettingError: the library is missing or does not know the network, the weights cannot be
+            downloaded or read, or they belong to another network.
+    """
+    library, _, model = name.partition(":")
+    if not _NAME.fullmatch(model):
+        raise _refused(place, name, f"must be {library}: and the name of a network")
+    load = {"timm": _timm, "torchvision": _torchvision}[library]
+    network, expected = load(name, model, weights, place)
+    for layer in network.modules():
+        if getattr(layer, "inplace", False):
+            layer.inplace = False  # type: ignore[assignment]  # gradients of each image need inputs
+    network.eval()
+    _, *size = expected["input_size"]
+    with torch.no_grad():
+        dimension = network(torch.zeros(2, 3, *size)).flatten(1).shape[1]
+    return PretrainedNetwork(
+        nn.Sequential(network, nn.Flatten()),
+        dimension,
+        (size[0], size[1]),
+        bool(expected.get("fixed_input_size", False)),
+        tuple(expected["mean"]),
+        tuple(expected["std"]),
+        "bicubic" if expected["interpolation"] == "bicubic" else "bilinear",
+        _hash_of(network.state_dict()),
+    )
+
+
+def _timm(
+    name: str, model: str, weights: str, place: tuple[str, str]
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    try:
+        import timm
+    except ImportError:
+        raise _refused(place, name, "needs timm: pip install 'fedsynth[encoders]'") from None
+    if not timm.is_model(model.partition(".")[0]):
+        raise _refused(place, name, "is not a network of timm. timm.list_models() lists them")
+    network = None
+    try:
+        network = timm.create_model(model, pretrained=weights == PRETRAINED, num_classes=0)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unavailable(name, place, error) from None
+    if weights not in ("", PRETRAINED):
+        _fill(network, name, weights)
+    config: dict[str, Any] = timm.data.resolve_model_data_config(network)
+    return network, {**config, **_fixed(network)}
+
+
+def _fixed(network: nn.Module) -> dict[str, Any]:
+    found: Any = getattr(network, "pretrained_cfg", {})
+    return {"fixed_input_size": found.get("fixed_input_size", False)}
+
+
+def _torchvision(
+    name: str, model: str, weights: str, place: tuple[str, str]
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    from torchvision import models
+
+    if model not in models.list_models(module=models):
+        raise _refused(place, name, "is not a classifier of torchvision.models")
+    default = models.get_model_weights(model).DEFAULT
+    loaded = default if weights == PRETRAINED else None
+    try:
+        network = models.get_model(model, weights=loaded)
+    except (OSError, RuntimeError) as error:
+        raise _unavailable(name, place, error) from None
+    if weights not in ("", PRETRAINED):
+        _fill(network, name, weights)
+    linear = [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise _refused(place, name, "has no linear layer, so its embedding is not known")
+    network.set_submodule(linear[-1], nn.Identity())
+    expected = default.transforms()
+    return network, {
+        "input_size": (3, expected.crop_size[0], expected.crop_size[0]),
+        "mean": expected.mean,
+        "std": expected.std,
+        "interpolation": expected.interpolation.value,
+        "fixed_input_size": model.startswith("vit"),
+    }
+
+
+def _fill(network: nn.Module, name: str, file: str) -> None:
+    """Fills a network with the weights of a file, without those of a last layer that it lacks."""
+    state = read_weights(file)
+    wanted = network.state_dict()
+    missing = sorted(set(wanted) - set(state))
+    if missing:
+        reason = f"{file} has no {one_line(missing[0], 80)}, so it is not a file of {name}"
+        raise _wrong_weights(reason)
+    try:
+        network.load_state_dict({key: state[key] for key in wanted})
+    except RuntimeError as error:
+        raise _wrong_weights(f"{file} is not a file of {name}: {one_line(error)}") from None
+
+
+def read_weights(file: str) -> dict[str, Tensor]:
+    """Reads a network's weights from a safetensors file, or from a file that torch has saved.
+
+    Raises:
+        SettingError: the file cannot be read, or does not contain a dictionary of finite tensors.
+    """
+    path = expand_home(file)
+    try:
+        content = read_regular(path, MAX_WEIGHTS_BYTES)
+        if path.suffix == ".safetensors":
+            state: Any = safetensors.torch.load(content)
+        else:
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise _wrong_weights(f"{file} cannot be read: {one_line(error)}") from None
+    except Exception as error:  # of damaged files, torch raises errors of many classes
+        reason = f"{file} is damaged, or contains more than tensors: {one_line(error)}"
+        raise _wrong_weights(reason) from None
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise _wrong_weights(f"{file} must contain a state_dict, which has only tensors")
+    for key, tensor in state.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise _wrong_weights(f"{file} has values in {one_line(key, 80)} that are not finite")
+    return state
+
+
+def _hash_of(state: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 hash of the names, shapes and values of a network's weights."""
+    digest = hashlib.sha256()
+    for key, tensor in state.items():
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def label_of(name: str, sha256: str) -> str:
+    """Returns the name of a network with the first digits of its weights' hash."""
+    return f"{name}@{sha256[:HASH_DIGITS]}"
+
+
+def _refused(place: tuple[str, str], name: str, reason: str) -> SettingError:
+    return SettingError(*place, reason, value=name)
+
+
+def _wrong_weights(reason: str) -> SettingError:
+    return SettingError(None, "the file of weights", reason)
+
+
+def _unavailable(name: str, place: tuple[str, str], error: Exception) -> SettingError:
+    option = "--encoder-weights" if place[0] == "data" else "--set model.weights="
+    return _refused(
+        place,
+        name,
+        "has no weights on this machine, and they cannot be downloaded. Download them elsewhere and "
+        f"name the file with {option} FILE.safetensors ({one_line(error, 100)})",
+    )

@@ -1,0 +1,83 @@
+"""Trains networks of timm and torchvision, with random or pretrained public weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+
+from fedsynth.errors import SettingError
+from fedsynth.features.pretrained import pretrained_network
+from fedsynth.models.layers import EmbeddingNetwork
+from fedsynth.models.own import builder
+
+
+class LibraryNetwork(EmbeddingNetwork):
+    """A network of timm or torchvision with a new last layer.
+
+    The network maps normalised images [N, C, H, W] to logits [N, classes]. Grey images become colour
+    images. Images keep their size, unless the network accepts only one size.
+
+    Args:
+        name: timm:NAME or torchvision:NAME.
+        image_shape: the shape (C, H, W) of the images. C must be 1 or 3.
+        classes: the number of classes.
+        norm: "own", or "group" to replace each batch norm by a group norm, as DP-SGD needs.
+        weights: the setting `model.weights`.
+
+    Raises:
+        SettingError: in the cases of `pretrained_network`, or the images have other channels.
+
+    >>> network = LibraryNetwork("torchvision:squeezenet1_0", (1, 32, 32), classes=2)
+    Traceback (most recent call last):
+    fedsynth.errors.SettingError: model.name=torchvision:squeezenet1_0 has no linear layer, ...
+    """
+
+    def __init__(
+        self,
+        name: str,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        norm: str = "own",
+        weights: str = "",
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        if channels not in (1, 3):
+            reason = f"needs images of 1 or 3 channels, but the data have {channels}"
+            raise SettingError("model", "name", reason, value=name)
+        found = pretrained_network(name, weights, ("model", "name"))
+        self.body = found.network
+        if norm == "group":
+            self.body = ModuleValidator.fix(found.network)
+        self._resize: Callable[[Tensor], Tensor] | None = None
+        if found.fixed_size:
+            self._resize = partial(found.resized)
+        self.classifier = nn.Linear(found.dimension, classes)
+        self.embedding_size = found.dimension
+        self.largest_activation = 64 * height * width
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, embedding_size]."""
+        if self._resize is not None:
+            return self.body(self._resize(x_NCHW))
+        return self.body(x_NCHW.expand(-1, 3, -1, -1))
+
+
+@lru_cache(maxsize=16)
+def library_builder(name: str, weights: str) -> Callable[..., nn.Module]:
+    """Returns a function that builds and checks a network of timm or torchvision.
+
+    The function has the parameters (image shape, classes, norm, width, depth).
+
+    Args:
+        name: timm:NAME or torchvision:NAME.
+        weights: the setting `model.weights`.
+    """
+
+    def build(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
+        return LibraryNetwork(name, image_shape, classes, norm, weights)
+
+    return builder(name, build)
