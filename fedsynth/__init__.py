@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.data.shared_set import SharedSet as SharedSet
     from fedsynth.data.shared_set import load_synthetic as load_synthetic
+    from fedsynth.features.encoding import EncoderSettings as EncoderSettings
     from fedsynth.federation.protocol import Observer as Observer
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403

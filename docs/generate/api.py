@@ -26,6 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "load_dataset",
         "load_folder",
         "FolderSettings",
+        "EncoderSettings",
         "FolderData",
         "from_arrays",
         "from_dataset",

@@ -179,7 +179,8 @@ class RunSettings:
             the folder in `privacy` instead.
         folder: custom images, in place of a named data set. `dataset` is then their name. With
             `PartitionSettings("given")`, the folder of each site is a client.
-        encoder: the encoder whose vectors replace the images before the run.
+        encoder: the encoder whose vectors replace the images before the run, such as
+            "timm:resnet18", or its settings. The model is then "linear" or "mlp".
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -220,6 +221,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelSettings) and callable(self.model):
             object.__setattr__(self, "model", own_model(self.model))
+        if isinstance(self.encoder, str):
+            object.__setattr__(self, "encoder", EncoderSettings(self.encoder))
         if self.ledger is not None:
             if self.privacy is not None:
                 reason = "cannot be used in a private run. Set PrivacySettings.ledger instead"

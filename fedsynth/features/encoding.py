@@ -34,6 +34,7 @@ from fedsynth.errors import DataError, OutputError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.pretrained import (
     PRETRAINED,
+    PretrainedNetwork,
     label_of,
     names_a_library,
     pretrained_network,
@@ -42,9 +43,9 @@ from fedsynth.features.public_statistics import normalised_map, public_vectors
 from fedsynth.features.registry import (
     feature_map,
     feature_names,
-    register_features,
 )
 from fedsynth.own_code import is_label, unloaded_file
+from fedsynth.privacy.batch_independence import dependence_on_batch
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.passes import padded
 from fedsynth.seeding import torch_generator
@@ -53,6 +54,8 @@ PASS = 64
 """The fixed number of images that are encoded at a time, so that the choice of kernels does not
 depend on the number of records."""
 MAX_PUBLIC_IMAGES = 2000
+TEST_SIDE = 64
+"""The height and width of the random images with which a pretrained network is tested."""
 CACHED = "vectors-{}.safetensors"
 Progress = Callable[[int, int], None]
 
@@ -121,27 +124,30 @@ def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
         SettingError: the encoder cannot be used for these images, its weights are missing, or they
             are not those that the settings name.
     """
-    name = settings.encoder
     if settings.is_pretrained:
-        name = _registered(settings, shape)
+        return _pretrained_map(settings, shape)
     try:
-        return feature_map(name, shape)
+        return feature_map(settings.encoder, shape)
     except SettingError as error:
-        raise SettingError("data", "encoder", f"cannot be used: {error}") from None
+        raise _refused(f"cannot be used: {error}") from None
 
 
 @lru_cache(maxsize=8)
-def _registered(settings: EncoderSettings, shape: Shape) -> str:
-    """Registers the feature map of a pretrained network, and returns the map's name."""
+def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
+    """Returns the feature map of a pretrained network for images of the given shape."""
     name, _, stated = settings.encoder.partition("@")
     if shape[0] not in (1, 3):
-        reason = f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
-        raise SettingError("data", "encoder", reason, value=name)
+        raise _refused(
+            f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
+        )
     weights = settings.encoder_weights or PRETRAINED
-    found = pretrained_network(name, weights, ("data", "encoder"))
+    with torch.inference_mode(False):  # kept for later runs
+        found = pretrained_network(name, weights, ("data", "encoder"))
+    if finding := _dependence(found):
+        raise _refused(f"cannot be used: the network {finding}")
     label = label_of(name, found.sha256)
-    images = None
     source = f"{found.preparation}, weights with SHA-256 {found.sha256}"
+    images = None
     if settings.public_images:
         images = public_images(Path(settings.public_images), shape)
         pixels_hash = hashlib.sha256(images.numpy().tobytes()).hexdigest()
@@ -151,14 +157,26 @@ def _registered(settings: EncoderSettings, shape: Shape) -> str:
         reason = (
             f"must be {settings.encoder}, but with these weights and public images it is {label}"
         )
-        raise SettingError("data", "encoder", reason)
+        raise _refused(reason)
+    features = normalised_map(label, shape, found.embed_pixels, images)
+    return replace(features, source=f"{features.source}. Preparation: {source}")
 
-    def build(image_shape: Shape) -> FeatureMap:
-        features = normalised_map(label, image_shape, found.embed_pixels, images)
-        return replace(features, source=f"{features.source}. Preparation: {source}")
 
-    register_features(label, build)
-    return label
+def _dependence(found: PretrainedNetwork) -> str:
+    """Describes the fault of a network whose vector for an image depends on other images.
+
+    Small images are used if the network accepts them, because the test is slow. The result is an
+    empty string if the test found no fault.
+    """
+    side = min(TEST_SIDE, *found.size)
+    try:
+        return dependence_on_batch(found.network, (3, side, side), torch.device("cpu"))
+    except (RuntimeError, AssertionError, ValueError):  # it needs larger images
+        return dependence_on_batch(found.network, (3, *found.size), torch.device("cpu"))
+
+
+def _refused(reason: str) -> SettingError:
+    return SettingError("data", "encoder", reason)
 
 
 def public_images(folder: Path, shape: Shape) -> Tensor:

@@ -22,7 +22,7 @@ from fedsynth.seeding import torch_generator
 
 IMAGES = 600
 TESTED = 8
-"""The number of random images with which a map is tested that needs no measured constants."""
+"""The number of images of uniform noise with which a map is tested that needs no measured constants."""
 SEED = 0
 DIGITS = 3  # the number of significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
@@ -153,7 +153,7 @@ def normalised_map(
     """
     tested = images
     if images is None:
-        tested = _images(image_shape)[:TESTED]
+        tested = torch.rand(TESTED, *image_shape, generator=torch_generator(SEED, "tested images"))
     vectors = checked_vectors(name, image_shape, function, tested)
     centre = torch.zeros(vectors.shape[1])
     source = "vectors of norm 1: analytic"

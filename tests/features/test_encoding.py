@@ -1,0 +1,281 @@
+"""Encoders: a run's images become vectors before the run, and what may be wrong with weights."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from fedsynth import (
+    EncoderSettings,
+    export_run,
+    load_dataset,
+    load_synthetic,
+    resolve,
+    simulate,
+)
+from fedsynth.data.images import ImageData
+from fedsynth.data.registry import is_published, spec_from_json
+from fedsynth.errors import OutputError, SettingError, UnknownNameError
+from fedsynth.features import FeatureMap, feature_map, normalised_map, register_features
+from fedsynth.features.encoding import clear_cache, encode, encoder_map
+from fedsynth.features.pretrained import read_weights
+from fedsynth.results.run_folder import CONFIG
+from fedsynth.results.verification import verify_run
+from fedsynth.seeding import forked_rng
+
+NAME = "timm:test_resnet"
+CPU = torch.device("cpu")
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a file of random weights."""
+    file = tmp_path_factory.mktemp("weights") / "public.safetensors"
+    with forked_rng(0, "public weights"):
+        save_file(timm.create_model("test_resnet", num_classes=5).state_dict(), file)
+    return file
+
+
+def few() -> tuple[ImageData, ImageData]:
+    """Returns some digits for training and for testing."""
+    train, test = load_dataset("digits")
+    return train.subset(range(120)), test.subset(range(20))
+
+
+def run(weights: Path, method: str, folder: Path, private: bool = True, **values: Any) -> Any:
+    """Runs a method on the vectors of the network."""
+    data = {"encoder": NAME, "encoder_weights": str(weights), **values.pop("data", {})}
+    sections: dict[str, Any] = {
+        "run": {"method": method, "rounds": 1, **values.pop("run", {})},
+        "data": {"dataset": "digits", **data},
+        "partition": {"clients": 2},
+        "model": {} if method == "fedstats" else {"width": 16},
+        "method": values,
+    }
+    if private:
+        sections["privacy"] = {"epsilon": 8}
+    return simulate(resolve(sections), data=few(), output=folder, quiet=True)
+
+
+def test_a_vector_is_that_of_the_librarys_own_pipeline(weights: Path) -> None:
+    """The oracle is timm's transform, on an image of the network's input size."""
+    features = encoder_map(EncoderSettings(NAME, str(weights)), (3, 160, 160))
+    pixels = np.random.default_rng(0).integers(0, 256, (160, 160, 3), dtype=np.uint8)
+    network = timm.create_model("test_resnet", num_classes=5)
+    network.load_state_dict(read_weights(str(weights)))
+    network.reset_classifier(0)
+    config = {**timm.data.resolve_model_data_config(network), "crop_pct": 1.0}
+    x = timm.data.create_transform(**config)(Image.fromarray(pixels))[None]
+    with torch.no_grad():
+        expected = F.normalize(network.eval()(x), dim=1)
+        found = features(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_one_more_image_changes_no_other_vector(weights: Path) -> None:
+    """The guarantee for vectors is one for images only if each vector depends on one image."""
+    features = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE)
+    train, _ = few()
+    vectors = encode(train.subset(range(70)), features, CPU).images
+    without = encode(train.subset([i for i in range(70) if i != 3]), features, CPU).images
+    assert torch.equal(torch.cat([vectors[:3], vectors[4:]]), without)
+    norms = torch.linalg.vector_norm(2 * vectors.flatten(1) - 1, dim=1)
+    assert float(norms.max()) <= 1 + 1e-5
+
+
+def test_an_encoder_that_mixes_images_is_refused() -> None:
+    def build(shape: tuple[int, int, int]) -> FeatureMap:
+        return normalised_map("mixing", shape, lambda x: (x - x.mean(0)).flatten(1))
+
+    register_features("mixing", build)
+    with pytest.raises(SettingError, match="mixes the examples"):
+        encoder_map(EncoderSettings("mixing"), SHAPE)
+
+
+def test_long_vectors_are_clipped_and_undefined_ones_become_zero() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first = x.flatten(1)[:, :2] * 4
+        return torch.where(first > 3.9, torch.nan, first)
+
+    features = FeatureMap("two", SHAPE, 2, 2.0, 1.0, "given", function)
+    train, _ = few()
+    pixels = torch.zeros(3, *SHAPE, dtype=torch.uint8)
+    pixels[0, 0, 0, :2] = torch.tensor([51, 0])
+    pixels[1, 0, 0, :2] = torch.tensor([204, 204])
+    pixels[2, 0, 0, :2] = 255
+    data = replace(train.subset(range(3)), images=pixels)
+    vectors = 2 * encode(data, features, CPU).images.flatten(1) - 1
+    half = 0.5**0.5
+    torch.testing.assert_close(vectors, torch.tensor([[0.4, 0.0], [half, half], [0.0, 0.0]]))
+
+
+def test_a_private_run_is_verified_resumed_and_released(tmp_path: Path, weights: Path) -> None:
+    result = run(weights, "feddm", tmp_path, iterations=2, ipc=2, server_epochs=1)
+    folder = Path(result.folder)
+    label = result.settings.encoder.encoder
+    assert f'encoder = "{label}"' in (folder / CONFIG).read_text()
+    assert verify_run(folder).problems == []
+    report = (folder / "privacy_report.md").read_text()
+    assert f"the encoder {label}" in report
+    assert "weights with SHA-256" in report
+    shared = load_synthetic(export_run(folder, tmp_path / "share"))
+    assert shared.spec.bounds == (-1.0, 1.0)
+    assert shared.spec.encoder.startswith(f"{label}: ")
+    assert shared.spec.encoded_shape == SHAPE
+    assert str(tmp_path) not in (tmp_path / "share" / "README.md").read_text()
+    text = (folder / CONFIG).read_text().replace(label, f"{label[:-12]}{'0' * 12}")
+    (folder / CONFIG).write_text(text)
+    assert verify_run(folder).problems
+
+
+def test_another_encoder_cannot_resume_a_run(weights: Path) -> None:
+    label = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE).name
+    other = EncoderSettings(f"{label[:-1]}{'0' if label[-1] != '0' else '1'}", str(weights))
+    with pytest.raises(SettingError, match=f"must be {other.encoder}, but"):
+        encoder_map(other, SHAPE)
+
+
+def test_the_vectors_of_a_published_set_are_published_and_others_not(weights: Path) -> None:
+    train, _ = few()
+    spec = encode(train, encoder_map(EncoderSettings(NAME, str(weights)), SHAPE), CPU).spec
+    assert spec_from_json(spec.to_json()) == spec
+    assert is_published(spec)
+    assert not is_published(replace(spec, train_size=7))
+    assert not is_published(replace(spec, encoded_shape=(1, 9, 9)))
+
+
+def test_ledgers_identify_images_whatever_the_encoder(tmp_path: Path, weights: Path) -> None:
+    """Otherwise a second run could hide its cost from the first by another encoder."""
+    settings = resolve({"run": {"method": "fedstats", "rounds": 1}, "partition": {"clients": 2}})
+    train, test = few()
+    own = replace(train.spec, name="own")
+    data = replace(train, spec=own), replace(test, spec=own)
+    ledgers = tmp_path / "ledgers"
+    spent = []
+    for encoder in (None, EncoderSettings("pixels")):
+        private = resolve({"privacy": {"epsilon": 8, "noise_multiplier": 9.0, "ledger": ledgers}})
+        settings = replace(settings, privacy=private.privacy, encoder=encoder)
+        result = simulate(settings, data=data, parts=[range(60), range(60, 120)], quiet=True)
+        spent.append(result.metrics[-1]["epsilon"])
+    assert spent[1] > 1.2 * spent[0]
+
+
+def test_a_cache_is_private_keyed_by_weights_and_cleared(tmp_path: Path, weights: Path) -> None:
+    cache = tmp_path / "cache"
+    train, _ = few()
+    features = feature_map("pixels", SHAPE)
+    calls: list[int] = []
+
+    def counted(data: ImageData, used: FeatureMap = features) -> torch.Tensor:
+        return encode(
+            data, used, CPU, cache=str(cache), progress=lambda done, total: calls.append(done)
+        ).images
+
+    first = counted(train)
+    assert (cache.stat().st_mode & 0o777, len(calls)) == (0o700, 2)
+    assert torch.equal(counted(train), first)
+    assert len(calls) == 2
+    counted(train.subset(range(64)))
+    moved = replace(features, function=lambda x: x.flatten(1) - 0.4)
+    assert not torch.equal(counted(train, moved), first)
+    assert len(calls) == 5
+    (file, *_) = sorted(cache.iterdir())
+    assert {f.stat().st_mode & 0o777 for f in cache.iterdir()} == {0o600}
+    for path in cache.iterdir():
+        path.write_bytes(b"damaged")
+    assert torch.equal(counted(train), first)
+    (cache / "other.txt").write_text("kept")
+    assert clear_cache(cache) == 3
+    assert [f.name for f in cache.iterdir()] == ["other.txt"]
+    assert not file.exists()
+    cache.chmod(0o755)
+    with pytest.raises(OutputError, match="only you can open"):
+        counted(train)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoder": "timm:no_such_network"}, "is not a network of timm"),
+        ({"encoder": "torchvision:maskrcnn_resnet50_fpn"}, "is not a classifier of torchvision"),
+        ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: and the name"),
+        ({"encoder": "pixels", "encoder_weights": "w.safetensors"}, "applies only to an encoder"),
+        ({"encoder_cache": "cache"}, "must be set"),
+        ({"encoder": "pixel"}, "did you mean pixels"),
+        ({"encoder": "net.py:f@0123456789ab"}, "from a custom file that is not loaded"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(settings: dict[str, str], message: str) -> None:
+    with pytest.raises((SettingError, UnknownNameError), match=message) as refused:
+        encoder_map(EncoderSettings(**{"encoder": "", **settings}), SHAPE)
+    assert "\n" not in str(refused.value)
+
+
+def test_damaged_and_foreign_weights_are_refused_and_run_no_code(
+    tmp_path: Path, weights: Path
+) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return (open, (str(tmp_path / "attacked"), "w"))
+
+    content = weights.read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(content[:-9])
+    torch.save({"conv1.weight": Attack()}, tmp_path / "attack.pt")
+    torch.save([torch.zeros(1)], tmp_path / "list.pt")
+    save_file({"conv1.weight": torch.full((1,), torch.nan)}, tmp_path / "nan.safetensors")
+    save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
+    for name in ("cut.safetensors", "attack.pt", "list.pt", "nan.safetensors", "missing.pt"):
+        with pytest.raises(SettingError, match="the file of weights"):
+            read_weights(str(tmp_path / name))
+    assert not (tmp_path / "attacked").exists()
+    with pytest.raises(SettingError, match=r"so it is not a file of timm:test_resnet"):
+        encoder_map(EncoderSettings(NAME, str(tmp_path / "other.safetensors")), SHAPE)
+
+
+def test_public_images_centre_the_vectors(tmp_path: Path, weights: Path) -> None:
+    images = few()[0].images
+    for number, image in enumerate(images[:6]):
+        Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
+    plain = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE)
+    centred = encoder_map(EncoderSettings(NAME, str(weights), str(tmp_path)), SHAPE)
+    assert centred.name.startswith(f"{plain.name}-")
+    network = timm.create_model("test_resnet", num_classes=5)
+    network.load_state_dict(read_weights(str(weights)))
+    network.reset_classifier(0)
+    x = F.interpolate(images[:9].expand(-1, 3, -1, -1) / 255, (160, 160), mode="bilinear")
+    with torch.no_grad():
+        raw = network.eval()((x - 0.5) / 0.5)
+        found = centred(images[:9])
+    expected = F.normalize(raw - raw[:6].mean(0), dim=1)
+    assert float((found * expected).sum(1).min()) > 0.99
+    shutil.rmtree(tmp_path)
+
+
+def test_torchvision_weights_are_read_from_a_file(tmp_path: Path) -> None:
+    with forked_rng(0, "public weights"):
+        network = torchvision.models.get_model("shufflenet_v2_x0_5", weights=None).eval()
+    torch.save(network.state_dict(), tmp_path / "weights.pth")
+    settings = EncoderSettings("torchvision:shufflenet_v2_x0_5", str(tmp_path / "weights.pth"))
+    features = encoder_map(settings, (3, 224, 224))
+    preparation = torchvision.models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.transforms()
+    pixels = torch.randint(0, 256, (1, 3, 224, 224), generator=torch.Generator().manual_seed(0))
+    network.fc = torch.nn.Identity()
+    with torch.no_grad():
+        x = (pixels / 255 - torch.tensor(preparation.mean).view(1, 3, 1, 1)) / torch.tensor(
+            preparation.std
+        ).view(1, 3, 1, 1)
+        expected = F.normalize(network(x), dim=1)
+        torch.testing.assert_close(features(pixels.to(torch.uint8)), expected, atol=1e-4, rtol=1e-3)
