@@ -29,6 +29,7 @@ from fedsynth.data.files import expanded, one_line, read_tensors
 from fedsynth.data.folder_settings import MEAN, STD
 from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
+from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, OutputError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
@@ -188,7 +189,7 @@ def public_images(folder: Path, shape: Shape) -> Tensor:
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
     if len(files) < 2:
         raise DataError(f"{one_line(folder)} must contain at least two public images")
-    images, faults = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape)
+    images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, Decoding())
     for position, fault in faults.items():
         raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
     return torch.from_numpy(images)
