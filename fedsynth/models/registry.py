@@ -154,8 +154,8 @@ class ModelSettings:
         if names_a_library(self.name):
             _add_library_model(self.name)
         elif self.weights:
-            reason = "applies only to a model timm:NAME or torchvision:NAME"
-            raise SettingError("model", "weights", reason)
+            reason = "can be set only for a model timm:NAME or torchvision:NAME"
+            raise SettingError("model", "weights", f"{reason}, got {self.weights!r}")
         if self.weights not in ("", PRETRAINED):
             object.__setattr__(self, "weights", str(expanded(self.weights).absolute()))
         if is_label(self.name) and self.name not in _MODELS:

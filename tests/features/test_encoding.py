@@ -167,7 +167,9 @@ def test_ledgers_identify_images_whatever_the_encoder(tmp_path: Path, weights: P
     for encoder in (None, EncoderSettings("pixels")):
         private = resolve({"privacy": {"epsilon": 8, "noise_multiplier": 9.0, "ledger": ledgers}})
         settings = replace(settings, privacy=private.privacy, encoder=encoder)
-        result = simulate(settings, data=data, parts=[range(60), range(60, 120)], quiet=True)
+        result = simulate(
+            settings, data=data, parts=[np.arange(60), np.arange(60, 120)], quiet=True
+        )
         spent.append(result.metrics[-1]["epsilon"])
     assert spent[1] > 1.2 * spent[0]
 
