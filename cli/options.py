@@ -346,7 +346,7 @@ KEYS: Mapping[str, str] = {
     "client_failures quorum robust",
     "data": "dataset data_root folder test_folder test image_size channels "
     "skip_corrupt skip_other declaration window slice encoder encoder_weights public_images "
-    "encoder_cache",
+    "encoder_cache feature_columns label_column user_column site_column bounds revision",
     "partition": "kind clients alpha classes_per_client min_size subset local_test",
     "model": "name weights clients features width depth norm",
     "method": "ipc matching",
@@ -355,6 +355,8 @@ KEYS: Mapping[str, str] = {
     "report": "responsible purpose sites",
 }
 """The settings that have an option, by section. `--set` sets all others."""
+COLUMNS = ("data.feature_columns", "data.label_column", "data.user_column", "data.site_column")
+"""The settings that name the columns of a file."""
 NAMES: Mapping[str, str] = {
     "data.folder": "--data",
     "data.test_folder": "--test-data",
@@ -379,7 +381,7 @@ PANELS: Mapping[str, str] = {
 _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 HELPS: Mapping[str, str] = {
     "data.dataset": f"The data set: {_PUBLISHED}, or 'synthetic(1,1)' with other numbers. Only "
-    "digits is part of the package.",
+    "digits is part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or medmnist:FILE.",
     "partition.kind": f"The kind of partition: {', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the "
     "grouping of the data). For more settings, use `--set partition.KEY=VALUE`.",
 }

@@ -197,7 +197,7 @@ data_app = Application(
 @data_app.command()
 @given.takes_settings(
     "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", "data.window",
-    "data.slice", set_option=False,
+    "data.slice", *given.COLUMNS, "data.bounds", "data.revision", set_option=False,
 )  # fmt: skip
 def describe(
     chosen: given.Sections,
@@ -205,7 +205,7 @@ def describe(
         Path,
         given.path_argument(
             "A folder with the structure SITE/CLASS/files or CLASS/files, or with a manifest.csv "
-            "(path, label, site, user).",
+            "(path, label, site, user), or a file .npz, .npy, .safetensors, .parquet or .csv.",
             metavar="DIR",
         ),
     ],
@@ -216,8 +216,8 @@ def describe(
     output: Annotated[
         Path | None,
         given.path_option(
-            "The file to write. Default: fedsynth.toml in the folder, where `train --data` "
-            "looks for it."
+            "The file to write. Default: fedsynth.toml in the folder, or FILE.fedsynth.toml next to "
+            "a file, where `train --data` looks for it."
         ),
     ] = None,
 ) -> None:
@@ -359,7 +359,7 @@ def export(
 @given.takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
     "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
-    "data.encoder_weights", "data.public_images", "run.seed", "run.device",
+    "data.encoder_weights", "data.public_images", *given.COLUMNS, "run.seed", "run.device",
     set_option=False,
 )  # fmt: skip
 def student(
@@ -511,6 +511,7 @@ def _test_images(
         data_root=data.get("data_root"),
         download=download,
         note=say,
+        **{name: value for name, value in data.items() if f"data.{name}" in given.COLUMNS},
     )
 
 

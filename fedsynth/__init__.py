@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedsynth.data.images import from_arrays as from_arrays
     from fedsynth.data.images import from_dataset as from_dataset
     from fedsynth.data.load import load_dataset as load_dataset
+    from fedsynth.data.load_file import load_file as load_file
     from fedsynth.data.load_folder import FolderData as FolderData
     from fedsynth.data.load_folder import load_folder as load_folder
     from fedsynth.data.partition_settings import PartitionSettings as PartitionSettings

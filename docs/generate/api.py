@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         "load_dataset",
         "load_folder",
+        "load_file",
         "FolderSettings",
         "EncoderSettings",
         "FolderData",

@@ -17,6 +17,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
+from fedsynth.data.record_files import HUB
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.features.encoding import EncoderSettings
@@ -213,6 +214,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     """
     values = dict(data)
     name = values.pop("dataset", None)
+    for prefix, kept in ((HUB, HUB), (MEDMNIST, "")):
+        if str(name).startswith(prefix) and not values.get("folder"):
+            values["folder"] = kept + str(name).removeprefix(prefix)
+            name = None
     if not values:
         return str(name or DEFAULT_DATASET), None
     types = field_types(FolderSettings)
@@ -231,6 +236,8 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     return str(name or default_name(folder.folder)), folder
 
 
+MEDMNIST = "medmnist:"
+"""The beginning of a data set's name that is followed by the path of a file of MedMNIST."""
 SPEED = (
     "compile", "memory_gb", "threads", "device", "data_root", "encoder_cache"
 )  # fmt: skip

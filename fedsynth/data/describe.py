@@ -1,21 +1,23 @@
-"""Proposes a declaration for a folder of images, which a person then checks and signs."""
+"""Proposes a declaration for a folder of images or a file of records, which a person then checks and signs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from fedsynth.data.folder_files import LEDGERS, find_files
-from fedsynth.data.folder_settings import FolderSettings, default_declaration
-from fedsynth.data.load_folder import read_folder
+from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
+from fedsynth.data.load_file import as_data, spec_of, training_records
+from fedsynth.data.load_folder import FolderData, by_site, read_folder
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
+from fedsynth.data.record_files import is_record_file, parts_of
 from fedsynth.data.registry import DatasetSpec
 
 
@@ -37,18 +39,23 @@ class Described:
 def describe_folder(
     settings: FolderSettings, note: Callable[[str], None], name: str | None = None
 ) -> Described:
-    """Reads all images of a folder, and proposes a declaration of public facts about them.
+    """Reads all images of a folder or records of a file, and proposes a declaration of public facts
+    about them.
 
     Args:
-        settings: the folder, and the size to which its images are resized.
+        settings: the folder or file, and the size to which images are resized.
         note: a function that receives messages about skipped files.
         name: the name of the data set. If it is None, the folder's name is used.
 
     Raises:
-        DataError: in the same cases as `load_folder`.
+        DataError: in the same cases as `load_folder` and `load_file`.
     """
-    data = read_folder(settings, note, name or "", declaration=None)
-    sites = find_files(Path(settings.folder)).site_names
+    limits = None
+    if is_record_file(settings.folder):
+        data, sites, limits = _described_file(settings, note, name)
+    else:
+        data = read_folder(settings, note, name or "", declaration=None)
+        sites = find_files(Path(settings.folder)).site_names
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
@@ -59,7 +66,25 @@ def describe_folder(
     table = "\n".join((*lines, partition_table(counts)))
     path = default_declaration(Path(settings.folder))
     decoding = settings.decoding()
-    return Described(proposal(spec, sites, len(data.train), users, decoding), table, path)
+    text = proposal(spec, sites, len(data.train), users, decoding, limits)
+    return Described(text, table, path)
+
+
+def _described_file(
+    settings: FolderSettings, note: Callable[[str], None], name: str | None
+) -> tuple[FolderData, tuple[str, ...], tuple[float, ...] | None]:
+    """Reads a file. Returns its records, its sites, and the bounds if its values are not bytes.
+
+    The bounds are empty if the settings have none. They are never computed from the values.
+    """
+    records = training_records(parts_of(settings.folder, settings.revision), settings, note)
+    limits: tuple[float, ...] | None = settings.limits()
+    if limits is None and records.values.dtype != np.uint8:
+        limits = ()
+        settings = replace(settings, bounds="0,1")  # here only the labels are used
+    spec = spec_of(records, settings, name or default_name(settings.folder))
+    sites, _ = by_site(records.names, None)
+    return FolderData(as_data(records, spec), sites=sites), records.names.site_names, limits
 
 
 def _numbered(names: Sequence[str]) -> str:
@@ -83,7 +108,12 @@ def coarse(count: float, *, up: bool = False) -> int:
 
 
 def proposal(
-    spec: DatasetSpec, sites: Sequence[str], images: int, users: int, decoding: Decoding
+    spec: DatasetSpec,
+    sites: Sequence[str],
+    images: int,
+    users: int,
+    decoding: Decoding,
+    limits: Sequence[float] | None = None,
 ) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
@@ -94,15 +124,22 @@ def proposal(
         users: the number of people in the images, or 0 if it is unknown. The text contains the
             rounded number.
         decoding: how the values in image files become pixels.
+        limits: the bounds of values that are not bytes. Empty if a person must fill them in.
     """
     window = ",".join(f"{number:.15g}" for number in decoding.window or ())
     toml = partial(json.dumps, ensure_ascii=False)
+    bounds = ""
+    if limits is not None:
+        bounds = (
+            f"bounds = {toml(limits)}  # FILL IN or confirm: the smallest and largest value, known "
+            "without these data\n"
+        )
     return f"""\
-# What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
+# What is PUBLIC of these images or records, proposed by `fedsynth data describe`.
 #
 # Everyone may know this: it appears in privacy reports, and it determines divisors, sampling rates
 # and the shapes of exported tensors. Nothing else about the images is public.
-# The values below were read from the folder. A PERSON MUST CHECK EACH LINE: enter what you would
+# The values below were read from the data. A PERSON MUST CHECK EACH LINE: enter what you would
 # publish, not exact counts. Then fill in [signed_off]: without it, no run with differential
 # privacy starts.
 
@@ -118,7 +155,7 @@ std = {toml(spec.std[:1])}  # computed from these images
 window = "{window}"  # CENTER,WIDTH of the levels shown, if files have more than 8 bits; "": theirs
 slice = {decoding.slice}  # of files with several slices or frames, from 0; -1: the middle one
 source = {toml(spec.source)}
-person = "person"  # the word for one person in the privacy report, such as "patient"
+{bounds}person = "person"  # the word for one person in the privacy report, such as "patient"
 
 [sizes]
 # Rounded public estimates. A wrong `images` makes results worse, but not less private.

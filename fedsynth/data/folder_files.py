@@ -30,6 +30,7 @@ from fedsynth.data.files import (
 )
 from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
 from fedsynth.data.medical_files import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
+from fedsynth.data.registry import in_order
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 MANIFEST = "manifest.csv"
@@ -47,7 +48,6 @@ _LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a m
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
-_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 Names = npt.NDArray[Any]
@@ -146,8 +146,8 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
             raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
-    _refuse_similar_names("classes", files.class_names)
-    _refuse_similar_names("sites", files.site_names)
+    refuse_similar_names("classes", files.class_names)
+    refuse_similar_names("sites", files.site_names)
     return files
 
 
@@ -204,14 +204,6 @@ def manifest_of(folder: Path) -> Path:
     return folder if folder.is_file() else folder / MANIFEST
 
 
-def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts names and removes repetitions. If all names are numbers, they are sorted as numbers."""
-    distinct = sorted(set(names))
-    if all(map(_NUMBER.fullmatch, distinct)):
-        distinct.sort(key=int)
-    return tuple(distinct)
-
-
 def counted(entries: Iterable[Entry]) -> str:
     """Describes in one line how many entries there are of each kind, with one example each."""
     paths: dict[str, list[PurePosixPath]] = {}
@@ -228,7 +220,7 @@ def _names(values: Iterable[str]) -> Names:
     return np.array(list(values), dtype=object)
 
 
-def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
+def refuse_similar_names(kind: str, names: Sequence[str]) -> None:
     """Raises an error if two names are spellings of one name, such as "T-shirt" and "t_shirt", or
     "0" and "0.0", which a spreadsheet writes.
     """

@@ -10,6 +10,7 @@ therefore public. `fedsynth data describe` proposes a declaration for a folder.
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,12 @@ from fedsynth.data.files import expanded, first_fault, one_line, same_name
 from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding, parsed_window
-from fedsynth.data.registry import DatasetSpec, custom_spec, is_known
+from fedsynth.data.record_files import HUB, SUFFIXES, is_record_file
+from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from fedsynth.privacy.files import expand_home
 from fedsynth.validation import check_choice, check_number, read_sections
 
-MEAN, STD = 0.5, 0.25
-"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
-that is computed from the images would reveal exact information about them."""
 MAX_RATIO = 4
 """How many times larger than the true number a declared number may be. Declared numbers are
 rounded, and a larger ratio cannot come from rounding."""
@@ -55,7 +54,7 @@ def _window(text: str) -> str:
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
 Names = Annotated[list[Name], AfterValidator(_distinct)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
-Side = Annotated[int, Field(ge=1, le=4096)]
+Side = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class _Section(BaseModel):
@@ -68,7 +67,7 @@ class _Images(_Section):
     name: Name
     class_names: Names
     sites: Names = []
-    channels: Annotated[int, Field(ge=1, le=3)]
+    channels: Side
     height: Side
     width: Side
     mean: list[float] = [MEAN]
@@ -76,6 +75,7 @@ class _Images(_Section):
     window: Annotated[str, AfterValidator(_window)] = ""
     slice: Annotated[int, Field(ge=-1)] = -1
     source: str
+    bounds: Annotated[list[float], Field(max_length=2)] = []
     person: Annotated[str, Field(min_length=1, max_length=40)] = "person"
 
 
@@ -147,6 +147,7 @@ def read_declaration(path: Path) -> Declaration:
             source=images.source,
             train_size=declared.sizes.images,
             groups=declared.sizes.users,
+            bounds=tuple(images.bounds) or None,
         )
     except ValidationError as error:
         reason = f"{path} is not a valid declaration: {first_fault(error)}"
@@ -259,12 +260,13 @@ class FolderSettings:
     """The settings of a run that trains on images in a folder.
 
     Args:
-        folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv.
-            In the first layout each site is a client, and in the second the partition divides the
-            images. A manifest has the columns path, label, site and user, and may be given itself.
-            Images may be JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI files.
-        test_folder: the folder with your own test images, in one of the same layouts. Its sites are
-            ignored.
+        folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv,
+            or your own file .npz, .npy, .safetensors, .parquet or .csv. In the first layout each
+            site is a client, and in the second the partition divides the images. A manifest has the
+            columns path, label, site and user, and may be given itself. Images may be JPEG, PNG,
+            BMP, WebP, TIFF, DICOM or NIfTI files.
+        test_folder: the folder or file with your own test images, in one of the same layouts. Its
+            sites are ignored.
         test: whether your test images are "public" or "private" (the default), or "none" to use
             none. With differential privacy, metrics on private test images are reported only as
             `simulation_only`.
@@ -284,6 +286,17 @@ class FolderSettings:
             in the file.
         slice: the slice of NIfTI volumes and the frame of DICOM files with several frames, counted
             from 0. The default, -1, is the declared slice or the middle one.
+        feature_columns: the array of features in a file, or the columns, separated by commas
+            (default: `x`, `images` and similar names, or all columns of numbers in a table).
+        label_column: the array or column of labels in a file (default: `y`, `label` and similar).
+        user_column: the array or column that names the person of each record in a file (default:
+            `user`, `patient`, `group` and similar).
+        site_column: the array or column that names the site of each record in a file (default:
+            `site`, `hospital`, `client` and similar).
+        bounds: the public smallest and largest value of numbers that are not bytes, such as
+            "-8,8". Values outside are clipped. Never compute bounds from private data.
+        revision: the commit, tag or branch of a data set of the Hugging Face hub. A run records the
+            commit.
 
     Raises:
         SettingError: a value is invalid.
@@ -307,18 +320,27 @@ class FolderSettings:
     skip_other: bool = False
     window: str = ""
     slice: int = -1
+    feature_columns: str = ""
+    label_column: str = ""
+    user_column: str = ""
+    site_column: str = ""
+    bounds: str = ""
+    revision: str = ""
 
     def __post_init__(self) -> None:
         for name in ("folder", "test_folder", "declaration"):
             path = str(getattr(self, name))
-            if path:
-                object.__setattr__(self, name, str(expanded(path).absolute()))
+            local = path.removeprefix(HUB)
+            if path and (local == path or expanded(local).exists()):
+                place = f"{path[: -len(local)]}{expanded(local).absolute()}"
+                object.__setattr__(self, name, place)
         object.__setattr__(self, "image_size", str(self.image_size))
         if not self.folder:
             raise SettingError("data", "folder", "must be a folder of images")
         if self.test:
             check_choice("data", "test", self.test, TEST_KINDS)
-        if self.test in ("public", "private") and not self.test_folder:
+        tested = self.test_folder or is_record_file(self.folder)
+        if self.test in ("public", "private") and not tested:
             reason = "requires test images. Set data.test_folder"
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
@@ -326,6 +348,30 @@ class FolderSettings:
         check_number("data", "slice", self.slice, -1, MAX_SLICE)
         self.size()
         self.decoding()
+        self.limits()
+
+    def limits(self) -> tuple[float, float] | None:
+        """Returns the smallest and the largest value, or None if `bounds` is not set.
+
+        Raises:
+            SettingError: `bounds` are not two ascending numbers.
+        """
+        if not self.bounds:
+            return None
+        try:
+            low, high = map(float, self.bounds.split(","))
+        except ValueError:
+            low = high = math.nan
+        if not (math.isfinite(high - low) and low < high):
+            reason = f"must be two ascending numbers, such as -8,8, got {self.bounds!r}"
+            raise SettingError("data", "bounds", reason)
+        return low, high
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The chosen names of the columns, for `read_part`."""
+        names = {"feature": self.feature_columns, "label": self.label_column}
+        return {**names, "user": self.user_column, "site": self.site_column}
 
     def size(self) -> tuple[int, int] | None:
         """Returns the height and width of the images, or None if `image_size` is not set.
@@ -372,9 +418,13 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the path at which the declaration is expected: next to the manifest, or in the
-    folder.
+    """Returns the path at which the declaration is expected: next to the manifest or file, or in
+    the folder.
+
+    The name begins with that of a file: `scans.fedsynth.toml` for `scans.npz`.
     """
+    if is_record_file(folder):
+        return Path(str(folder).removeprefix(HUB)).with_suffix(f".{DECLARATION}")
     return manifest_of(folder).with_name(DECLARATION)
 
 
@@ -395,10 +445,12 @@ def declared_decoding(folder: Path) -> Decoding:
 def default_name(folder: str) -> str:
     """Names the data set in a folder that has no declaration.
 
-    The result is the name of the folder or manifest. If a published data set has the same name,
+    The result is the name of the folder, manifest or file. If a published data set has the same name,
     "own" is put before the result.
     """
-    name = one_line(Path(folder).name.removesuffix(".csv") or "images")
+    name = one_line(Path(folder).name or "images")
+    if Path(name).suffix.lower() in SUFFIXES:
+        name = Path(name).stem
     if is_known(name):
         return f"own {name}"
     return name

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, in_order, plain_spec
 from fedsynth.errors import DataError
 from fedsynth.seeding import torch_generator
 
@@ -31,6 +32,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 
 
+DERIVED = "derived from the arrays"
+"""The source in a specification that no person has stated."""
 Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 
@@ -151,29 +154,39 @@ class ImageData:
 
 
 def from_arrays(
-    images: Array,
-    labels: Array,
-    spec: DatasetSpec,
+    images: Any,
+    labels: Any = None,
+    spec: DatasetSpec | None = None,
     domains: Array | None = None,
-    groups: Array | None = None,
+    groups: Any = None,
+    *,
+    sites: Any = None,
+    bounds: tuple[float, float] | None = None,
 ) -> ImageData:
-    """Builds `ImageData` from arrays of images and labels.
+    """Builds `ImageData` from arrays of images and labels, a data set of pairs or a data frame.
 
     Args:
-        images: [N, C, H, W], [N, H, W] if the specification has one channel, or [N, D] if it also
-            has height 1. Pixels are uint8, or floating point in [0, 1]. The latter are rounded to
-            the nearest of 256 levels. If the specification has bounds, values may have any numeric
-            type. They are clipped to the bounds, because an error would reveal an outlier.
-        labels: integers [N] in [0, classes).
-        spec: the specification that the images must match.
+        images: [N, C, H, W] or [N, H, W, C], [N, H, W] if the specification has one channel, or
+            [N, D] if it also has height 1. Pixels are uint8, or floating point in [0, 1]. The
+            latter are rounded to the nearest of 256 levels. If the specification has bounds, values
+            may have any numeric type. They are clipped to the bounds, because an error would reveal
+            an outlier. A `torch.utils.data.Dataset` or `DataLoader` of pairs (image, label), or a
+            data frame whose other columns are numbers, may replace the arrays.
+        labels: integers [N] in [0, classes), or names of classes. For a data frame, the name of a
+            column. None for a data set of pairs.
+        spec: the specification that the images must match. None derives one from the arrays, which
+            runs with differential privacy refuse, because it may reveal something about the data.
         domains: integers [N], the position in `spec.domains` of the hospital, scanner or style that
             each image comes from.
-        groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
-            from. The partition `natural` makes a client of each group.
+        groups: integers [N] ≥ 0 or names, the writer, device or patient that each image comes from,
+            or a column of a data frame. The partition `natural` makes a client of each group.
+        sites: the same as `domains`, but as names in `spec.domains`, or a column of a data frame.
+            The partition `domain` makes a client of each site.
+        bounds: the smallest and the largest value, if `spec` is None.
 
     Raises:
-        DataError: an array has another type, shape or range, or a pixel is NaN or infinite. The
-            message gives the actual and the expected values.
+        DataError: an array has another type, shape or range, a pixel is NaN or infinite, or a name
+            is not in the specification. The message gives the actual and the expected values.
 
     >>> import numpy as np
     >>> from fedsynth.data.registry import dataset_spec
@@ -181,16 +194,33 @@ def from_arrays(
     >>> data = from_arrays(grey, [3, 7], dataset_spec("digits"))
     >>> list(data.images.shape), int(data.images.max())
     ([2, 1, 8, 8], 128)
+    >>> vectors = np.eye(3)
+    >>> data = from_arrays(vectors, ["ill", "well", "ill"], sites=["a", "b", "b"], bounds=(-1, 1))
+    >>> data.spec.class_names, data.labels.tolist(), data.domains.tolist()
+    (('ill', 'well'), [0, 1, 0], [0, 1, 1])
     """
+    if hasattr(images, "columns"):
+        images, labels, groups, sites = _of_frame(images, labels, groups, sites)
+    elif labels is None:
+        images, labels = _stacked(images)
     x = _as_tensor(images, "images")
-    if x.dim() == 2 and spec.channels == spec.height == 1:
-        x = x.unsqueeze(1)
-    if x.dim() == 3 and spec.channels == 1:
-        x = x.unsqueeze(1)
-    data = ImageData(_scaled(x, spec), _as_tensor(labels, "labels"), spec)
+    if spec is None:
+        names = () if sites is None else in_order(_texts(sites, "sites"))
+        classes = in_order(_texts(labels, "labels"))
+        facts = {"source": DERIVED, "train_size": max(1, len(x)), "bounds": bounds}
+        spec = plain_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
+    if tuple(x.shape[1:]) != spec.image_shape and image_shape_of(x.shape) == spec.image_shape:
+        channels_last = x.dim() == 4
+        x = x.permute(0, 3, 1, 2) if channels_last else x.reshape(len(x), *spec.image_shape)
+    y = _positions(labels, spec.class_names, spec, "labels")
+    data = ImageData(_scaled(x, spec), _as_tensor(y, "labels"), spec)
+    if sites is not None:
+        domains = _positions(sites, spec.domains, spec, "sites")
     if domains is not None:
         data = replace(data, domains=_as_tensor(domains, "domains"))
     if groups is not None:
+        if not isinstance(groups, Tensor) and np.asarray(groups).dtype.kind in "UO":
+            groups = np.unique(_texts(groups, "groups"), return_inverse=True)[1]
         data = replace(data, groups=_as_tensor(groups, "groups"))
     return data
 
@@ -201,8 +231,7 @@ def from_dataset(
     """Builds `ImageData` from pairs (image, label), such as a `torch.utils.data.Dataset`.
 
     Args:
-        dataset: pairs of an array and a label. A `DataLoader`, which yields batches, is refused: pass
-            its `dataset`.
+        dataset: pairs of an array and a label, or a `DataLoader` that yields batches of them.
         spec, groups: see `from_arrays`.
 
     Raises:
@@ -215,17 +244,81 @@ def from_dataset(
     >>> from_dataset(pairs, dataset_spec("digits")).labels.tolist()
     [3, 7]
     """
+    return from_arrays(*_stacked(dataset), spec, groups=groups)
+
+
+def _stacked(dataset: Any) -> tuple[Any, Any]:
     images, labels = [], []
     try:
         for image, label in dataset:
             images.append(np.asarray(image))
-            labels.append(int(label))
-        return from_arrays(np.stack(images), np.array(labels), spec, groups=groups)
+            labels.append(np.asarray(label))
+        join = np.concatenate if isinstance(dataset, DataLoader) else np.stack
+        return join(images), join(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{spec.name}: the data set must yield pairs of an array and a label, all arrays with "
+            "without labels, the data set must yield pairs of an array and a label, all arrays with "
             f"the same shape: {' '.join(str(error).split())}"
         ) from None
+
+
+def _of_frame(frame: Any, *named: Any) -> tuple[Any, ...]:
+    """Returns the features of a data frame, and the columns with the given names as arrays."""
+    chosen = [name for name in named if isinstance(name, str)]
+    for name in chosen:
+        if name not in frame.columns:
+            raise DataError(
+                f"the column {name!r} is missing from the data frame, which has "
+                f"{', '.join(map(str, frame.columns))}"
+            )
+    features = frame[[name for name in frame.columns if name not in chosen]].to_numpy()
+    return features, *(frame[n].to_numpy() if isinstance(n, str) else n for n in named)
+
+
+def _texts(values: Any, what: str) -> list[str]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuUO":
+        raise DataError(f"the {what} must be integers or text, got {array.dtype}")
+    return list(map(str, array.tolist()))
+
+
+def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str) -> Any:
+    """Returns the position of each name in `names`. Integers are positions already."""
+    is_text = not isinstance(values, Tensor) and np.asarray(values).dtype.kind in "UO"
+    if not is_text and spec.source != DERIVED:
+        return values
+    texts = _texts(values, what)
+    unknown = sorted(set(texts).difference(names))
+    if unknown:
+        raise DataError(
+            f"the {what} of {spec.name} must be among {', '.join(names) or 'none'}, got "
+            f"{unknown[0][:100]!r}"
+        )
+    positions = {name: position for position, name in enumerate(names)}
+    return np.array([positions[text] for text in texts], np.int64)
+
+
+def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the shape (C, H, W) of one of the examples in an array with a given shape.
+
+    The array has vectors [N, D], images [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3
+    channels, or time series [N, C, 1, L].
+
+    Raises:
+        DataError: the array has another number of axes.
+
+    >>> image_shape_of((100, 28, 28, 3)), image_shape_of((100, 512))
+    ((3, 28, 28), (1, 1, 512))
+    """
+    if len(shape) == 4 and shape[3] in (1, 3) and shape[1] not in (1, 3):
+        return shape[3], shape[1], shape[2]
+    if not 1 <= len(shape) <= 4:
+        raise DataError(
+            "examples must be vectors [N, D] or images [N, H, W], [N, C, H, W] or [N, H, W, C], got "
+            f"{list(shape)}"
+        )
+    channels, height, width = (1, 1, 1, *shape[1:])[-3:]
+    return channels, height, width
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -379,7 +472,8 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     if spec.bounds is not None:
         _check_finite(x, spec)
         low, high = spec.bounds
-        return x.double().sub(low).div(high - low).clamp(0, 1).float()
+        # float32 first, so that a record has the same bytes whatever file it comes from
+        return x.float().double().sub(low).div(high - low).clamp(0, 1).float()
     if not x.is_floating_point():
         return x
     _check_finite(x, spec)
@@ -387,7 +481,7 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     if outside:
         raise DataError(
             f"the pixels of {spec.name} must be in [0, 1] if they are floating point, but "
-            f"{outside} of {x.numel()} are outside"
+            f"{outside} of {x.numel()} are outside. For other values, state bounds"
         )
     return (x.float() * 255).round().to(torch.uint8)
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +22,6 @@ from fedsynth.data.folder_files import (
     with_patients,
 )
 from fedsynth.data.folder_settings import (
-    MEAN,
-    STD,
     Declaration,
     FolderSettings,
     declared_decoding,
@@ -34,7 +32,7 @@ from fedsynth.data.folder_settings import (
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.medical_files import Decoding
-from fedsynth.data.registry import DatasetSpec, custom_spec
+from fedsynth.data.registry import DatasetSpec, plain_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
 Note = Callable[[str], None]
@@ -167,7 +165,7 @@ def read_folder(
         decoding = settings.decoding()
     else:
         require_declared(files, declaration)
-        spec = _declared_spec(settings, declaration)
+        spec = declared_spec(settings, declaration)
         decoding = declaration.decoding
     train, files, skipped = _read(files, spec, note, decoding, skip_corrupt=settings.skip_corrupt)
     if declaration is None:
@@ -189,7 +187,7 @@ def read_folder(
         left_out.append(f"{len(skipped)} images that cannot be read")
     if excluded:
         left_out.append(counted(excluded))
-    sites, names = _by_site(files, declaration)
+    sites, names = by_site(files, declaration)
     return FolderData(train, test, kind, sites, names, skipped, ", ".join(left_out), declaration)
 
 
@@ -243,8 +241,18 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
             f"{len(shared)} of {len(test.paths)} test images are also training images, such as "
             f"{one_line(min(shared))}. Use a test folder without training images"
         )
-    people = set(test.users) - {""}
-    in_both = people & set(train.users)
+    note_shared_users(train.users, test.users, note)
+
+
+def note_shared_users(train: Iterable[str], test: Iterable[str], note: Note) -> None:
+    """Warns the user if people have both training and test records.
+
+    Args:
+        train, test: the name of the person of each record, or an empty string.
+        note: a function that receives the warning.
+    """
+    people = set(test) - {""}
+    in_both = people & set(train)
     if in_both:
         note(
             f"warning: {len(in_both)} of {len(people)} users in the test images also have training "
@@ -255,7 +263,7 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
 # ------------------------------------------------------------------------------ specification
 
 
-def _declared_spec(settings: FolderSettings, declaration: Declaration) -> DatasetSpec:
+def declared_spec(settings: FolderSettings, declaration: Declaration) -> DatasetSpec:
     """Returns the declared specification, after a check that the settings agree with it.
 
     Raises:
@@ -269,6 +277,7 @@ def _declared_spec(settings: FolderSettings, declaration: Declaration) -> Datase
         ("channels", settings.channels in (0, spec.channels), spec.channels),
         ("window", stated.window in (None, chosen.window), chosen.window),
         ("slice", stated.slice in (-1, chosen.slice), chosen.slice),
+        ("bounds", settings.limits() in (None, spec.bounds), spec.bounds),
     ):
         if not agrees:
             reason = f"must be {declared}, as {declaration.path} declares, or left unset"
@@ -301,12 +310,10 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
-    return custom_spec(
+    return plain_spec(
         name,
         (channels, *size),
         files.class_names,
-        mean=(MEAN,) * channels,
-        std=(STD,) * channels,
         source="images in a folder",
         train_size=len(files.paths),
     )
@@ -434,7 +441,7 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
     return data
 
 
-def _by_site(
+def by_site(
     files: FolderFiles, declaration: Declaration | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
     """Groups the images by site. Returns the positions of each site's images, and the sites' names.

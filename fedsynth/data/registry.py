@@ -25,6 +25,10 @@ from fedsynth.privacy.errors import short_repr
 
 MAX_NAME = 200
 MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
+MEAN, STD = 0.5, 0.25
+"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
+that is computed from the images would reveal exact information about them."""
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,22 @@ def custom_spec(
     names = tuple(class_names)
     sizes = {"classes": len(names), "train_size": 1, "test_size": 1}
     return DatasetSpec(name, channels, height, width, class_names=names, **{**sizes, **facts})
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Sorts names and removes repetitions. If all names are numbers, they are sorted as numbers."""
+    distinct = sorted(set(names))
+    if all(map(_WHOLE_NUMBER.fullmatch, distinct)):
+        distinct.sort(key=int)
+    return tuple(distinct)
+
+
+def plain_spec(
+    name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any
+) -> DatasetSpec:
+    """Creates a specification like `custom_spec`, with the default mean and standard deviation."""
+    C = image_shape[0]
+    return custom_spec(name, image_shape, class_names, mean=(MEAN,) * C, std=(STD,) * C, **facts)
 
 
 def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.data.folder_settings import Declaration, require_signed
-from fedsynth.data.images import ImageData, IntArray, record_digests
+from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_folder import FolderData, read_folder
+from fedsynth.data.load_file import read_own_data
+from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
+from fedsynth.data.record_files import HUB, downloaded
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
@@ -33,18 +36,32 @@ from fedsynth.privacy.report.formatting import printable
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
 
+CustomData = ImageData | FolderData | Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
+"""The custom data that `simulate` accepts."""
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 """The kinds of a run's test images."""
 
 
-def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
+def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
     """Checks custom training and test data, and returns both.
+
+    Args:
+        data: (train, test), training data, arrays (x, y), or one or two data sets of pairs.
 
     Raises:
         DataError: the data are not image data, or the training and test data have different
             specifications.
     """
     match data:
+        case ImageData():
+            return data, None
+        case Dataset() | DataLoader():
+            return from_arrays(data), None
+        case (Dataset() | DataLoader() as train, Dataset() | DataLoader() as test):
+            training = from_arrays(train)
+            return training, from_arrays(test, spec=training.spec)
+        case (np.ndarray() | Tensor() as x, np.ndarray() | Tensor() as y):
+            return from_arrays(x, y), None
         case (ImageData() as train, (ImageData() | None) as test):
             if test is not None and train.spec != test.spec:
                 raise DataError(
@@ -54,7 +71,7 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
             return train, test
     raise DataError(
         "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the result of "
-        f"fedsynth.load_folder, got {type(data).__name__}"
+        f"fedsynth.load_folder or load_file, got {type(data).__name__}"
     )
 
 
@@ -157,7 +174,7 @@ class RunData:
 
 def data_of_run(
     settings: RunSettings,
-    data: tuple[ImageData, ImageData | None] | FolderData | None,
+    data: CustomData | None,
     test: str | None,
     note: Callable[[Any], None],
     *,
@@ -185,15 +202,25 @@ def data_of_run(
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
             declared(settings)  # before any data are read
-        declaration = settings.folder.declared()
-        data = read_folder(settings.folder, note, settings.dataset, declaration=declaration)
+        folder = settings.folder
+        _, commit = downloaded(folder.folder, folder.revision)
+        folder = replace(folder, revision=commit)
+        settings = replace(settings, folder=folder)
+        data = read_own_data(folder, note, settings.dataset, declaration=folder.declared())
     elif isinstance(data, FolderData) and data.sites:
         settings = replace(settings, partition=replace(settings.partition, kind=EXPLICIT))
     if isinstance(data, FolderData):
         run_data = _of_folder(settings, data, test or data.test_kind)
     else:
-        loaded = data or load_dataset(settings.dataset, settings.data_root, download=download)
+        loaded: Any = data
+        if data is None:
+            loaded = load_dataset(settings.dataset, settings.data_root, download=download)
         train, tested = checked_data(loaded)
+        if settings.privacy is not None and train.spec.source == DERIVED:
+            raise DataError(
+                "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) to "
+                "from_arrays"
+            )
         if data is None and settings.privacy is None:  # private runs print nothing about the data
             _note_missing(train, note)
         kind = test or (PUBLIC if is_published(train.spec) else PRIVATE)
@@ -240,8 +267,8 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
         return run_data
     if data.sites is None:
         raise PartitionError(
-            f"the folder of data set {name} has no sites (SITE/CLASS/files). Set partition.kind and "
-            "partition.clients to divide the images among clients"
+            f"the folder of data set {name} has no sites (SITE/CLASS/files, or a column of a file). "
+            "Set partition.kind and partition.clients to divide the images among clients"
         )
     return replace(run_data, parts=data.sites, names=data.names)
 
@@ -291,8 +318,8 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
         folder = "FOLDER"
         if settings.folder is not None:
             folder = settings.folder.folder
-            if not Path(folder).exists():
-                raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
+            if not folder.startswith(HUB) and not Path(folder).exists():
+                raise DataFilesMissingError(f"the folder or file {one_line(folder)} does not exist")
         raise DataError(
             "a private run on your images needs a declaration. Run fedsynth data describe "
             f"{folder}, then check and sign the file"

@@ -494,14 +494,15 @@ def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
 
 DATA_PATHS = (
     "folder", "test_folder", "declaration", "data_root", "encoder_weights", "public_images",
-    "encoder_cache",
+    "encoder_cache", "feature_columns", "label_column", "user_column", "site_column",
 )  # fmt: skip
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
     """Returns the versions of the software that made a run, and a hash of all settings of the run.
 
-    For custom images, the hash does not cover paths, because a path could be guessed from a hash.
+    For custom images, the hash does not cover paths and names of columns, because they
+    could be guessed from a hash.
     """
     sections = run.to_mapping()
     if run.folder is not None:

@@ -20,8 +20,7 @@ from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.method import Method
-from fedsynth.data.images import ImageData, IntArray, require_all_classes
-from fedsynth.data.load_folder import FolderData
+from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import SettingError
@@ -29,6 +28,7 @@ from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import (
     Clients,
+    CustomData,
     data_of_run,
     protects_users,
     require_a_ledger,
@@ -50,7 +50,7 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 def simulate(
     settings: RunSettings,
     *,
-    data: tuple[ImageData, ImageData | None] | FolderData | None = None,
+    data: CustomData | None = None,
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
     test: str | None = None,
@@ -65,8 +65,9 @@ def simulate(
 
     Args:
         settings: the settings of the run.
-        data: custom data, either as (train, test), where test may be None, or as the result of
-            `load_folder`, whose sites become the clients. None loads `settings.folder` or
+        data: custom data: (train, test) from `from_arrays`, where test may be None, arrays (x, y),
+            one or two `torch.utils.data.Dataset` of pairs, or the result of `load_folder` or
+            `load_file`, whose sites become the clients. None loads `settings.folder` or
             `settings.dataset`. With differential privacy, everything in `train.spec` is public, so
             do not declare the exact `train_size`: declare a rounded one, or set `nominal_size` and
             `max_records`. Custom data then also need `PrivacySettings(ledger=...)`, unless their

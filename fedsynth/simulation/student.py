@@ -15,9 +15,10 @@ from torch import nn
 from fedsynth.core.context import Notes, RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.files import one_line, read_tensors, save_tensors
+from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_folder import read_as
+from fedsynth.data.load_file import read_test
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import (
@@ -302,19 +303,21 @@ def real_images(
     download: bool = False,
     encoder: EncoderSettings | None = None,
     note: Callable[[str], None] = lambda text: None,
+    **columns: str,
 ) -> ImageData | None:
     """Loads real test images for models that were trained on a synthetic set.
 
     Args:
         spec: the specification of the synthetic set. The test images must have its image size and
             classes.
-        folder: a folder of CLASS/files. The images are resized.
+        folder: a folder of CLASS/files, whose images are resized, or a file for `load_file`.
         skip_corrupt, skip_other: as in `load_folder`.
         dataset: the name of a data set.
         data_root: the folder of the data sets.
         download: True lets torchvision download the data set.
         encoder: the encoder of the set, if the set consists of vectors of an encoder.
         note: a function that receives the names of skipped files.
+        columns: the names of the columns of a file, as in `FolderSettings`.
 
     Returns:
         The images, or None if neither a folder nor a data set is named.
@@ -329,8 +332,9 @@ def real_images(
         raise SettingError("data", "dataset", "must not be set together with data.test_folder")
     images = image_spec(spec)
     if folder is not None:
+        chosen = FolderSettings(str(folder), **columns).columns  # type: ignore[arg-type]
         skips = {"skip_corrupt": skip_corrupt, "skip_other": skip_other}
-        return _encoded(read_as(Path(folder), images, note, **skips), spec, encoder)
+        return _encoded(read_test(str(folder), images, note, chosen, **skips), spec, encoder)
     if dataset is None:
         return None
     loaded = load_dataset(dataset, data_root, download=download)[1]

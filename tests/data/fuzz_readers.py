@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import pickle
 import pickletools
 import random
@@ -20,12 +21,16 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 import numpy.typing as npt
+import pyarrow.csv
+import pyarrow.parquet
+import safetensors.numpy
 from PIL import Image
 from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
@@ -35,12 +40,14 @@ from fedsynth.data.files import users_of_images
 from fedsynth.data.image_files import read_images, read_patients, read_pixels
 from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.medical_files import Decoding
+from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError
 from tests.data.test_medical_files import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
+RECORD_FILES = ("npz", "npy", "safetensors", "parquet", "csv")
 OFFICE, FEMNIST = map(dataset_spec, ("office-caltech-10", "femnist"))
 DOMAINNET = dataset_spec("domainnet-10")
 
@@ -205,6 +212,46 @@ def idx_files(rng: random.Random) -> Iterator[bytes]:
         )
 
 
+def record_file(kind: str) -> bytes:
+    """Returns a valid file of six records in a format of `read_part`."""
+    x, y = np.arange(24, dtype=np.float32).reshape(6, 4), np.arange(6) % 2
+    file = io.BytesIO()
+    if kind == "npz":
+        np.savez_compressed(file, x=x, y=y, site=np.array(["a", "b"] * 3))
+    elif kind == "npy":
+        np.save(file, x)
+    elif kind == "safetensors":
+        return safetensors.numpy.save({"x": x, "y": y})
+    else:
+        table = pyarrow.table({"x": list(x), "f": x[:, 0], "y": y, "site": ["a", "b"] * 3})
+        if kind == "csv":
+            pyarrow.csv.write_csv(table.drop_columns("x"), file)
+        else:
+            pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+def record_files(rng: random.Random, kind: str) -> Iterator[bytes]:
+    valid = [record_file(kind)]
+    if kind in ("npz", "npy"):
+        objects = io.BytesIO()
+        items = np.array([os.system], object)
+        np.savez(objects, x=items, y=[0]) if kind == "npz" else np.save(objects, items)
+        yield objects.getvalue()
+    while True:
+        yield mutated(valid, rng, lambda content: list(range(len(content))))
+
+
+def read_one_record_file(path: Path) -> None:
+    if path.suffix == ".npy":
+        np.save(path.with_name("y.npy"), np.arange(6) % 2)
+    for part in parts_of(str(path)).values():
+        records = read_part(part, dict.fromkeys(("feature", "label", "user", "site"), ""), str)
+        if not len(records.values) == len(records.names.labels) == len(records.names.sites):
+            raise ValueError(f"accepted as {records.values.shape}")
+        float(records.values.sum())  # touches all of it
+
+
 def read_one_image(path: Path) -> None:
     x = read_images([path], OFFICE, resize=True)
     if x.shape != (1, 3, 64, 64):
@@ -253,6 +300,10 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable
     "list": (lists, "clipart_train.txt", read_one_list),
     "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
     "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
+    **{
+        kind: (partial(record_files, kind=kind), f"x.{kind}", read_one_record_file)
+        for kind in RECORD_FILES
+    },
 }
 
 

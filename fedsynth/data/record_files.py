@@ -1,0 +1,466 @@
+"""Reads records from array files (.npz, .npy, .safetensors), tables (.parquet, .csv) and data sets
+of the Hugging Face hub.
+
+A file has named columns: the arrays of an array file, or the columns of a table. Their usual names
+are known, such as `x` and `y`, or MedMNIST's `train_images` and `test_labels`. A file .npy is read
+together with the files next to it that have the same prefix: `scans_x.npy` with `scans_y.npy`.
+
+Files are untrusted input. Arrays of Python objects (pickles) are refused, sizes are checked before
+memory is allocated, and a damaged file raises a one-line error. No code of a file or of a hub is
+executed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+from zipfile import ZipFile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib import format as npy_format
+
+from fedsynth.data.files import DELIMITERS, HEADINGS, one_line, read_tensors, same_name
+from fedsynth.data.folder_files import FolderFiles, Names, refuse_similar_names
+from fedsynth.data.image_files import read_headers, read_pixels
+from fedsynth.data.medical_files import Decoding
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, FedsynthError
+from fedsynth.privacy.files import open_regular
+
+Array = npt.NDArray[Any]
+Readers = dict[str, Callable[[], Array]]
+"""The columns of a file by name. Each function reads one column, [N, …]."""
+
+HUB = "hf:"
+SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
+MAX_ARRAY_BYTES = 2**34
+"""The size limit of an array in memory."""
+TRAIN, TEST = "train", "test"
+_SPLIT = re.compile(r"(?:(train|val|test)_(.+)|(.+)_(train|val|test))", re.IGNORECASE)
+_SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")
+_USUAL_NAMES = {
+    "feature": "x images image features embeddings embedding data",
+    "label": "label labels y target targets class",
+    "user": "user users patient patients person group groups",
+    "site": "site sites hospital hospitals client clients",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a file, such as its training records.
+
+    Attributes:
+        place: the name of the file, for messages.
+        readers: the columns of the part.
+        is_table: whether the features are all columns of numbers that have no other meaning.
+        class_names: the names of the classes 0, 1, …, if the file states them.
+    """
+
+    place: str
+    readers: Readers
+    is_table: bool = False
+    class_names: tuple[str, ...] = ()
+
+    def names_of(self, role: str, chosen: str) -> list[str]:
+        """Returns the names of the columns with the features, labels, users or sites.
+
+        Args:
+            role: "feature", "label", "user" or "site".
+            chosen: the names that the user chose, separated by commas. If it is empty, a column with
+                a usual name is used, but the features of a table then have no usual name.
+
+        Raises:
+            DataError: a chosen column does not exist.
+        """
+        names = list(filter(None, map(str.strip, chosen.split(","))))
+        if not self.is_table:
+            names = [_split_of(name)[1] for name in names]
+        elif role == "feature" and not names:
+            return []
+        for name in names:
+            if name not in self.readers:
+                option = "--feature-columns" if role == "feature" else f"--{role}-column"
+                raise DataError(
+                    f"the column {one_line(name)!r} is missing from {self.place}, which has "
+                    f"{one_line(', '.join(self.readers))}. Name another column with {option}"
+                )
+        folded = {name.casefold(): name for name in self.readers}
+        usual = [folded[name] for name in _USUAL_NAMES[role].split() if name in folded]
+        return names or usual[:1]
+
+    def read(self, name: str) -> Array:
+        """Reads one column.
+
+        Raises:
+            DataFilesCorruptError: the column is damaged, or does not consist of numbers or text.
+        """
+        with damage_is_named(f"{one_line(name)!r} in {self.place}"):
+            array = self.readers[name]()
+            if array.dtype.kind not in "biufUO":
+                raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
+            return array
+
+
+class Records(NamedTuple):
+    """The records of a file.
+
+    Attributes:
+        values: the features [N, …], uint8 or float32.
+        names: the label, site and user of each record. The paths are the numbers of the records.
+        class_names: the names of the classes, in the order that the file or the names state.
+    """
+
+    values: Array
+    names: FolderFiles
+    class_names: tuple[str, ...]
+
+
+def with_classes(files: FolderFiles, class_names: tuple[str, ...]) -> FolderFiles:
+    """Replaces labels 0, 1, … with the names of the classes at these positions.
+
+    Labels that are names, or other numbers, are not changed.
+    """
+    numbers = set(map(str, range(len(class_names))))
+    if numbers & set(class_names) or not set(files.labels) <= numbers:
+        return files
+    return replace(files, labels=np.array(class_names, object)[files.labels.astype(np.int64)])
+
+
+def is_record_file(path: str | Path) -> bool:
+    """Returns True if a path names an array file, a table or a data set of the hub, and not images.
+
+    A CSV file with a column of paths is a list of image files, and not a table.
+    """
+    suffix = Path(path).suffix.lower()
+    if str(path).startswith(HUB) or suffix != ".csv":
+        return str(path).startswith(HUB) or (suffix in SUFFIXES and not Path(path).is_dir())
+    if not Path(path).is_file():
+        return False
+    with damage_is_named(one_line(path)), BufferedReader(open_regular(Path(path))) as file:
+        header = file.readline(2**20).decode("utf-8-sig", errors="replace")
+    cells = re.split(f"[{re.escape(DELIMITERS)}]", header.casefold())
+    return "path" not in [HEADINGS.get(cell.strip(' \r\n"')) for cell in cells]
+
+
+def parts_of(place: str, revision: str = "") -> dict[str, Part]:
+    """Finds the parts of a file: "train" and, if the file has them, "val" and "test".
+
+    Args:
+        place: the path of a file, or `hf:` with the path of a folder or the name of a data set.
+        revision: the revision of a data set of the hub (see `downloaded`).
+
+    Raises:
+        DataFilesMissingError: the file does not exist.
+        DataFilesCorruptError: the file is damaged.
+        DataError: an optional package is missing.
+    """
+    path = Path(downloaded(place, revision)[0].removeprefix(HUB))
+    kind = path.suffix.lower()
+    with damage_is_named(one_line(place)):
+        if place.startswith(HUB):
+            return _hub_parts(path)
+        if kind in (".parquet", ".csv"):
+            table = {".parquet": _read_parquet, ".csv": _read_csv}[kind](path)
+            return {TRAIN: Part(one_line(place), _table_readers(table), is_table=True)}
+        if kind == ".npy":
+            return {TRAIN: Part(one_line(place), _npy_readers(path))}
+        readers = {".npz": _npz_readers, ".safetensors": _tensor_readers}[kind](path)
+    parts: dict[str, Part] = {}
+    for name, reader in readers.items():
+        split, plain = _split_of(name)
+        parts.setdefault(split, Part(one_line(place), {})).readers[plain] = reader
+    return parts
+
+
+def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None]) -> Records:
+    """Reads the records of a part.
+
+    Args:
+        part: the part.
+        columns: the chosen names of the columns "feature", "label", "user" and "site".
+        note: a function that receives a line about the columns of a table that are used.
+
+    Raises:
+        DataFilesCorruptError: a column is damaged.
+        DataError: a column is missing, or the columns have different lengths.
+    """
+    named = {role: part.names_of(role, columns[role]) for role in ("label", "site", "user")}
+    if not named["label"]:
+        raise DataError(
+            f"{part.place} has no column of labels, but {one_line(', '.join(part.readers))}. Name "
+            "it with --label-column"
+        )
+    values = _features(part, columns["feature"], {*map("".join, named.values())}, note)
+    facts = []
+    for names in named.values():
+        facts.append(np.full(len(values), "", object))
+        for name in names:
+            facts[-1] = _names_in(part.read(name), f"{one_line(name)!r} in {part.place}")
+            if len(facts[-1]) != len(values):
+                raise DataError(
+                    f"{one_line(name)!r} in {part.place} must have a value for each of the "
+                    f"{len(values)} records, got {len(facts[-1])}"
+                )
+    rows = np.arange(len(values))
+    files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
+    files = with_classes(files, part.class_names)
+    refuse_similar_names("classes", files.class_names)
+    refuse_similar_names("sites", files.site_names)
+    return Records(values, files, part.class_names or files.class_names)
+
+
+def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str], None]) -> Array:
+    """Reads the features: one array, or columns of numbers side by side."""
+    names = part.names_of("feature", chosen)
+    columns = {}
+    unused = []
+    for name in names or part.readers:
+        if name not in meanings and (names or part.is_table):
+            columns[name] = part.read(name)
+            if columns[name].dtype.kind not in "biuf":
+                unused.append(name)
+                del columns[name]
+    if not columns or (names and unused):
+        raise DataError(
+            f"{part.place} needs features that are numbers. Name one of its columns "
+            f"({one_line(', '.join(part.readers))}) with --feature-columns"
+        )
+    if part.is_table:
+        text = (
+            f"{one_line(', '.join(columns))}; no numbers: {one_line(', '.join(unused) or 'none')}"
+        )
+        note(f"features in {part.place}: {text}")
+    if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
+        columns = {name: array.astype(np.float32) for name, array in columns.items()}
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    return np.column_stack(list(columns.values()))
+
+
+def _names_in(array: Array, what: str) -> Names:
+    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1"."""
+    array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if array.ndim != 1:
+        raise DataError(f"{what} must have one value for each record, got {list(array.shape)}")
+    if array.dtype.kind == "f":
+        if not (np.isfinite(array) & (array == np.rint(array))).all():
+            raise DataError(f"{what} must have a whole number or text in every row")
+        array = array.astype(np.int64)
+    distinct, positions = np.unique(array, return_inverse=True)
+    names = np.array([same_name(str(value)) for value in distinct], object)
+    if "" in names:
+        raise DataError(f"{what} is empty in some rows. Fill in or remove these rows")
+    return np.asarray(names[positions], object)
+
+
+@contextmanager
+def damage_is_named(what: str) -> Iterator[None]:
+    """Turns the errors of damaged files into one-line errors that name the file.
+
+    Raises:
+        DataFilesMissingError: the file does not exist.
+        DataFilesCorruptError: any other error, because a damaged file may raise anything.
+    """
+    try:
+        yield
+    except FedsynthError:
+        raise
+    except FileNotFoundError:
+        raise DataFilesMissingError(f"the file {what} does not exist") from None
+    except Exception as error:
+        raise DataFilesCorruptError(f"{what} cannot be read: {one_line(error)}") from None
+
+
+def _split_of(name: str) -> tuple[str, str]:
+    """Returns the split and the plain name of an array such as `train_images` or `x_test`."""
+    match = _SPLIT.fullmatch(name)
+    if match is None:
+        return TRAIN, name
+    return (match[1] or match[4]).casefold(), match[2] or match[3]
+
+
+# ------------------------------------------------------------------------------------ array files
+
+
+def _read_npy(file: IO[bytes]) -> Array:
+    """Reads an array in NumPy's format, after a check of the size that its header states."""
+    headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
+    shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
+    if dtype.hasobject:
+        raise ValueError("it has Python objects, which may execute code. Save numbers or text")
+    size = math.prod(shape) * dtype.itemsize
+    content = file.read(size + 1) if 0 <= size <= MAX_ARRAY_BYTES else b""
+    if len(content) != size:
+        raise ValueError(f"it must have the {size:,} bytes of data that its header states")
+    return np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
+
+
+def _npz_readers(path: Path) -> Readers:
+    with BufferedReader(open_regular(path)) as file, ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+    return {name.removesuffix(".npy"): partial(_read_array, path, name) for name in names}
+
+
+def _read_array(path: Path, member: str = "") -> Array:
+    with BufferedReader(open_regular(path)) as file:
+        if not member:
+            return _read_npy(file)
+        with ZipFile(file) as archive, archive.open(member) as content:
+            return _read_npy(content)
+
+
+def _npy_readers(path: Path) -> Readers:
+    """Returns the readers of a file, under the name "x", and of those next to it with its prefix."""
+    prefix = path.stem[: path.stem.rfind("_") + 1]
+    if path.stem.removeprefix(prefix).casefold() not in _USUAL_NAMES["feature"].split():
+        prefix = ""
+    readers: Readers = {"x": partial(_read_array, path)}
+    for other in sorted(path.parent.glob("*.npy")):
+        if other.stem.startswith(prefix):
+            readers.setdefault(other.stem.removeprefix(prefix), partial(_read_array, other))
+    return readers
+
+
+def _tensor_readers(path: Path) -> Readers:
+    readers: Readers = {}
+    for name, tensor in read_tensors(path)[0].items():
+        readers[name] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy
+    return readers
+
+
+# --------------------------------------------------------------------------------- tables and hub
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise DataError(
+            f"this data needs {module.partition('.')[0]}: pip install 'fedsynth[{extra}]'"
+        ) from None
+
+
+def _read_parquet(path: Path) -> Any:
+    with BufferedReader(open_regular(path)) as file:
+        table = _optional("pyarrow.parquet", "tables").ParquetFile(file)
+        cells = table.metadata.num_rows * table.metadata.num_columns
+        if not 0 <= 4 * cells <= MAX_ARRAY_BYTES:
+            raise ValueError(f"it states {cells:,} cells, which are too many")
+        return table.read()
+
+
+def _read_csv(path: Path) -> Any:
+    csv = _optional("pyarrow.csv", "tables")
+    with BufferedReader(open_regular(path, max_bytes=MAX_ARRAY_BYTES)) as file:
+        header = file.peek(2**16).partition(b"\n")[0].decode("utf-8", "replace")
+        delimiter = max(DELIMITERS, key=header.count)
+        return csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter))
+
+
+def _table_readers(table: Any) -> Readers:
+    names = table.column_names
+    if len(set(names)) < len(names):
+        raise ValueError("it has two columns with the same name")
+    return {name: partial(_column, table[name]) for name in names}
+
+
+def _column(column: Any) -> Array:
+    """Converts a column to an array [N], or [N, D] if the cells are lists of the same length."""
+    if column.null_count:
+        raise ValueError(f"it has {column.null_count} empty cells. Fill in or remove these rows")
+    if hasattr(column.type, "index_type"):  # text that is stored once for all its cells
+        column = column.cast(column.type.value_type)
+    array = column.to_numpy()
+    if len(array) and isinstance(array[0], np.ndarray):
+        array = np.stack(list(array))
+    return np.asarray(array)
+
+
+def downloaded(place: str, revision: str) -> tuple[str, str]:
+    """Downloads a data set of the hub, but only its Parquet and safetensors files.
+
+    The files go to the cache of the package huggingface_hub. A local folder, or the path of a file,
+    is returned unchanged.
+
+    Args:
+        place: `hf:NAME`, `hf:FOLDER` or the path of a file.
+        revision: the branch, tag or commit. An empty string is the newest commit.
+
+    Returns:
+        The place of the files, and the commit that was downloaded. A local folder has no commit.
+
+    Raises:
+        DataFilesMissingError: the data set cannot be downloaded.
+    """
+    name = place.removeprefix(HUB)
+    if name == place or Path(name).is_dir():
+        return place, ""
+    hub = _optional("huggingface_hub", "hub")
+    options = {"repo_type": "dataset", "allow_patterns": ["*.parquet", "*.safetensors"]}
+    try:
+        commit = str(hub.HfApi().dataset_info(name, revision=revision or None).sha)
+        folder = hub.snapshot_download(name, revision=commit, **options)
+    except Exception as error:  # from the network, the disk or the hub
+        reason = one_line(error)
+        raise DataFilesMissingError(f"cannot download {one_line(place)}: {reason}") from None
+    return f"{HUB}{folder}", commit
+
+
+def _hub_parts(folder: Path) -> dict[str, Part]:
+    """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file.
+
+    `datasets` reads the files with its own reader of Parquet. Its cache is a folder of mode 0700,
+    which is then removed.
+    """
+    files: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.parquet")):
+        found = _SPLIT_OF_PATH.findall(path.relative_to(folder).as_posix().casefold())
+        files.setdefault((*found, TRAIN)[0], []).append(str(path))
+    if not files:
+        return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
+    load = _optional("datasets", "hub").load_dataset
+    with tempfile.TemporaryDirectory() as cache:
+        loaded = load("parquet", data_files=files, cache_dir=cache, keep_in_memory=True)
+    return {split: _hub_part(data, one_line(folder)) for split, data in loaded.items()}
+
+
+def _hub_part(loaded: Any, place: str) -> Part:
+    readers = _table_readers(loaded.data.table)
+    part = Part(place, readers, is_table=True)
+    for name, feature in loaded.features.items():
+        if type(feature).__name__ == "Image":
+            readers[name] = partial(_decoded, loaded.data.table[name])
+            part = replace(part, is_table=False)
+    labels = part.names_of("label", "")
+    names = getattr(loaded.features.get("".join(labels)), "names", ())
+    return replace(part, class_names=tuple(map(same_name, names)))
+
+
+def _decoded(column: Iterable[Any]) -> Array:
+    """Decodes a column of image files that have one size: uint8 [N, C, H, W]."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for number, cell in enumerate(column):
+            paths.append(Path(folder, str(number)))
+            paths[-1].write_bytes(cell["bytes"].as_py())
+        headers, faults = read_headers(paths)
+        sizes = {(header.height, header.width) for header in headers}
+        if len(sizes) != 1:
+            raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
+        channels = 1 if all(header.grey for header in headers) else 3
+        height, width = sizes.pop()
+        pixels, more_faults, _ = read_pixels(paths, channels, height, width, Decoding())
+    for fault in (*faults.values(), *more_faults.values()):
+        raise ValueError(fault)
+    return pixels

@@ -1,0 +1,358 @@
+"""Arrays, tables and data sets of a hub: every format gives the same records, and none runs code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import save_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedsynth import (
+    FedAvg,
+    FolderSettings,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+    from_arrays,
+    load_file,
+    load_folder,
+    resolve,
+    simulate,
+)
+from fedsynth.data.describe import describe_folder
+from fedsynth.data.images import record_digests
+from fedsynth.data.load_file import read_own_data, read_test
+from fedsynth.errors import DataError, FedsynthError, SettingError
+from fedsynth.federation.run_data import data_of_run
+from fedsynth.privacy.errors import LedgerError
+
+N = 60
+Y = np.arange(N) % 3
+X = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+X[np.arange(N), Y] += 3
+PATIENTS = 100 + np.arange(N) // 2
+SITES = np.where(np.arange(N) < 30, "south", "north")
+ARRAYS = {"x": X, "y": Y, "patients": PATIENTS, "site": SITES}
+TABLE = pa.table(
+    {
+        **{f"f{column}": X[:, column] for column in range(4)},
+        "label": Y.astype(np.float64),
+        "patient": [f"p{number:03}" for number in PATIENTS],
+        "hospital": pa.array(SITES).dictionary_encode(),
+        "remark": ["none"] * N,
+    }
+)
+
+
+def write_npy(path: Path) -> None:
+    for name, array in ARRAYS.items():
+        np.save(path.with_name(f"scans_{name}.npy"), array)
+    np.save(path.with_name("other_y.npy"), Y[:3])  # has another prefix
+
+
+def write_csv(path: Path, delimiter: str = ",") -> None:
+    options = pa.csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
+    table = TABLE.set_column(6, "hospital", pa.array(SITES))
+    pa.csv.write_csv(table, path, options)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a spreadsheet's byte-order mark
+
+
+def write_vectors(path: Path) -> None:
+    columns = {"embedding": list(X.astype(np.float64)), "target": Y, "person": PATIENTS}
+    pa.parquet.write_table(pa.table({**columns, "client": SITES}), path)
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "scans.npz": lambda path: np.savez(path, **ARRAYS),
+    "double.npz": lambda path: np.savez_compressed(path, **{**ARRAYS, "x": X.astype(">f8")}),
+    "scans_x.npy": write_npy,
+    "scans.safetensors": lambda path: save_file(
+        {"x": X, "y": Y, "user": PATIENTS, "site": (SITES == "south").astype(np.uint8)}, path
+    ),
+    "scans.parquet": lambda path: pa.parquet.write_table(TABLE, path),
+    "vectors.parquet": write_vectors,
+    "scans.csv": write_csv,
+    "excel.csv": lambda path: write_csv(path, ";"),
+}
+
+
+def quiet(text: str) -> None:
+    """Receives notes that the test does not read."""
+
+
+@pytest.mark.filterwarnings("ignore:features in")
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_gives_the_same_records(name: str, tmp_path: Path) -> None:
+    """Equal hashes let a ledger notice the same records in another file."""
+    WRITERS[name](tmp_path / name)
+    loaded = load_file(tmp_path / name, bounds="-8,8")
+    reference = from_arrays(X, Y, loaded.train.spec)
+    rows = np.arange(N)
+    assert (record_digests(loaded.train, rows, b"") == record_digests(reference, rows, b"")).all()
+    assert loaded.train.groups.tolist() == [number // 2 for number in range(N)]
+    assert len(loaded.names) == 2
+    south = loaded.names.index("south" if "south" in loaded.names else "1")
+    assert loaded.sites[south].tolist() == list(range(30))
+    assert loaded.train.spec.class_names == ("0", "1", "2")
+
+
+def test_files_of_medmnist_and_both_orders_of_axes_stay_bytes(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
+    parts = {"train": slice(4), "val": slice(4, 5), "test": slice(5, 6)}
+    arrays: dict[str, Any] = {}
+    for part, rows in parts.items():
+        arrays[f"{part}_images"] = pixels[rows]
+        arrays[f"{part}_labels"] = np.arange(6, dtype=np.uint8)[rows, None] % 2
+    np.savez(tmp_path / "med.npz", **arrays)
+    notes: list[str] = []
+    settings = resolve({"data": {"dataset": f"medmnist:{tmp_path / 'med.npz'}"}}).folder
+    loaded = read_own_data(settings, notes.append, declaration=None)
+    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    assert torch.equal(loaded.train.images, expected[:4])
+    assert torch.equal(loaded.test.images, expected[5:])
+    assert (loaded.test.labels.tolist(), loaded.test_kind) == ([1], "private")
+    assert any("val records" in note for note in notes)
+    np.savez(tmp_path / "first.npz", x=expected.numpy(), y=np.arange(6) % 2)
+    assert torch.equal(load_file(tmp_path / "first.npz").train.images, expected)
+    named = replace(loaded.train.spec, class_names=("well", "ill"))
+    test = read_test(str(tmp_path / "med.npz"), named, quiet, settings.columns)
+    assert test.labels.tolist() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:features in")
+@pytest.mark.parametrize(
+    ("name", "change", "settings", "message"),
+    [
+        ("a.npz", {}, {}, "need public bounds"),
+        ("a.npz", {}, {"label_column": "z"}, "'z' is missing .*x, y, .*--label-column"),
+        ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
+        ("a.npz", {"y": Y[:5]}, {}, "each of the 60 records, got 5"),
+        ("a.npz", {"y": Y + 0.5}, {}, "whole number or text"),
+        ("a.npz", {"x": np.full((N, 4), np.nan)}, {"bounds": "0,1"}, "NaN"),
+        ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "similar names"),
+        ("a.csv", {}, {"feature_columns": "f0,remark"}, "features that are numbers"),
+        ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 empty cells"),
+        ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 empty cells"),
+        ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
+        ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
+    ],
+)
+def test_unusable_files_raise_one_line_errors(
+    name: str, change: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if name == "a.npz":
+        np.savez(tmp_path / name, **{**ARRAYS, **change})
+    else:
+        columns = {key: TABLE[key] for key in TABLE.column_names if key != "hospital"}
+        pa.csv.write_csv(pa.table({**columns, **change}), tmp_path / name)
+    with pytest.raises(FedsynthError, match=message) as caught:
+        load_file(tmp_path / name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_image_files_is_no_table(tmp_path: Path) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "list.csv").write_text("Image;label\na.png;ill\n")
+    assert load_folder(tmp_path / "list.csv").train.spec.class_names == ("ill",)
+
+
+# ------------------------------------------------------------------------------- private runs
+
+
+def sign(path: Path, bounds: str) -> None:
+    """Fills in the bounds and the signature of a draft."""
+    text = path.read_text().replace("bounds = []", f"bounds = {bounds}")
+    path.write_text(text.replace('by = ""', 'by = "a"').replace('date = ""', 'date = "2026-11-22"'))
+
+
+def private(file: Path, **changes: Any) -> Any:
+    settings = RunSettings(
+        FedAvg(local_steps=1),
+        rounds=1,
+        model=ModelSettings("linear"),
+        partition=PartitionSettings("given"),
+        privacy=PrivacySettings(epsilon=1.0, nominal_size=15, **changes),
+        folder=FolderSettings(str(file)),
+    )
+    return simulate(settings, quiet=True)
+
+
+def test_a_draft_has_no_bounds_and_a_signed_one_charges_the_ledger_beside_the_file(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "scans.npz"
+    np.savez(file, **ARRAYS)
+    draft = describe_folder(FolderSettings(str(file)), quiet)
+    assert (draft.path, "bounds = []" in draft.toml) == (tmp_path / "scans.fedsynth.toml", True)
+    assert not re.search(rf"\b{N}\b", draft.toml)
+    with pytest.raises(DataError, match=r"needs a declaration. Run fedsynth data describe .*npz"):
+        private(file)
+    draft.path.write_text(draft.toml)
+    with pytest.raises(DataError, match="is not signed"):
+        private(file)
+    sign(draft.path, "[]")
+    with pytest.raises(DataError, match="need public bounds"):
+        private(file)
+    assert not (tmp_path / "fedsynth-ledger").exists()
+    sign(draft.path, "[-8, 8]")
+    with pytest.raises(SettingError, match="bounds must be"):
+        load_file(file, bounds="0,1")
+    private(file, unit="user")
+    assert sorted(path.name for path in (tmp_path / "fedsynth-ledger").glob("*.jsonl")) == [
+        "north.jsonl",
+        "south.jsonl",
+    ]
+
+
+def test_the_ledger_notices_the_same_records_in_a_table(tmp_path: Path) -> None:
+    """The second file has the same records under other names of sites."""
+    np.savez(tmp_path / "scans.npz", **ARRAYS)
+    pa.csv.write_csv(
+        TABLE.set_column(6, "hospital", pa.array([f"new {site}" for site in SITES])),
+        tmp_path / "table.csv",
+    )
+    for name in ("scans.npz", "table.csv"):
+        draft = describe_folder(FolderSettings(str(tmp_path / name)), quiet, "scans")
+        draft.path.write_text(draft.toml)
+        sign(draft.path, "[-8, 8]")
+    private(tmp_path / "scans.npz")
+    with pytest.raises(LedgerError, match=r"has 30 of the records of ledger .*north.jsonl"):
+        private(tmp_path / "table.csv")
+
+
+# ------------------------------------------------------------------------------------------ hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Path]:
+    """Returns a folder of a hub: images in two Parquet files, a script and a pickle."""
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["well", "ill"])}
+    )
+    pictures = [Image.new("L", (8, 9), 10 * number) for number in range(6)]
+    for split, rows in {"train": range(4), "test": range(3, 6)}.items():
+        values = {"image": [pictures[row] for row in rows], "label": [row % 2 for row in rows]}
+        data = datasets.Dataset.from_dict(values, features=features)
+        data.to_parquet(tmp_path / "scans" / "data" / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "scans" / "scans.py").write_text("raise SystemExit('code of a hub was executed')")
+    (tmp_path / "scans" / "train.pkl").write_bytes(b"cos\nabort\n(tR.")
+    return tmp_path / "scans"
+
+
+def test_a_data_set_of_a_hub_has_its_class_names_and_splits(hub: Path) -> None:
+    notes: list[str] = []
+    settings = resolve(
+        {"data": {"dataset": f"hf:{hub}"}, "partition": {"kind": "iid", "clients": 2}}
+    )
+    loaded = read_own_data(settings.folder, notes.append, declaration=None)
+    assert loaded.train.spec.class_names == ("well", "ill")
+    assert loaded.train.images[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
+    assert (list(loaded.train.images.shape), loaded.test.labels.tolist()) == (
+        [4, 1, 9, 8],
+        [1, 0, 1],
+    )
+
+
+def test_a_run_records_the_commit_of_a_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options["revision"], options["allow_patterns"]))
+        return str(hub)
+
+    info = SimpleNamespace(dataset_info=lambda name, revision: SimpleNamespace(sha="c0ffee"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    sections = {
+        "run": {"method": "fedavg", "rounds": 1},
+        "data": {"dataset": "hf:clinic/scans"},
+        "partition": {"kind": "iid", "clients": 2},
+        "model": {"name": "linear"},
+    }
+    result = simulate(resolve(sections), quiet=True)
+    assert result.settings.folder.revision == "c0ffee"
+    assert asked[-1] == ("clinic/scans", "c0ffee", ["*.parquet", "*.safetensors"])
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    write_csv(tmp_path / "a.csv")
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fedsynth\[tables\]'"):
+        load_file(tmp_path / "a.csv")
+
+
+# --------------------------------------------------------------------------------------- Python
+
+
+def test_frames_loaders_and_arrays_give_the_same_data() -> None:
+    """Names of classes, persons and sites become numbers."""
+    names = np.array(["a", "b", "c"])[Y]
+    expected = from_arrays(X, names, groups=PATIENTS, sites=SITES, bounds=(-8, 8))
+    assert (expected.spec.class_names, expected.spec.domains) == (
+        ("a", "b", "c"),
+        ("north", "south"),
+    )
+    assert torch.equal(expected.domains, torch.from_numpy((SITES == "south").astype(int)))
+    frame = pandas.DataFrame(X).assign(label=names, patient=PATIENTS, site=SITES)
+    spec = replace(expected.spec, source="a test")
+    for data in (
+        from_arrays(frame, "label", groups="patient", sites="site", bounds=(-8, 8)),
+        from_arrays(torch.tensor(X), torch.tensor(Y), spec, groups=PATIENTS, sites=SITES),
+        from_arrays(DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), 7), spec=spec),
+    ):
+        assert torch.equal(data.images, expected.images)
+        assert torch.equal(data.labels, torch.from_numpy(Y))
+        assert data.groups is None or torch.equal(data.groups, expected.groups)
+    for wrong in ({"labels": "diagnosis"}, {"labels": "label", "sites": ["x"] * N}):
+        with pytest.raises(DataError, match=r"'diagnosis' is missing|sites .* among north, south"):
+            from_arrays(frame[[*range(4), "label"]], spec=spec, **wrong)
+
+
+def test_simulate_takes_data_sets_but_no_derived_specification_for_a_private_run() -> None:
+    settings = RunSettings(
+        FedAvg(local_epochs=1),
+        rounds=1,
+        model=ModelSettings("linear"),
+        partition=PartitionSettings("iid", clients=2),
+    )
+    pairs = TensorDataset(torch.sigmoid(torch.tensor(X)), torch.tensor(Y))
+    results = [simulate(settings, data=data, quiet=True) for data in (pairs, (pairs, pairs))]
+    assert [result.accuracy is None for result in results] == [True, False]
+    secret = replace(settings, privacy=PrivacySettings(epsilon=1.0))
+    with pytest.raises(DataError, match="public facts that a person stated"):
+        simulate(secret, data=pairs, quiet=True)
+
+
+def test_people_and_records_in_both_parts_are_noted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **ARRAYS)
+    rows = slice(N - 4, N)
+    np.savez(tmp_path / "b.npz", x=X[rows], y=Y[rows], patients=[129, 129, 177, 178])
+    notes: list[str] = []
+    settings = RunSettings(
+        FedAvg(local_epochs=1),
+        rounds=1,
+        model=ModelSettings("linear"),
+        partition=PartitionSettings("given"),
+        folder=FolderSettings(str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), bounds="-8,8"),
+    )
+    data_of_run(settings, None, None, notes.append, download=False)
+    text = "\n".join(notes)
+    assert "1 of 3 users" in text
+    assert "4 of 4 test images are identical" in text
