@@ -214,9 +214,9 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     """
     values = dict(data)
     name = values.pop("dataset", None)
-    for prefix, kept in ((HUB, HUB), (MEDMNIST, "")):
+    for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):
         if str(name).startswith(prefix) and not values.get("folder"):
-            values["folder"] = kept + str(name).removeprefix(prefix)
+            values["folder"] = scheme + str(name).removeprefix(prefix)
             name = None
     if not values:
         return str(name or DEFAULT_DATASET), None

@@ -425,8 +425,8 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     """
     files: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.parquet")):
-        found = _SPLIT_OF_PATH.findall(path.relative_to(folder).as_posix().casefold())
-        files.setdefault((*found, TRAIN)[0], []).append(str(path))
+        splits = _SPLIT_OF_PATH.findall(path.relative_to(folder).as_posix().casefold())
+        files.setdefault((*splits, TRAIN)[0], []).append(str(path))
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
     load = _optional("datasets", "hub").load_dataset
