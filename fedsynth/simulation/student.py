@@ -333,7 +333,7 @@ def real_images(
     images = image_spec(spec)
     if folder is not None:
         chosen = FolderSettings(str(folder), **columns).columns  # type: ignore[arg-type]
-        skips = {"skip_corrupt": skip_corrupt, "skip_other": skip_other}
+        skips: dict[str, Any] = {"skip_corrupt": skip_corrupt, "skip_other": skip_other}
         return _encoded(read_test(str(folder), images, note, chosen, **skips), spec, encoder)
     if dataset is None:
         return None
