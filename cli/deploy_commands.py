@@ -43,6 +43,26 @@ def init(
     print(f"{folder} contains the Flower app. The agreement of the run is {proposal.agreement}")
 
 
+@deploy_app.command("settings")
+@given.takes_settings(*RUN)
+def settings_file(
+    chosen: given.Sections,
+    file: Annotated[Path, given.path_argument("The TOML file to write, such as run.toml.")],
+    spec: Spec = None,
+) -> None:
+    """Write a file with all settings of a run, for `fedsynth server --config`.
+
+    Settings that you do not give have the default values of the method. You can edit the file.
+    """
+    from fedsynth.validation import to_toml
+
+    if file.exists():
+        raise OptionError(f"{file} already exists. Remove this file, or name a new file")
+    proposal = _proposal(chosen, None, spec)
+    file.write_text(to_toml(proposal.settings.to_mapping()), "utf-8")
+    print(f"written: {file}")
+
+
 @deploy_app.command("keys")
 def keys(
     folder: NewFolder,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec
     from fedsynth.simulation.student import Student
 
+FIRST_STEPS = 5  # after which the time of a training is estimated
 ROBUST = "median, trimmed or clip (run.robust)"
 
 
@@ -424,7 +427,7 @@ def student(
         labels=labels,
         teacher=expand_home(teacher),
         device=run.get("device", "auto"),
-        report=_print_progress,
+        report=_progress(),
     )
     result.save(output)
     print(f"trained on: {len(result.synthetic.labels)} images, {result.labels} labels")
@@ -529,7 +532,17 @@ def _guarantee(result: Student) -> str:
     return f"{epsilon}, as for the synthetic images, unless {model} uses private data"
 
 
-def _print_progress(step: int, total: int) -> None:
-    """Prints a line to stderr after each tenth of the training."""
-    if 10 * step // total > 10 * (step - 1) // total:
-        say(f"step {step} of {total}")
+def _progress() -> Callable[[int, int], None]:
+    """Returns a function that prints the expected time after the first steps of a training, and a
+    line to stderr after each tenth.
+    """
+    from fedsynth.simulation.run_messages import duration
+
+    started = time.monotonic()
+
+    def report(step: int, total: int) -> None:
+        if step == FIRST_STEPS or 10 * step // total > 10 * (step - 1) // total:
+            left = (time.monotonic() - started) / step * (total - step)
+            say(f"step {step} of {total}, about {duration(left)} left")
+
+    return report

@@ -57,6 +57,7 @@ from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import ClientMemory
 
 if TYPE_CHECKING:
@@ -236,6 +237,8 @@ class Session:
                 if answer.kind == frames.ANSWER:
                     sent = answer.to_bytes()
                     self._write(file.name, _digest(frame) + hashlib.sha256(sent).digest() + sent)
+                    if frame.kind == frames.STEP and phase == MAIN:
+                        self._tell_owner(context)
             elif frame.kind == frames.STEP:
                 self._restore(phase, context)
         finally:
@@ -243,6 +246,15 @@ class Session:
         if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and phase == FIRST):
             return answer
         return replace(answer, facts={**answer.facts, **self.statement()})
+
+    def _tell_owner(self, context: RoundContext) -> None:
+        """Tells the owner that the client has answered in a round, and the ε of its ledger."""
+        budget = self.runtime.budget
+        text = f"round {context.round}/{self.runtime.settings.rounds}: answered"
+        if budget is not None and budget.plan.guaranteed([budget.ledger.history()]):
+            epsilon = budget.plan.epsilon([budget.ledger.history()])
+            text += f", this client's ledger has spent ε = {format_epsilon(epsilon)}"
+        self._node.say(text)
 
     def _context(self, question: RoundFacts) -> RoundContext:
         """Checks the settings and the round in a request, and returns the context of this round."""

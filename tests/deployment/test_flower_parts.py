@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
+from fedsynth.config.resolve import resolve
 from fedsynth.deployment.flower import joining
 from fedsynth.deployment.flower.joining import ServerConnection
 from fedsynth.deployment.flower.processes import FlowerError, Gate
@@ -29,6 +30,7 @@ from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.errors import MessageError, OutputError, SettingError
+from fedsynth.validation import read_sections
 
 SETTINGS = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
 
@@ -366,6 +368,17 @@ def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_settings_file_describes_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    arguments = ["--method", "feddm", "--clients", "3", "--set", "ipc=2", "--set", "model.width=8"]
+    result = CliRunner().invoke(app, ["deploy", "settings", str(file), *arguments])
+    assert result.exit_code == 0, result.stderr
+    settings = resolve(read_sections(file))
+    assert (settings.method.ipc, settings.partition.clients, settings.model.width) == (2, 3, 8)
+    again = CliRunner().invoke(app, ["deploy", "settings", str(file)])
+    assert (again.exit_code, "already exists" in again.stderr) == (2, True)
 
 
 def test_missing_flower_error_names_the_package(

@@ -35,6 +35,7 @@ from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer
+from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.verification import verify_run
 from tests.deployment.local_setup import (
     CLIENTS,
@@ -74,6 +75,8 @@ def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) ->
     simulation = simulate(resolve(settings), output=setup.folder / "simulated", quiet=True)
     assert simulation.folder is not None
     assert served.record.rows[-1]["epsilon"] == simulation.metrics[-1]["epsilon"]
+    spent = format_epsilon(served.record.rows[-1]["epsilon"])
+    assert f"answered, this client's ledger has spent ε = {spent}" in "\n".join(setup.messages)
     for number in range(CLIENTS):
         ledger = read_ledger(simulation.folder / "ledger" / f"client-{number:03d}.jsonl")
         assert setup.ledger(number) == ledger.releases

@@ -24,6 +24,8 @@ from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results.disclosed import lost_in_words
 
 POLL_SECONDS = 0.3
 """The number of seconds between two checks for answers."""
@@ -93,7 +95,13 @@ class LogObserver(Observer):
         print(text, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        print(json.dumps(dict(row)), flush=True)
+        parts = [f"round {row['round']}"]
+        if row.get("test_accuracy") is not None:
+            parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
+        if "epsilon" in row:
+            parts.append(f"ε {format_epsilon(row['epsilon'])}")
+        parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", *lost_in_words(row)]
+        print(" · ".join(parts), flush=True)
 
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked

@@ -9,6 +9,7 @@ installed package.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ SUPERLINK = "local"
 """The name of the SuperLink in the configuration of `flwr`."""
 LOG = "superlink.log"
 """The name of the SuperLink's log file, which is written next to the run folders."""
+_COLOUR_CODE = re.compile("\x1b\\[[0-9;]*m")
 HOSTS = (LOCALHOST, "0.0.0.0")
 TLS_FILES = {
     "--ssl-certfile": "server.crt",
@@ -213,7 +215,7 @@ class SuperLink:
         process = start(COMMANDS, arguments, self.home, subprocess.PIPE)
         try:
             for line in process.stdout or ():
-                say(line.rstrip())
+                say(_COLOUR_CODE.sub("", line).rstrip())
         finally:
             stop(process)
         try:
