@@ -52,6 +52,8 @@ class ImageData:
             sets with domains, such as the hospitals or styles that the images come from.
         groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
             from. A number may have no image.
+        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: the values
+            before scaling, or the image before encoding. None for the bytes of the images.
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
 
@@ -74,6 +76,7 @@ class ImageData:
     domains: Tensor | None = None
     groups: Tensor | None = None
     may_be_empty: bool = False
+    record_bytes: Tensor | None = None
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -132,7 +135,7 @@ class ImageData:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> ImageData:
         changed: dict[str, Any] = {}
-        for name in ("images", "labels", "domains", "groups"):
+        for name in ("images", "labels", "domains", "groups", "record_bytes"):
             array = getattr(self, name)
             if array is not None:
                 changed[name] = change(array)
@@ -214,6 +217,10 @@ def from_arrays(
         x = x.permute(0, 3, 1, 2) if channels_last else x.reshape(len(x), *spec.image_shape)
     y = _positions(labels, spec.class_names, spec, "labels")
     data = ImageData(_scaled(x, spec), _as_tensor(y, "labels"), spec)
+    if spec.bounds is not None:
+        # -0.0 and 0.0 are the same value
+        values = (x.flatten(1).float() + 0.0).contiguous()
+        data = replace(data, record_bytes=values.view(torch.uint8))
     if sites is not None:
         domains = _positions(sites, spec.domains, spec, "sites")
     if domains is not None:
@@ -253,12 +260,14 @@ def _stacked(dataset: Any) -> tuple[Any, Any]:
         for image, label in dataset:
             images.append(np.asarray(image))
             labels.append(np.asarray(label))
+        if len({image.dtype for image in images}) > 1:  # joining would convert some of them
+            raise TypeError("the arrays have different types")
         join = np.concatenate if isinstance(dataset, DataLoader) else np.stack
         return join(images), join(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             "without labels, the data set must yield pairs of an array and a label, all arrays with "
-            f"the same shape: {' '.join(str(error).split())}"
+            f"the same shape and type: {' '.join(str(error).split())}"
         ) from None
 
 
@@ -470,7 +479,10 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts arrays of pixels, or of values within the specification's bounds, to stored images."""
     if spec.bounds is not None:
-        _check_finite(x, spec)
+        if not bool(torch.isfinite(x).all()):
+            raise DataError(
+                f"the values of {spec.name} must be finite, but some are NaN or infinite"
+            )
         low, high = spec.bounds
         # float32 first, so that a record has the same bytes whatever file it comes from
         return x.float().double().sub(low).div(high - low).clamp(0, 1).float()
@@ -501,9 +513,9 @@ def record_digests(
 ) -> npt.NDArray[np.uint8]:
     """Computes a keyed hash of each record at `positions`, uint8 [N, size].
 
-    The hash is BLAKE2b (RFC 7693) of the record's stored bytes, row by row, and, if `labels` is
-    true, of its label. It does not depend on the record's position, on other records or on the
-    device.
+    The hash is BLAKE2b (RFC 7693) of the bytes of the record's image, row by row, or of its
+    `record_bytes`, and, if `labels` is true, of its label. It does not depend on the record's
+    position, on other records or on the device.
 
     Args:
         data: the images and labels, on any device.
@@ -518,7 +530,8 @@ def record_digests(
     empty = hashlib.blake2b(key=key, digest_size=size, person=_PURPOSE)
     for first in range(0, len(chosen), _AT_ONCE):
         chunk = data.subset(chosen[first : first + _AT_ONCE])
-        pixels = chunk.images.cpu().flatten(1).contiguous().view(torch.uint8).numpy()
+        stored = chunk.images if chunk.record_bytes is None else chunk.record_bytes
+        pixels = stored.cpu().flatten(1).contiguous().view(torch.uint8).numpy()
         if labels:
             y = chunk.labels.cpu().numpy().astype("<i8")
             pixels = np.concatenate([pixels, y[:, None].view(np.uint8)], axis=1)

@@ -124,14 +124,32 @@ def test_a_specification_survives_json() -> None:
     assert spec_from_json(json.loads(json.dumps(asdict(SPEC)))) == SPEC
 
 
-def test_a_digest_depends_on_each_bit_of_a_value() -> None:
+def test_digests_depend_only_on_float32_values() -> None:
+    """A ledger recognises records under other bounds, as float64 and with negative zeros."""
     vectors, labels = draw(3, 0)
-    data = from_arrays(vectors, labels, SPEC)
-    moved = data.images.clone()
-    moved[1, 0, 0, 5] = torch.nextafter(moved[1, 0, 0, 5], torch.tensor(1.0))
-    other = replace(data, images=moved)
-    first, second = (record_digests(d, np.arange(3), b"key") for d in (data, other))
-    assert (first == second).all(axis=1).tolist() == [True, False, True]
+    vectors = vectors.astype(np.float32)
+    vectors[0, 3] = 0.0
+    changed = vectors.copy()
+    changed[1, 5] = np.nextafter(vectors[1, 5], np.float32(9))
+    negative_zero = vectors.astype(np.float64)
+    negative_zero[0, 3] = -0.0
+
+    def digests(values: np.ndarray, bounds: tuple[float, float] = (-4.0, 4.0)) -> np.ndarray:
+        data = from_arrays(values, labels, replace(SPEC, bounds=bounds))
+        return record_digests(data.subset([0, 1, 2]), np.arange(3), b"key")
+
+    first = digests(vectors)
+    for same in (digests(vectors, (0.0, 4.001)), digests(negative_zero)):
+        assert (first == same).all()
+    assert (first == digests(changed)).all(axis=1).tolist() == [True, False, True]
+
+
+def test_arrays_of_different_types_are_rejected() -> None:
+    """If they were joined, one record's type would change the stored pixels of another."""
+    records = [(np.array([[0, 1]], np.uint8), 0), (np.array([[0.5, 1]], np.float32), 1)]
+    spec = replace(SPEC, width=2, bounds=None)
+    with pytest.raises(DataError, match="different types"):
+        from_dataset(records, spec)
 
 
 @pytest.mark.parametrize(
