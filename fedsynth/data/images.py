@@ -52,8 +52,8 @@ class ImageData:
             sets with domains, such as the hospitals or styles that the images come from.
         groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
             from. A number may have no image.
-        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: the values
-            before scaling, or the image before encoding. None for the bytes of the images.
+        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: their
+            values as float32 before scaling. None for the bytes of the images.
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
 

@@ -279,6 +279,7 @@ def encode(
     return replace(
         data,
         images=stored[:, None, None].to(data.images.device),
+        record_bytes=None,
         spec=encoded_spec(data.spec, features),
     )
 
