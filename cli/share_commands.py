@@ -232,15 +232,13 @@ def describe(
     Before any private run, a person must therefore check each line and sign the file.
     """
     from fedsynth.data.describe import describe_folder
-    from fedsynth.data.folder_settings import FolderSettings
+    from fedsynth.data.folder_settings import FolderSettings, read_declaration
 
     settings = FolderSettings(str(folder), **chosen["data"])
     description = describe_folder(settings, note, name)
     path = output or description.path
-    if path.exists():
-        raise OptionError(
-            f"{path} already exists. Remove this file, or name a new file with --output"
-        )
+    if path.exists() and read_declaration(path).signed_by:
+        raise OptionError(f"{path} is signed. Remove this file, or name a new file with --output")
     path.write_text(description.toml, "utf-8")
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(

@@ -24,6 +24,7 @@ from fedsynth.features.encoding import EncoderSettings
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import short_repr
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import converted, field_types, from_mapping
 
@@ -125,12 +126,15 @@ def resolve(
     ledger: Any = None
     if privacy.keys() == {"ledger"}:
         ledger = str(privacy.pop("ledger"))
+    division = from_mapping(PartitionSettings, partition)
+    if folder is not None and privacy.get("unit") == USER:
+        privacy = {**_declared_users(folder, division), **privacy}
     values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
         method=method.from_mapping(over_preset("method")),
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
-        partition=from_mapping(PartitionSettings, partition),
+        partition=division,
         model=from_mapping(ModelSettings, model),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
         report=from_mapping(ReportSettings, sections.get("report", {})),
@@ -234,6 +238,17 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
         )
         raise SettingError("data", "dataset", reason)
     return str(name or default_name(folder.folder)), folder
+
+
+def _declared_users(folder: FolderSettings, partition: PartitionSettings) -> dict[str, float]:
+    """Returns the declared number of users per client as the nominal size, if it is declared."""
+    declaration = folder.declared()
+    if declaration is None or not declaration.spec.groups:
+        return {}
+    clients = partition.clients
+    if partition.kind == EXPLICIT:
+        clients = max(1, len(declaration.sites))
+    return {"nominal_size": declaration.spec.groups / clients}
 
 
 MEDMNIST = "medmnist:"

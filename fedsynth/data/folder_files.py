@@ -363,9 +363,19 @@ def _files_in_manifest(file: Path) -> FolderFiles:
     root = file.parent
     rows: dict[str, tuple[str, str, str]] = {}  # label, site, user
     for location, row in read_table(file, ("path", "label"), ("site", "user")):
-        if row["path"] in rows:
-            raise DataFilesCorruptError(f"{location} repeats the path {one_line(row['path'])}")
-        rows[row["path"]] = (row["label"], row.get("site", ""), row.get("user", ""))
+        path = _existing(root, row["path"])
+        if path in rows:
+            raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
+        rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(rows)
     facts = np.array(list(map(rows.__getitem__, paths)), dtype=object).reshape(-1, 3)
     return FolderFiles(root, _names(paths), *facts.T)
+
+
+def _existing(root: Path, path: str) -> str:
+    """Returns the spelling of a path that exists: accents may be composed or not."""
+    for form in ("NFC", "NFD"):
+        spelling = unicodedata.normalize(form, path)
+        if (root / spelling).exists():
+            return spelling
+    return path

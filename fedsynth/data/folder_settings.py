@@ -168,14 +168,7 @@ def read_declaration(path: Path) -> Declaration:
     if declared.signed_off.by and declared.signed_off.date:
         signed_by = f"{declared.signed_off.by}, {declared.signed_off.date}"
     return Declaration(
-        spec,
-        tuple(images.sites),
-        upper_bound,
-        ledger,
-        images.person,
-        signed_by,
-        path,
-        decoding,
+        spec, tuple(images.sites), upper_bound, ledger, images.person, signed_by, path, decoding
     )
 
 
@@ -251,7 +244,6 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
 
 TEST_KINDS = ("public", "private", "none")
 MAX_SIDE = 4096
-MAX_SLICE = 10**6
 _SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
 
 
@@ -345,7 +337,7 @@ class FolderSettings:
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
-        check_number("data", "slice", self.slice, -1, MAX_SLICE)
+        check_number("data", "slice", self.slice, -1, 10**6)
         self.size()
         self.decoding()
         self.limits()

@@ -19,17 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from fedsynth.data import medical_files
 from fedsynth.data.files import one_line
 from fedsynth.data.images import Bytes
-from fedsynth.data.medical_files import (
-    BITS_LOST,
-    Decoding,
-    Picture,
-    is_dicom,
-    medical_reader,
-    patient_of,
-    scaled,
-)
+from fedsynth.data.medical_files import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import read_regular
@@ -98,7 +91,7 @@ def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, st
 def is_image(path: Path) -> bool:
     """Returns True if a file is an image that a user's folder may contain, judged by its name or,
     for DICOM files without an extension, by its first bytes."""
-    return path.suffix.lower() in EXTENSIONS or medical_reader(path) is not None
+    return path.suffix.lower() in EXTENSIONS or medical_files.medical_reader(path) is not None
 
 
 def read_pixels(
@@ -138,7 +131,7 @@ def read_patients(paths: Sequence[Path]) -> list[str]:
     """
 
     def read(path: Path) -> str:
-        return patient_of(path) if is_dicom(path) else ""
+        return medical_files.patient_of(path) if medical_files.is_dicom(path) else ""
 
     patients, _ = _attempt(read, paths)
     return [patient or "" for patient in patients]
@@ -222,7 +215,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 
 
 def _read_header(path: Path) -> ImageHeader:
-    if medical_reader(path) is not None:
+    if medical_files.medical_reader(path) is not None:
         values = _read_picture(path, Decoding()).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
@@ -242,7 +235,7 @@ def _is_grey(image: Image.Image) -> bool:
 
 def _read_picture(path: Path, decoding: Decoding) -> Picture:
     """Decodes an image file upright, and notes what is lost."""
-    reader = medical_reader(path)
+    reader = medical_files.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
             return reader(path, decoding)
@@ -251,7 +244,7 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
         if _has_wide_levels(image) or ";16" in str(
             getattr(image, "tile", "")
         ):  # how Pillow will decode it
-            losses.append(BITS_LOST)
+            losses.append(medical_files.BITS_LOST)
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
             losses.append(PAGES_LOST)
         upright = ImageOps.exif_transpose(image)
@@ -259,7 +252,7 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
             window = decoding.window
             if upright.mode != "F":
                 window = window or _RANGE_OF_16_BITS
-            return Picture(scaled(np.asarray(upright), window), tuple(losses))
+            return Picture(medical_files.scaled(np.asarray(upright), window), tuple(losses))
         mode = "L" if _is_grey(upright) else "RGB"
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")

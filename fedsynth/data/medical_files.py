@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -149,13 +150,11 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     wide = values.astype(np.float64)
     if window is None:
         finite = wide[np.isfinite(wide)]
-        low, high = 0.0, 0.0
-        if finite.size:
-            low, high = float(finite.min()), float(finite.max())
+        low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     else:
         low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
     if not math.isfinite(high - low):
-        raise UnsupportedImageError("the values of the image are too large")
+        raise UnsupportedImageError("the values of the image are not finite, or too large")
     with np.errstate(invalid="ignore"):
         unit = (wide - low) / ((high - low) or 1.0)
     return np.nan_to_num(unit, nan=0.0).clip(0, 1)
@@ -168,6 +167,8 @@ def _plain_errors(kind: str) -> Iterator[None]:
     Raises:
         UnsupportedImageError: the block raised an error about the file, or the library is missing.
     """
+    for library in ("pydicom", "nibabel.global"):  # their logs quote headers
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         yield
     except UnsupportedImageError:
@@ -231,13 +232,9 @@ def patient_of(path: Path) -> str:
 def _dataset(file: BinaryIO, tags: list[Any], *, header_only: bool = False) -> Any:
     """Reads the elements with the given tags of a DICOM file."""
     from pydicom import dcmread
-    from pydicom.errors import InvalidDicomError
     from pydicom.filereader import read_dataset, read_preamble
 
-    try:
-        read_preamble(file, False)
-    except InvalidDicomError:
-        raise UnsupportedImageError("the file is not a DICOM file") from None
+    read_preamble(file, False)
     meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:  # pydicom inflates without a limit
         raise UnsupportedImageError("deflated DICOM files are not supported. Decompress the file")
@@ -332,8 +329,8 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
     """Decodes an axial slice of a NIfTI file.
 
     The rows of the image run from front to back, and its columns from the patient's right to the
-    left, as in DICOM files. Of several volumes, the first is used. The window is the one in
-    `decoding`, or the display range in the header, or the range of the slice.
+    left, as in DICOM files. Of several volumes, the first is used. Without a window, the range of
+    the slice is shown.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large or unsupported.
@@ -358,8 +355,7 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
         losses = [SLICES_LOST] * (math.prod(volumes.shape) > plane.size)
         losses += [BITS_LOST] * (image.get_data_dtype() != np.uint8)
-        window = decoding.window or _display_range(image.header)
-        return Picture(scaled(upright, window), tuple(losses))
+        return Picture(scaled(upright, decoding.window), tuple(losses))
 
 
 def _nifti_bytes(path: Path) -> bytes:
@@ -385,11 +381,3 @@ def _nifti_bytes(path: Path) -> bytes:
         if len(content) < size:
             raise UnsupportedImageError("the NIfTI file is shorter than its header states")
         return content
-
-
-def _display_range(header: Any) -> tuple[float, float] | None:
-    """Returns the centre and width of the display range in a header, or None without a range."""
-    low, high = float(header["cal_min"]), float(header["cal_max"])
-    if math.isfinite(high - low) and low < high:
-        return (low + high) / 2, high - low
-    return None

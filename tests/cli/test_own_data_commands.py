@@ -33,12 +33,13 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
-    assert "already exists" in fedsynth(f"data describe {folder}").stderr
+    assert fedsynth(f"data describe {folder}").code == 0  # replaces the unsigned draft
 
     assert "is not signed. " in fedsynth(synthesize).stderr
     toml.write_text(
         toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "2026-11-23"')
     )
+    assert "is signed" in fedsynth(f"data describe {folder}").stderr
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
     assert result.code == 0, result.stderr
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()

@@ -101,7 +101,7 @@ def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
     assert np.array_equal(levels(inverted), 255 - levels(plain))
 
 
-def test_dicom_tables_and_functions_are_applied(tmp_path: Path) -> None:
+def test_dicom_table_replaces_window(tmp_path: Path) -> None:
     table = Dataset()
     table.LUTDescriptor = [256, 0, 8]
     table.LUTData = np.arange(255, -1, -1, dtype="<u2").tobytes()
@@ -109,10 +109,6 @@ def test_dicom_tables_and_functions_are_applied(tmp_path: Path) -> None:
     negative = write_dicom(tmp_path / "a.dcm", stored, VOILUTSequence=Sequence([table]))
     assert np.array_equal(levels(negative), 255 - stored.astype(int))
     assert np.array_equal(levels(write_dicom(tmp_path / "b.dcm", stored)), stored)
-    window = {"WindowCenter": 32, "WindowWidth": 20, "VOILUTFunction": "SIGMOID"}
-    sigmoid = write_dicom(tmp_path / "c.dcm", stored, **window)
-    expected = np.rint(255 / (1 + np.exp(-4 * (stored - 32.0) / 20)))
-    assert np.abs(levels(sigmoid) - expected).max() <= 1
 
 
 def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
@@ -160,7 +156,7 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
         broken.write_bytes(content)
         assert fault(broken).startswith("the DICOM file ")
     broken.write_bytes(b"not at all")
-    assert fault(broken) == "the file is not a DICOM file"
+    assert fault(broken) == "the DICOM file is damaged or unsupported"
     huge = write_dicom(tmp_path / "huge.dcm", np.zeros((8, 8), np.uint8), Rows=60000, Columns=60000)
     assert "at most 33,554,432 pixels" in fault(huge)
     bomb = write_ct(tmp_path / "bomb.dcm", syntax=DeflatedExplicitVRLittleEndian)
@@ -183,9 +179,6 @@ def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
         assert load_folder(tmp_path).train.groups is None
-    table = "image,patient\nill/1.dcm,X\nill/2.dcm,Y\nwell/3.dcm,X\nwell/4.dcm,X\n"
-    (tmp_path / "users.csv").write_text(table)  # the list counts, not the headers
-    assert load_folder(tmp_path).train.groups.tolist() == [0, 1, 0, 0]
 
 
 def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
