@@ -224,7 +224,7 @@ def audit(
 def _audit_options(
     config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """Audits the settings that the options describe.
+    """Audits the run that the options describe.
 
     Returns the result, and the command line that repeats this audit.
     """

@@ -297,9 +297,9 @@ class PrivateClientView(_ClientView):
         return self._allowance.plan(name)
 
     def series(self, name: str) -> list[GaussianSumMechanism]:
-        """Returns, for each client, the mechanism that was charged for the plan with this name.
+        """Returns the mechanisms of a planned release, one for each client.
 
-        Each mechanism makes one client's series of releases.
+        Each mechanism makes the releases of its client.
 
         Raises:
             UnplannedReleaseError: this exchange has no plan with this name, or its series was
