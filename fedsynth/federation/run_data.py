@@ -155,7 +155,7 @@ def data_of_run(
     *,
     download: bool,
 ) -> RunData:
-    """Loads the images of a run, and completes the settings with what the images declare.
+    """Loads the images of a run, and adds the declared facts about them to the settings.
 
     Args:
         settings: the run's settings.

@@ -188,8 +188,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} was copied from a run folder and does not identify its "
-                f"records. If it was charged for records of client {name!r}, run "
+                f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
+                f"from a run folder. To assign it to the records of client {name!r}, run "
                 f"{self._command(name)}"
             )
 
@@ -253,10 +253,9 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} of the records of ledger "
-                    f"{self._file(other)}. A record must stay with the ledger that was charged for "
-                    "it. Give the clients the names of their ledgers (simulate(names=...)), or "
-                    "remove these records"
+                    f"{moved[other]} records of client {name!r} belong to ledger "
+                    f"{self._file(other)}. Remove these records, or give each client the name of "
+                    "its ledger (simulate(names=...))"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:

@@ -41,7 +41,7 @@ LINES = (
     ("distill --models a --method feddm", "run.method=feddm cannot distil without data"),
     ("reproduce", "name a table, such as feddm:table2. Use --list to show all tables"),
     ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
-    ("reproduce feddm:table2 --alpha 0.5", "no cell with alpha 0.5. Use 0.1, 0.01"),
+    ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
     (f"reproduce {CELL} --time-budget soon", "--time-budget must be a duration"),
     (f"reproduce {CELL} --scale 2", "scale must be above 0 and below 1, got 2.0"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),

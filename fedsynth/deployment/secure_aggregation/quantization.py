@@ -105,7 +105,7 @@ class MaskedUpload(Message):
 
 
 def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:
-    """Returns the encoding of the uploads in one exchange of a round. The encoding is public.
+    """Returns the public encoding of the uploads in one exchange of a round.
 
     Args:
         method: a method whose server sees only sums of uploads.
@@ -151,7 +151,7 @@ def sum_terms(
         SecureSumError: if the name is invalid, or if fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
-        raise SecureSumError(f"the name of a sum must have {NAME_DIGITS} hexadecimal digits")
+        raise SecureSumError(f"the name of a secure sum must have {NAME_DIGITS} hexadecimal digits")
     taking = len(context.active)
     private = context.privacy is not None
     about = f"{agreed} {context.round} {phase} {name}"
