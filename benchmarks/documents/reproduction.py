@@ -191,12 +191,6 @@ def _worst_local() -> list[str]:
     return [f"{value:.0f}" for value in (min(swings), max(swings), *means)]
 
 
-def _worst_local_of_few() -> list[str]:
-    """At Dir(0.01): the means of FedKF⁻, FedKF and FedAvg."""
-    means = _means(_last_local("0.01"), "fedkf- (oca)", "fedkf (oca)", "fedavg")
-    return [f"{value:.0f}" for value in means]
-
-
 def _gain_of_few() -> list[str]:
     """At Dir(0.01): AMP of FedKF⁻ and FedKF, the least and the most, less that of FedAvg."""
     amp = {
@@ -231,10 +225,4 @@ SENTENCES = [
         _worst_local,
     ),
     (DOCUMENT, "{} to {} points over FedAvg's last model", _gain_of_few),
-    (
-        DOCUMENT,
-        "over the last 20 rounds its mean WLP is {} (ACA) and {} (OCA), FedKF's {} and {}, "
-        "FedAvg's {} and {}",
-        _worst_local_of_few,
-    ),
 ]
