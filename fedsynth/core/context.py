@@ -7,7 +7,7 @@ serialised in the same way as a message.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -45,42 +45,8 @@ class ServerState(Packed):
     parameters: Mapping[str, Tensor]
 
 
-class Reporter(Protocol):
-    """The interface of objects that receive the progress of a step and its notes for users."""
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Receives the progress of a phase, of which `completed` of `total` steps are done.
-
-        An implementation must not wait for the device.
-        """
-
-    def note(self, text: str) -> None:
-        """Receives a line of text for users."""
-
-
-class Silent:
-    """A reporter that ignores progress and notes."""
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Does nothing."""
-
-    def note(self, text: str) -> None:
-        """Does nothing."""
-
-
-class Notes(Silent):
-    """A reporter that stores the notes for users and ignores progress.
-
-    Attributes:
-        lines: the notes, oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        """Stores the line."""
-        self.lines.append(text)
+def _ignore(*_values: object) -> None:
+    """Ignores progress and notes."""
 
 
 class PublicImages(Protocol):
@@ -97,7 +63,7 @@ class RoundContext:
     """The public settings of the run and public facts of the round, which every step of a round
     receives.
 
-    Only `round`, `participants`, `reporter` and `keeper` differ between the rounds of a run.
+    Only `round`, `participants`, `report`, `note` and `keeper` differ between the rounds of a run.
 
     Args:
         round: the number of the round: 1, 2, …
@@ -121,7 +87,9 @@ class RoundContext:
         robust_share: β of the rule "trimmed".
         rounds: the planned number of rounds.
         participants: the indices of this round's clients, ascending. None if all clients take part.
-        reporter: receives progress and notes.
+        report: receives (phase, completed, total) after `completed` of `total` steps of a phase. It
+            must not wait for the device.
+        note: receives lines of text for users.
         keeper: saves checkpoints of long loops.
         precision: the numeric type of condensation's passes over real images, of plain training and
             of distillation. It changes results only by rounding, as do `memory_bytes` and
@@ -155,7 +123,8 @@ class RoundContext:
     robust_share: float = 0.2
     rounds: int = 1
     participants: tuple[int, ...] | None = None
-    reporter: Reporter = field(default_factory=Silent)
+    report: Callable[..., None] = _ignore
+    note: Callable[[str], None] = _ignore
     keeper: LoopCheckpointer = field(default_factory=NullCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
@@ -189,14 +158,6 @@ class RoundContext:
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Tells the reporter that `completed` of `total` steps of a phase are done."""
-        self.reporter.report(phase, completed, total)
-
-    def note(self, text: str) -> None:
-        """Passes a line for users to the reporter."""
-        self.reporter.note(text)
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """Returns a network with these parameters and buffers, on the run's device.

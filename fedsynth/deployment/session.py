@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedsynth.core.context import RoundContext, Silent
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
@@ -266,8 +266,12 @@ class Session:
                 f"the participants in the server's request for round {question.round} differ from "
                 "those that the run's settings select"
             )
-        context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
-        return replace(context, round=question.round, participants=participants)
+        return replace(
+            runtime.context,
+            note=self._node.say,
+            round=question.round,
+            participants=participants,
+        )
 
     # ----------------------------------------------------------------------------- an exchange
 
@@ -428,17 +432,6 @@ class Session:
         """Loads a stored memory of the client onto the client's device."""
         stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
         return stored.to(self.runtime.context.device).memory
-
-
-class OwnerReporter(Silent):
-    """An observer that passes the messages of a client's step to the owner."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def note(self, text: str) -> None:
-        """Passes a message to the owner."""
-        self._say(text)
 
 
 def _memory_file(phase: str, context: RoundContext) -> str:

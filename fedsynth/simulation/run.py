@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,8 @@ class Simulation:
             self.context,
             round=number,
             participants=self.participation.in_round(number),
-            reporter=_RoundReporter(self.observer, number),
+            report=partial(self.observer.step, number),
+            note=self.observer.note,
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
@@ -407,17 +408,3 @@ def _may_share(settings: RunSettings) -> bool:
     """
     custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not custom
-
-
-@dataclass(frozen=True)
-class _RoundReporter:
-    """Passes the progress of one round to an observer."""
-
-    observer: Observer
-    number: int
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        self.observer.step(self.number, phase, completed, total)
-
-    def note(self, text: str) -> None:
-        self.observer.note(text)
