@@ -45,7 +45,7 @@ class ServerState(Packed):
     parameters: Mapping[str, Tensor]
 
 
-def _ignore(*_values: object) -> None:
+def _ignore(*_values: object, **_named: object) -> None:
     """Ignores progress and notes."""
 
 

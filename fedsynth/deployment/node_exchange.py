@@ -25,7 +25,7 @@ from fedsynth.deployment.frames import (
     Frame,
     JoinAnswer,
     JoinedClient,
-    parse_history,
+    Statement,
     read_clients,
     write_clients,
 )
@@ -140,7 +140,7 @@ class NodeExchange:
         write_clients(self._file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
-            client = self.clients.get(number, JoinedClient(0, History(name)))
+            client = self.clients.get(number, JoinedClient(size=0, history=History(name)))
             joined.append(ClientInfo(number, client.size, client.history))
         return joined
 
@@ -190,9 +190,9 @@ class NodeExchange:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
             return
-        history = parse_history(stated.history)
+        history = stated.history
         self._check_name(number, history)
-        client = self.clients.setdefault(number, JoinedClient(stated.size, history))
+        client = self.clients.setdefault(number, JoinedClient(size=stated.size, history=history))
         if client.size != stated.size:
             raise MessageError(
                 f"client {number} joined with {client.size} examples, but now states {stated.size}"
@@ -404,7 +404,7 @@ class NodeExchange:
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
             raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:
-            self.clients[number].update(parse_history(frame.facts["history"]))
+            self.clients[number].update(Statement.of(frame).history)
         return frame
 
 

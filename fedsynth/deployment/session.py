@@ -34,8 +34,15 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import Frame, RoundFacts, history_to_json
-from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
+from fedsynth.deployment.frames import Frame, RoundFacts
+from fedsynth.deployment.proposal import (
+    STATE,
+    Proposal,
+    State,
+    damage_is_named,
+    with_hash,
+    without_hash,
+)
 from fedsynth.deployment.secure_aggregation.client import SumClient, SumTerms
 from fedsynth.deployment.secure_aggregation.primitives import (
     Masked,
@@ -179,7 +186,8 @@ class Session:
 
     def statement(self) -> dict[str, Any]:
         """Returns the history of the client's ledger, as a field for an answer to the server."""
-        return {"history": history_to_json(self.runtime.history())}
+        history = self.runtime.history()
+        return {"history": history and history.to_json()}
 
     def accept(self, terms: RunTerms) -> None:
         """Checks and stores the settings that the server fixes after all clients have joined.
@@ -234,8 +242,7 @@ class Session:
             if answer is None:
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
-                    sent = answer.to_bytes()
-                    self._write(file.name, _digest(frame) + hashlib.sha256(sent).digest() + sent)
+                    self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
             elif frame.kind == frames.STEP:
                 self._restore(phase, context)
         finally:
@@ -250,7 +257,7 @@ class Session:
         runtime = self.runtime
         clients = runtime.context.clients
         rounds = runtime.settings.rounds
-        participants = tuple(question.participants)
+        participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(
                 f"the indices of the participants must be ascending and below {clients}"
@@ -458,10 +465,7 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
         content = read_regular(file, MAX_TENSORS_BYTES)
         if content[:HASH_BYTES] != _digest(question):
             return None
-        sent = content[2 * HASH_BYTES :]
-        if hashlib.sha256(sent).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
-            raise ValueError("the stored hash does not match the content")
-        return Frame.from_bytes(sent)
+        return Frame.from_bytes(without_hash(content[HASH_BYTES:]))
 
 
 def _answered(answer: Message | Parcel | Masked | Refusal) -> Frame:

@@ -214,30 +214,28 @@ def repair_ledger(path: Path) -> Repair | None:
         The repair. None if the last line is complete.
 
     Raises:
-        LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
+        LedgerError: the file has other damage, which is not repaired.
+        OSError: the file cannot be read or written.
     """
-    try:
-        with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
-            lock(file, path)
-            data = file.readall()
-            complete_size = data.rfind(b"\n") + 1
-            if complete_size == len(data):
-                read_on(Lines(), data, None, path)
-                return None
-            try:
-                read_on(Lines(), data + b"\n", None, path)
-                counts = True
-            except LedgerError:
-                read_on(Lines(), data[:complete_size], None, path)
-                counts = False
-            timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
-            copy = path.with_name(f"{path.name}.torn-{timestamp}")
-            create_once(copy, data)
-            if counts:
-                file.write(b"\n")
-            else:
-                file.truncate(complete_size)
-            os.fsync(file.fileno())
-            return Repair(data[complete_size:].decode(errors="replace"), counts, copy)
-    except OSError as error:
-        raise LedgerError(f"cannot repair ledger {path}: {error}") from error
+    with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
+        lock(file, path)
+        data = file.readall()
+        complete_size = data.rfind(b"\n") + 1
+        if complete_size == len(data):
+            read_on(Lines(), data, None, path)
+            return None
+        try:
+            read_on(Lines(), data + b"\n", None, path)
+            counts = True
+        except LedgerError:
+            read_on(Lines(), data[:complete_size], None, path)
+            counts = False
+        timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+        copy = path.with_name(f"{path.name}.torn-{timestamp}")
+        create_once(copy, data)
+        if counts:
+            file.write(b"\n")
+        else:
+            file.truncate(complete_size)
+        os.fsync(file.fileno())
+        return Repair(data[complete_size:].decode(errors="replace"), counts, copy)

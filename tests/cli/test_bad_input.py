@@ -47,7 +47,7 @@ LINES = (
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
     ("runs {tmp}", "there is no finished run in {tmp}"),
     ("privacy report {tmp}", "cannot read the privacy report"),
-    ("privacy sign {tmp} --key {tmp}/key", "cannot read the key"),
+    ("privacy sign {tmp} --key {tmp}/key", "cannot use {tmp}/key"),
 )
 
 
