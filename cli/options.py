@@ -16,7 +16,6 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -364,46 +363,6 @@ _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": 
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class SettingOption:
-    """A command-line option for one setting of a run.
-
-    Attributes:
-        name: the name, such as "--dp-sigma". A second name may follow after "/".
-        section, key: the section and key of the setting.
-        kind: the type of the values.
-        help: the help text, a single sentence.
-    """
-
-    name: str
-    section: str
-    key: str
-    kind: type
-    help: str
-
-    @property
-    def parameter(self) -> str:
-        """The name of the Python parameter that receives the option's value in the function of a
-        command.
-        """
-        return self.name.split("/")[0].removeprefix("--").replace("-", "_")
-
-    def signature(self) -> inspect.Parameter:
-        """Returns the Python parameter that receives the option's value, with the annotations that
-        Typer reads.
-        """
-        names = self.name.split("/")
-        option = typer.Option(
-            *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
-            help=self.help,
-            metavar=PATH if self.key in PATHS else None,
-            parser=expand_home if self.kind is Path else None,
-            rich_help_panel=PANELS.get(self.section),
-        )
-        annotation: Any = Annotated[self.kind | None, option]
-        return _parameter(self.parameter, annotation)
-
-
 OWN_CODE = ("run.method", "model.name", "model.features")
 """The settings whose value may be a file with user code."""
 Set = Annotated[
@@ -431,23 +390,23 @@ def takes_settings(
         names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = [setting_option(place, names or {}) for place in _settings(places)]
+    options = [(place, _setting_parameter(place, names or {})) for place in _settings(places)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
             sections: Sections = {section: {} for section in KEYS}
-            for option in options:
-                value = values.pop(option.parameter)
+            for place, parameter in options:
+                section, _, key = place.partition(".")
+                value = values.pop(parameter.name)
                 if value is not None:
-                    plain = str(value) if option.kind is Path else value
-                    sections[option.section][option.key] = plain
+                    sections[section][key] = str(value) if isinstance(value, Path) else value
             texts = values.pop("settings") if set_option else None
             command(with_set_options(sections, texts or []), **values)
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
-        parameters = [option.signature() for option in options]
+        parameters = [parameter for _, parameter in options]
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         if set_option:
             parameters.append(_parameter("settings", Set))
@@ -458,13 +417,26 @@ def takes_settings(
     return decorate
 
 
-def setting_option(place: str, names: Mapping[str, str]) -> SettingOption:
-    """Returns the option for a setting such as "privacy.clip"."""
+def _setting_parameter(place: str, names: Mapping[str, str]) -> inspect.Parameter:
+    """Returns the Python parameter that receives the value of a setting such as "privacy.clip",
+    with the annotation from which Typer makes the option.
+    """
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
     usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")
     name = names.get(place, NAMES.get(place, usual))
-    return SettingOption(name, section, key, kind, HELPS.get(place, text))
+    texts = name.split("/")
+    parameter = texts[0].removeprefix("--").replace("-", "_")
+    if kind is bool:
+        texts = [f"{name}/--no-{name[2:]}"]
+    option = typer.Option(
+        *texts,
+        help=HELPS.get(place, text),
+        metavar=PATH if key in PATHS else None,
+        parser=expand_home if kind is Path else None,
+        rich_help_panel=PANELS.get(section),
+    )
+    return _parameter(parameter, Annotated[kind | None, option])
 
 
 def _settings(places: tuple[str, ...]) -> Iterator[str]:

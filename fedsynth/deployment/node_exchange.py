@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -36,8 +35,8 @@ from fedsynth.federation.protocol import (
     BUDGET,
     MAX_FACTS_BYTES,
     REQUEST,
-    ClientEvaluation,
     ClientInfo,
+    Exchange,
     Refusal,
     Replies,
     RunTerms,
@@ -55,7 +54,7 @@ class TooFewClientsError(FedsynthError):
     """Raised if fewer clients have joined than the quorum requires."""
 
 
-class NodeExchange:
+class NodeExchange(Exchange):
     """The server's communication with the nodes of one run, from the first request to the last.
 
     Args:
@@ -251,9 +250,6 @@ class NodeExchange:
         self._lost = dict(self.absent)
         return []
 
-    def begin(self, context: RoundContext) -> None:
-        """Does nothing: a client begins a round when it receives the first request of the round."""
-
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
@@ -314,20 +310,10 @@ class NodeExchange:
                 rejected[client] = exchange.rejected[client]
         return Replies(lost=lost, rejected=rejected, total=total)
 
-    def facts(self, context: RoundContext, clients: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Returns an empty list, because only a simulation can read facts from its clients."""
-        return []
-
     def histories(self) -> list[History]:
         """Returns the latest ledger history of each client that has ever joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
-
-    def evaluate(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> list[ClientEvaluation]:
-        """Returns an empty list, because a server cannot test models on clients' test splits."""
-        return []
 
     def end(self, rounds: int) -> None:
         """Tells the clients that the run is over, and receives their final ledgers.

@@ -321,7 +321,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     plan = budget.plan
     initial = session.history
     if budget.ledger.path is not None:  # with its chain hash at that time
-        chain = read_ledger(budget.ledger.path).chains[len(initial.releases)]
+        chain = read_ledger(budget.ledger.path).lines.chains[len(initial.releases)]
         initial = replace(initial, chain=chain)
     began = RunStart.today(folder.name)
     start = start_facts(plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False)

@@ -43,7 +43,12 @@ from fedsynth.deployment.proposal import (
     with_hash,
     without_hash,
 )
-from fedsynth.deployment.secure_aggregation.client import SumClient, SumTerms
+from fedsynth.deployment.secure_aggregation.client import (
+    SumClient,
+    SumTerms,
+    sum_terms,
+    upload_layout,
+)
 from fedsynth.deployment.secure_aggregation.primitives import (
     Masked,
     Parcel,
@@ -53,7 +58,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     SecureSumError,
     SumState,
 )
-from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy

@@ -186,7 +186,7 @@ class LedgerFolder:
         return self.path / f"{name}.jsonl"
 
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
-        if ledger.bound and not ledger.records:
+        if ledger.bound and not ledger.lines.records:
             raise LedgerError(
                 f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
                 f"from a run folder. To assign it to the records of client {name!r}, run "
@@ -265,7 +265,11 @@ class LedgerFolder:
         ledger = index.ledgers.get(name)
         if ledger is None:
             return Ledger(name, self._file(name), dataset=dataset, records=fingerprint)
-        if ledger.may_change or not index.is_current(name, present) or ledger.dataset != dataset:
+        if (
+            ledger.lines.may_change
+            or not index.is_current(name, present)
+            or ledger.dataset != dataset
+        ):
             ledger.take_records(fingerprint, dataset)
         return ledger
 
@@ -342,7 +346,8 @@ class _RecordIndex:
             self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
         self.owners: defaultdict[bytes, set[str]] = defaultdict(set)
         for name, ledger in ledgers.items():
-            for fingerprint in ledger.charged_records:
+            charged = ledger.lines.charged if ledger.lines.releases else ()
+            for fingerprint in charged:
                 for record in self._list(fingerprint) or ():
                     self.owners[record].add(name)
 
@@ -358,7 +363,7 @@ class _RecordIndex:
 
     def is_current(self, name: str, records: Records) -> bool:
         """Returns True if `records` are exactly the current records of the client's ledger."""
-        return self.ledgers[name].records[-1:] == (self.fingerprint(name, records),)
+        return self.ledgers[name].lines.records[-1:] == (self.fingerprint(name, records),)
 
     def current(self, name: str) -> Records:
         """Returns the current records of a client's ledger.
@@ -370,11 +375,11 @@ class _RecordIndex:
         """
         if name not in self._current:
             ledger = self.ledgers[name]
-            records = self._list(ledger.records[-1]) if ledger.records else None
+            records = self._list(ledger.lines.records[-1]) if ledger.lines.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"the list of the records of client {name!r} is missing or damaged. Restore "
-                    f"{self.folder / ledger.records[-1]} from a backup"
+                    f"{self.folder / ledger.lines.records[-1]} from a backup"
                 )
             self._current[name] = records or Counter()
         return self._current[name]
@@ -390,7 +395,7 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
     """Returns the files of record hashes to which no ledger of the folder refers."""
     expected = {KEY}
     for ledger in ledgers.values():
-        expected.update(ledger.records)
+        expected.update(ledger.lines.records)
     return [path for path in folder.glob("[!.]*") if path.name not in expected]
 
 

@@ -204,8 +204,8 @@ def test_fingerprints_are_keyed_and_independent_of_order(tmp_path: Path) -> None
 
     def fingerprint(name: str, part: str) -> str:
         ledger, *rest = opened(tmp_path / name, part, "", "")
-        assert len({ledger.records[-1], *(item.records[-1] for item in rest)}) == 3
-        return ledger.records[-1]
+        assert len({ledger.lines.records[-1], *(item.lines.records[-1] for item in rest)}) == 3
+        return ledger.lines.records[-1]
 
     assert fingerprint("one", "abca") == fingerprint("one", "caab")
     assert fingerprint("one", "abca") != fingerprint("one", "abc")  # multiplicity counts
@@ -225,14 +225,14 @@ def test_missing_keys_and_lists_are_detected(folder: Path, tmp_path: Path) -> No
     first, second = (
         Ledger(f"client-00{k}", folder / f"client-00{k}.jsonl", dataset=None) for k in (0, 1)
     )
-    (private / second.records[0]).rename(backup)
+    (private / second.lines.records[0]).rename(backup)
     rejects("records of client 'client-001' is missing", folder, "abc", "dex")
     for names, parts in ((["west"], ["de"]), (["client-000", "west"], ["abc", "de"])):
         rejects(
             "records of client 'client-001' is missing", folder, *parts, names=names
         )  # the records cannot be compared
     opened(folder, "abc", "de")  # the same records restore the list
-    (private / first.records[0]).write_bytes(b"x" * 48)
+    (private / first.lines.records[0]).write_bytes(b"x" * 48)
     rejects("'client-000' is missing or damaged", folder, "abx", "de")
     key.write_bytes(b"short")
     rejects(r"must have 32 bytes|damaged", folder, "abc", "de")
