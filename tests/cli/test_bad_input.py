@@ -16,7 +16,7 @@ LINES = (
     ("feddm --method feddmm", "unknown method 'feddmm'; did you mean feddm"),
     ("feddm --dataset mnits", "unknown data set 'mnits'; did you mean mnist"),
     ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
-    ("fedavg --set projection=8", "is not a setting of fedavg. Use model.projection"),
+    ("fedavg --set projection=8", "unknown setting of fedavg 'projection'"),
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
