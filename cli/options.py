@@ -31,12 +31,19 @@ from fedsynth.privacy.files import expand_home
 Sections = dict[str, dict[str, Any]]
 
 
-def set_options(texts: list[str]) -> Sections:
-    """Parses the values of the option --set. Returns the settings by section.
+def set_options(texts: list[str], given: Sections | None = None) -> Sections:
+    """Parses the values of the option --set, and adds them to the settings of the other options.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
+
+    Returns:
+        The settings by section.
+
+    Raises:
+        OptionError: a text has another form, or a setting is given twice.
     """
-    values: Sections = {"method": {}}
+    sections = copy.deepcopy(given or {})
+    sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
@@ -47,25 +54,12 @@ def set_options(texts: list[str]) -> Sections:
                 f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
                 f"{', '.join(KEYS)}"
             )
-        values.setdefault(section, {})[name] = value.strip()
-    return values
-
-
-def with_set_options(sections: Sections, texts: list[str]) -> Sections:
-    """Returns the settings that the user gave by --set and by all other options, by section.
-
-    Raises:
-        OptionError: a setting is given both by --set and by its own option.
-    """
-    merged = copy.deepcopy(sections)
-    for section, values in set_options(texts).items():
-        twice = merged.setdefault(section, {}).keys() & values.keys()
-        if twice:
+        if name in sections.setdefault(section, {}):
             raise OptionError(
-                f"{section}.{min(twice)} is set twice, by an option and by --set. Set it once"
+                f"{section}.{name} is set twice, by an option or by --set. Set it once"
             )
-        merged[section].update(values)
-    return merged
+        sections[section][name] = value.strip()
+    return sections
 
 
 def read_config(path: Path | None) -> Sections:
@@ -402,7 +396,7 @@ def takes_settings(
                 if value is not None:
                     sections[section][key] = str(value) if isinstance(value, Path) else value
             texts = values.pop("settings") if set_option else None
-            command(with_set_options(sections, texts or []), **values)
+            command(set_options(texts or [], sections), **values)
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
