@@ -384,7 +384,7 @@ def takes_settings(
         names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = [(place, _setting_parameter(place, names or {})) for place in _settings(places)]
+    options = [(place, setting_parameter(place, names or {})) for place in _settings(places)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -411,7 +411,7 @@ def takes_settings(
     return decorate
 
 
-def _setting_parameter(place: str, names: Mapping[str, str]) -> inspect.Parameter:
+def setting_parameter(place: str, names: Mapping[str, str]) -> inspect.Parameter:
     """Returns the Python parameter that receives the value of a setting such as "privacy.clip",
     with the annotation from which Typer makes the option.
     """

@@ -130,17 +130,12 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
     All other layers keep their weights. Opacus' ModuleValidator makes the replacements.
 
     Raises:
-        ForbiddenLayerError: the model has another layer that DP-SGD cannot train.
+        opacus.validators.errors.UnsupportedModuleError: the model has another layer that DP-SGD
+            cannot train.
     """
     from opacus.validators import ModuleValidator
-    from opacus.validators.errors import UnsupportedModuleError
 
-    try:
-        twin: nn.Module = ModuleValidator.fix_and_validate(model)
-    except UnsupportedModuleError as error:
-        raise ForbiddenLayerError(
-            f"the model cannot be converted for DP-SGD: {str(error).splitlines()[0]}"
-        ) from None
+    twin: nn.Module = ModuleValidator.fix_and_validate(model)
     return twin
 
 

@@ -10,12 +10,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Packed
+from fedsynth.data.images import ProxyImages
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
@@ -47,15 +47,6 @@ class ServerState(Packed):
 
 def _ignore(*_values: object, **_named: object) -> None:
     """Ignores progress and notes."""
-
-
-class PublicImages(Protocol):
-    """A collection of unlabelled images that the run's settings declare public."""
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised images [N, C, H, W] at these positions."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ class RoundContext:
     noise: Mapping[str, float] = field(default_factory=dict)
     grids: Mapping[str, Grid] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
-    proxy: PublicImages | None = None
+    proxy: ProxyImages | None = None
     robust: str = "none"
     robust_share: float = 0.2
     rounds: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.main import get_command
@@ -20,11 +20,7 @@ from fedsynth import (
 )
 from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
-from fedsynth.cli.options import (
-    KEYS,
-    set_options,
-    setting_option,
-)
+from fedsynth.cli.options import KEYS, set_options, setting_parameter
 from fedsynth.config.settings import ReportSettings
 from fedsynth.validation import field_types
 
@@ -68,9 +64,10 @@ def test_options_have_field_type_and_help(section: str) -> None:
     """Detects misspelt keys, and fields that a class docstring does not explain."""
     types = field_types(RunSettings) | field_types(CLASSES[section])
     for key in KEYS[section].split():
-        option = setting_option(f"{section}.{key}", {})
-        kind = types[key]
-        assert option.kind.__name__ == (kind.__name__ if key != "method" else "str"), key
+        annotation = setting_parameter(f"{section}.{key}", {}).annotation
+        expected, (optional, option) = types[key], get_args(annotation)
+        kind = get_args(optional)[0]
+        assert kind.__name__ == (expected.__name__ if key != "method" else "str"), key
         assert len(option.help) > 10
         assert option.help.endswith(".")
     assert section == "run" or set(KEYS[section].split()) - {"dataset", "data_root"} <= {
