@@ -145,7 +145,7 @@ def partition(chosen: given.Sections, download: given.Download = False) -> None:
 def _dry_run(sections: given.Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
-    from fedsynth.federation.context import costs_of, plan_of, resolve_device
+    from fedsynth.federation.context import plan_of, resolve_device
     from fedsynth.results.report_facts import headline
     from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 
@@ -166,7 +166,8 @@ def _dry_run(sections: given.Sections, as_json: bool) -> None:
     if as_json:
         promise = {}
         if guaranteed:
-            spent = dict(planned.planned_epsilon_by_round())
+            rounds = planned.shown_rounds
+            spent = dict(zip(rounds, map(planned.planned_epsilon, rounds), strict=True))
             promise = {"epsilon": spent, "delta": planned.privacy.delta}
         facts = {"guarantee": guaranteed, "noise_multiplier": planned.sigma, **promise}
         print(json.dumps(facts, indent=2))
@@ -174,7 +175,7 @@ def _dry_run(sections: given.Sections, as_json: bool) -> None:
     for line in headline(planned):
         print(line)
     if guaranteed:
-        print_costs([costs_of(planned, planned.privacy.epsilon)])
+        print_costs([planned])
 
 
 def _run(

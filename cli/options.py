@@ -16,7 +16,6 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,12 +34,19 @@ if TYPE_CHECKING:
 Sections = dict[str, dict[str, Any]]
 
 
-def set_options(texts: list[str]) -> Sections:
-    """Parses the values of the option --set. Returns the settings by section.
+def set_options(texts: list[str], given: Sections | None = None) -> Sections:
+    """Parses the values of the option --set, and adds them to the settings of the other options.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
+
+    Returns:
+        The settings by section.
+
+    Raises:
+        OptionError: a text has another form, or a setting is given twice.
     """
-    values: Sections = {"method": {}}
+    sections = copy.deepcopy(given or {})
+    sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
@@ -51,25 +57,12 @@ def set_options(texts: list[str]) -> Sections:
                 f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
                 f"{', '.join(KEYS)}"
             )
-        values.setdefault(section, {})[name] = value.strip()
-    return values
-
-
-def with_set_options(sections: Sections, texts: list[str]) -> Sections:
-    """Returns the settings that the user gave by --set and by all other options, by section.
-
-    Raises:
-        OptionError: a setting is given both by --set and by its own option.
-    """
-    merged = copy.deepcopy(sections)
-    for section, values in set_options(texts).items():
-        twice = merged.setdefault(section, {}).keys() & values.keys()
-        if twice:
+        if name in sections.setdefault(section, {}):
             raise OptionError(
-                f"{section}.{min(twice)} is set twice, by an option and by --set. Set it once"
+                f"{section}.{name} is set twice, by an option or by --set. Set it once"
             )
-        merged[section].update(values)
-    return merged
+        sections[section][name] = value.strip()
+    return sections
 
 
 def read_config(path: Path | None) -> Sections:
@@ -390,46 +383,6 @@ _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": 
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class SettingOption:
-    """A command-line option for one setting of a run.
-
-    Attributes:
-        name: the name, such as "--dp-sigma". A second name may follow after "/".
-        section, key: the section and key of the setting.
-        kind: the type of the values.
-        help: the help text, a single sentence.
-    """
-
-    name: str
-    section: str
-    key: str
-    kind: type
-    help: str
-
-    @property
-    def parameter(self) -> str:
-        """The name of the Python parameter that receives the option's value in the function of a
-        command.
-        """
-        return self.name.split("/")[0].removeprefix("--").replace("-", "_")
-
-    def signature(self) -> inspect.Parameter:
-        """Returns the Python parameter that receives the option's value, with the annotations that
-        Typer reads.
-        """
-        names = self.name.split("/")
-        option = typer.Option(
-            *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
-            help=self.help,
-            metavar=PATH if self.key in PATHS else None,
-            parser=expand_home if self.kind is Path else None,
-            rich_help_panel=PANELS.get(self.section),
-        )
-        annotation: Any = Annotated[self.kind | None, option]
-        return _parameter(self.parameter, annotation)
-
-
 OWN_CODE = ("run.method", "model.name", "model.features", "data.encoder")
 """The settings whose value may be a file with user code."""
 Set = Annotated[
@@ -457,23 +410,23 @@ def takes_settings(
         names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = [setting_option(place, names or {}) for place in _settings(places)]
+    options = [(place, setting_parameter(place, names or {})) for place in _settings(places)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
             sections: Sections = {section: {} for section in KEYS}
-            for option in options:
-                value = values.pop(option.parameter)
+            for place, parameter in options:
+                section, _, key = place.partition(".")
+                value = values.pop(parameter.name)
                 if value is not None:
-                    plain = str(value) if option.kind is Path else value
-                    sections[option.section][option.key] = plain
+                    sections[section][key] = str(value) if isinstance(value, Path) else value
             texts = values.pop("settings") if set_option else None
-            command(with_set_options(sections, texts or []), **values)
+            command(set_options(texts or [], sections), **values)
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
-        parameters = [option.signature() for option in options]
+        parameters = [parameter for _, parameter in options]
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         if set_option:
             parameters.append(_parameter("settings", Set))
@@ -484,13 +437,26 @@ def takes_settings(
     return decorate
 
 
-def setting_option(place: str, names: Mapping[str, str]) -> SettingOption:
-    """Returns the option for a setting such as "privacy.clip"."""
+def setting_parameter(place: str, names: Mapping[str, str]) -> inspect.Parameter:
+    """Returns the Python parameter that receives the value of a setting such as "privacy.clip",
+    with the annotation from which Typer makes the option.
+    """
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
     usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")
     name = names.get(place, NAMES.get(place, usual))
-    return SettingOption(name, section, key, kind, HELPS.get(place, text))
+    texts = name.split("/")
+    parameter = texts[0].removeprefix("--").replace("-", "_")
+    if kind is bool:
+        texts = [f"{name}/--no-{name[2:]}"]
+    option = typer.Option(
+        *texts,
+        help=HELPS.get(place, text),
+        metavar=PATH if key in PATHS else None,
+        parser=expand_home if kind is Path else None,
+        rich_help_panel=PANELS.get(section),
+    )
+    return _parameter(parameter, Annotated[kind | None, option])
 
 
 def _settings(places: tuple[str, ...]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from fedsynth.cli.application import Application, OptionError, keep_large_alloca
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
-    from fedsynth.federation.context import MechanismCosts
+    from fedsynth.federation.privacy_plan import PrivacyPlan
     from fedsynth.simulation.audit import AuditResult
 
 MAX_PRINTED = 40  # the maximum number of differences that are printed
@@ -224,7 +224,7 @@ def audit(
 def _audit_options(
     config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """Audits the settings that the options describe.
+    """Audits the run that the options describe.
 
     Returns the result, and the command line that repeats this audit.
     """
@@ -332,7 +332,7 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
-    from fedsynth.federation.context import costs_by_mechanism
+    from fedsynth.federation.context import costs_of, plans_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
     sections = given.with_own_code(chosen)
@@ -340,44 +340,47 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
         raise OptionError(
             "set --epsilon, from which the plan computes σ, or --sigma, from which it computes ε"
         )
-    plans = costs_by_mechanism(sections)
+    plans = plans_by_mechanism(sections)
     if as_json:
-        print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
+        print(json.dumps(list(map(costs_of, plans)), indent=2))
     else:
         print_costs(plans)
         _warn(plans)
 
 
-def _warn(plans: list[MechanismCosts]) -> None:
+def _warn(plans: list[PrivacyPlan]) -> None:
     """Prints a note for each plan whose ε exceeds the privacy budget, and a warning if ε is large."""
     for p in plans:
-        rounds, limit = list(p.epsilon), (p.target or math.inf) * (1 + 1e-9)
+        rounds, target = p.shown_rounds, p.privacy.epsilon or math.inf
+        limit = target * (1 + 1e-9)
         # ε never decreases, and each value takes a composition: a binary search
-        first = bisect_left(rounds, True, key=lambda number: p.epsilon[number] > limit)
+        first = bisect_left(rounds, True, key=lambda number: p.planned_epsilon(number) > limit)
         if first < len(rounds):
-            note(f"with this σ, {p.mechanism} exceeds ε = {p.target:g} in round {rounds[first]}")
-    if max(p.epsilon[max(p.epsilon)] for p in plans) > 10:
+            mechanism = p.chief.mechanism
+            note(f"with this σ, {mechanism} exceeds ε = {target:g} in round {rounds[first]}")
+    if max(p.planned_epsilon() for p in plans) > 10:
         say("warning: an ε above 10 is a weak guarantee. Use a smaller ε, such as --epsilon 8")
 
 
-def print_costs(plans: list[MechanismCosts]) -> None:
+def print_costs(plans: list[PrivacyPlan]) -> None:
     """Prints the releases and the noise of each mechanism as a table, then ε after each round."""
     from rich.console import Console
     from rich.table import Table
 
+    from fedsynth.federation.context import release_costs
     from fedsynth.privacy.report.formatting import format_epsilon
 
     console = Console()
-    table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
+    table = Table(title=f"plan, for one example of one client, δ = {plans[0].privacy.delta:g}")
     columns = ["mechanism", "ε", "releases", "σ", "clip", "q", "a round"]
-    has_signal = any("signal_to_noise" in row for p in plans for row in p.rows)
+    has_signal = any("signal_to_noise" in row for p in plans for row in release_costs(p))
     if has_signal:
         columns.append("S/N")
     for name in columns:
         table.add_column(name, no_wrap=name != "releases")  # numbers are not truncated
     for p in plans:
-        for row in p.rows:
-            cells = [p.mechanism, format_epsilon(p.epsilon[max(p.epsilon)]), row["quantity"]]
+        for row in release_costs(p):
+            cells = [p.chief.mechanism, format_epsilon(p.planned_epsilon()), row["quantity"]]
             for key in ("noise_multiplier", "clip", "sample_rate", "releases", "signal_to_noise"):
                 if key in row:
                     cells.append(f"{row[key]:.10g}" if key == "releases" else f"{row[key]:.4g}")
@@ -385,10 +388,10 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     console.print(table)
     if has_signal:
         print(SIGNAL)
-    by_round = Table("round", *(p.mechanism for p in plans), title="ε after round")
-    rounds = sorted(plans[0].epsilon)
+    by_round = Table("round", *(p.chief.mechanism for p in plans), title="ε after round")
+    rounds = plans[0].shown_rounds
     for number in sorted({*rounds[:: max(1, len(rounds) // 10)], rounds[-1]}):
-        by_round.add_row(str(number), *(format_epsilon(p.epsilon[number]) for p in plans))
+        by_round.add_row(str(number), *(format_epsilon(p.planned_epsilon(number)) for p in plans))
     console.print(by_round)
 
 
@@ -423,7 +426,7 @@ def repair(
     was cut off in another way, for example by an interrupted copy, restore it from a backup
     instead.
     """
-    from fedsynth.privacy.ledger.lines import repair_ledger
+    from fedsynth.privacy.ledger.ledger import repair_ledger
 
     result = repair_ledger(ledger)
     if result is None:

@@ -169,7 +169,7 @@ def distill(
 
     sections = given.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError("--set accepts only settings of the method here, as KEY=VALUE")
+        raise OptionError("--set must be KEY=VALUE with a setting of the method")
     run = chosen["run"]
     root = chosen["data"].get("data_root")
     files = list(map(expand_home, split_names(models)))

@@ -37,7 +37,7 @@ CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Bounds the probability of at least `correct` correct guesses if the mechanism is (ε, δ)-DP.
+    """Bounds the probability that at least `correct` guesses are right under (ε, δ)-DP.
 
     The formula is in the docstring of this module.
 

@@ -90,10 +90,22 @@ class DpSgdSettings:
         optimiser: the optimiser, which receives each step's noisy mean gradient.
         expected_batch_size: the sampling rate q times the public nominal size. Every step divides
             its noisy sum of gradients by this number.
+        penalty: a function whose gradient at the current weights is added to the noisy mean
+            gradient. The weights are computed from earlier releases. Therefore this is
+            post-processing and costs no budget if the penalty depends only on released and public
+            values.
+        loss: a function that returns the loss of each example, in place of cross-entropy. Its
+            gradients are clipped in the same way. The loss of an example may depend on released
+            models, but not on other examples.
+        before_step: a function that is called before each step, for example to train a generator
+            of images for the penalty. Like the penalty, it may use only released and public values.
     """
 
     optimiser: Optimiser
     expected_batch_size: float
+    penalty: Penalty | None = None
+    loss: ExampleLoss | None = None
+    before_step: BeforeStep | None = None
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
@@ -118,17 +130,12 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
     All other layers keep their weights. Opacus' ModuleValidator makes the replacements.
 
     Raises:
-        ForbiddenLayerError: the model has another layer that DP-SGD cannot train.
+        opacus.validators.errors.UnsupportedModuleError: the model has another layer that DP-SGD
+            cannot train.
     """
     from opacus.validators import ModuleValidator
-    from opacus.validators.errors import UnsupportedModuleError
 
-    try:
-        twin: nn.Module = ModuleValidator.fix_and_validate(model)
-    except UnsupportedModuleError as error:
-        raise ForbiddenLayerError(
-            f"the model cannot be converted for DP-SGD: {str(error).splitlines()[0]}"
-        ) from None
+    twin: nn.Module = ModuleValidator.fix_and_validate(model)
     return twin
 
 
@@ -159,11 +166,7 @@ def dp_sgd(
     images: Callable[[Tensor], Tensor],
     labels_N: Tensor,
     series: GaussianSumMechanism,
-    steps: int,
     settings: DpSgdSettings,
-    penalty: Penalty | None = None,
-    loss: ExampleLoss | None = None,
-    before_step: BeforeStep | None = None,
     units: Units | None = None,
     factors: Factors | None = None,
     note: Note = lambda text: None,
@@ -177,19 +180,9 @@ def dp_sgd(
         images: a function that returns the normalised images [M, C, H, W] of the records with the
             given indices [M].
         labels_N: the labels of all records of the client.
-        series: a series charged for `steps` releases of one group, with one coordinate per model
-            parameter.
-        steps: the number of steps.
-        settings: the optimiser and the expected batch size.
-        penalty: a function whose gradient at the current weights is added to the noisy mean
-            gradient. The weights are computed from earlier releases. Therefore this is
-            post-processing and costs no budget if the penalty depends only on released and public
-            values.
-        loss: a function that returns the loss of each example, in place of cross-entropy. Its
-            gradients are clipped in the same way. The loss of an example may depend on released
-            models, but not on other examples.
-        before_step: a function that is called before each step, for example to train a generator
-            of images for the penalty. Like the penalty, it may use only released and public values.
+        series: a series of one group, with one coordinate per model parameter. The training takes
+            all steps for which the series was charged.
+        settings: the optimiser, the expected batch size and the objective.
         units: the privacy units of the client's records. None makes each record a unit. If users
             are the units, each user's mean gradient is clipped, and `expected_batch_size` counts
             users.
@@ -209,6 +202,7 @@ def dp_sgd(
     state = settings.optimiser.init(flat)
     if units is None:
         units = Units(len(labels_N))
+    loss, before_step, penalty = settings.loss, settings.before_step, settings.penalty
     if loss is not None or units.grouped:
         factors = None
     if factors is None:
@@ -221,7 +215,7 @@ def dp_sgd(
         return _per_example_gradients(model, x, y, loss or cross_entropies)
 
     try:
-        for _ in range(steps):
+        for _ in range(series.steps_left):
             if before_step is not None:
                 with _unhooked(wrapped):
                     before_step(model)

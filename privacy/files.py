@@ -44,13 +44,6 @@ _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
 
-class UnsuitableFileError(OSError):
-    """Raised if a file is not opened because it is not a regular file or is too large."""
-
-    def __str__(self) -> str:
-        return str(self.strerror)
-
-
 def expand_home(path: str | Path) -> Path:
     """Replaces `~` or `~name` at the beginning of a path with the home folder of that user.
 
@@ -80,7 +73,7 @@ def open_regular(
 
     Raises:
         OSError: the file cannot be opened.
-        UnsuitableFileError: the file is too large, or it is a folder, a pipe, a device or a file of
+        OSError: the file is too large, or it is a folder, a pipe, a device or a file of
             `/proc`.
     """
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
@@ -98,10 +91,10 @@ def open_regular(
             # A file of `/proc` stays at size 0; another process may have appended to this one.
             regular = os.fstat(descriptor).st_size > 0
         if not regular:
-            raise UnsuitableFileError(errno.EINVAL, "the path is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
         if max_bytes is not None and status.st_size > max_bytes:
             reason = f"the file has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
-            raise UnsuitableFileError(errno.EFBIG, reason, str(path))
+            raise OSError(errno.EFBIG, reason, str(path))
         return FileIO(descriptor, "r+" if writing else "r")
     except BaseException:
         os.close(descriptor)
@@ -142,7 +135,7 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
 
     Raises:
         OSError: a folder cannot be read.
-        UnsuitableFileError: an entry is neither a file nor a folder, such as a symbolic link.
+        OSError: an entry is neither a file nor a folder, such as a symbolic link.
     """
     paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
@@ -156,7 +149,7 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
                 paths.append(path.relative_to(root).as_posix())
             elif not stat.S_ISDIR(mode):
                 reason = f"{path.relative_to(root)} is neither a plain file nor a folder"
-                raise UnsuitableFileError(errno.EINVAL, reason, str(path))
+                raise OSError(errno.EINVAL, reason, str(path))
     return sorted(paths)
 
 

@@ -358,9 +358,7 @@ class DataOwner:
             lambda indices: self._x[indices],
             self._y.to(self.device),
             series,
-            steps,
-            DpSgdSettings(optimiser, batch_size),
-            loss=loss,
+            DpSgdSettings(optimiser, batch_size, loss=loss),
             units=self._units,
             note=_LOGGER.warning,
         )

@@ -246,61 +246,6 @@ class ReleaseBudget(Generic[S]):
         return self._unused.pop(name)
 
 
-class GroupReleaseBudget(Generic[S]):
-    """The series for which the clients of a group were charged in one exchange of a round.
-
-    Args:
-        allowances: the `ReleaseBudget` of each client, in the order of the group.
-    """
-
-    def __init__(self, allowances: Sequence[ReleaseBudget[S]]) -> None:
-        self._allowances = tuple(allowances)
-
-    def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan with this name, which must be the same for all clients of the group.
-
-        Raises:
-            UnplannedReleaseError: there is no such plan, or the clients' plans differ, for example
-                in steps or dimension. In the latter case, ask for each client's plan with
-                `of_client`.
-        """
-        self._refuse_empty(name)
-        plan = self._allowances[0].plan(name)
-        for allowance in self._allowances:
-            if allowance.plan(name) != plan:
-                raise UnplannedReleaseError(
-                    f"the clients of this group have different plans for release {name!r}. Get the "
-                    "plan of each client with select(position)"
-                )
-        return plan
-
-    def take(self, name: str) -> list[S]:
-        """Returns the charged series of the plan with this name, one for each client of the group.
-
-        Raises:
-            UnplannedReleaseError: a client has no such plan, or its series was taken before. No
-                series of any client is taken in this case.
-        """
-        self._refuse_empty(name)
-        for allowance in self._allowances:
-            allowance.check(name)
-        return [allowance.take(name) for allowance in self._allowances]
-
-    def of_client(self, position: int) -> GroupReleaseBudget[S]:
-        """Returns the budget of a group that has only the client at this position.
-
-        The returned budget shares its series with this one, so each series can still be taken only
-        once.
-        """
-        return GroupReleaseBudget(self._allowances[position : position + 1])
-
-    def _refuse_empty(self, name: str) -> None:
-        if not self._allowances:
-            raise UnplannedReleaseError(
-                f"release {name!r} was not charged to any client of this group"
-            )
-
-
 def charge_round(
     plans: Sequence[ReleasePlan],
     round: int,

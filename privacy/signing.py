@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.errors import SigningError
-from fedsynth.privacy.files import UnsuitableFileError, file_hash, plain_files, read_regular
+from fedsynth.privacy.files import file_hash, plain_files, read_regular
 from fedsynth.privacy.report.figures import Signature, schema_problems
 from fedsynth.privacy.report.file import read_json, read_report
 
@@ -38,8 +38,8 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     The command `openssl genpkey -algorithm ed25519` creates such a key.
 
     Raises:
-        SigningError: the file cannot be read, it is not such a key, or `cryptography` is not
-            installed.
+        SigningError: the file is not such a key, or `cryptography` is not installed.
+        OSError: the file cannot be read.
     """
     key: Ed25519PrivateKey = _read_key(path, "private", password=None)
     return key
@@ -51,8 +51,8 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     The command `openssl pkey -in KEY -pubout` extracts it from a private key.
 
     Raises:
-        SigningError: the file cannot be read, it is not such a key, or `cryptography` is not
-            installed.
+        SigningError: the file is not such a key, or `cryptography` is not installed.
+        OSError: the file cannot be read.
     """
     key: Ed25519PublicKey = _read_key(path, "public")
     return key
@@ -69,8 +69,6 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         ) from None
     try:
         key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
-    except OSError as error:
-        raise SigningError(f"cannot read the key {path}: {error.strerror}") from None
     except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
@@ -91,7 +89,7 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
 
     Raises:
         PrivacyError: the folder has no report.
-        SigningError: a file cannot be read or written, or is not a regular file.
+        OSError: a file cannot be read or written, or is not a regular file.
     """
     read_report(folder)
     files = file_hashes(folder)
@@ -104,10 +102,7 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
         "signature": base64.b64encode(key.sign(_message(files))).decode(),
     }
     path = folder / SIGNATURE
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SigningError(f"cannot write {path}: {error.strerror}") from None
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -119,7 +114,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
 
     Raises:
         PrivacyError: signature.json cannot be read or is not JSON.
-        SigningError: a file of the folder cannot be read or is not a regular file.
+        OSError: a file of the folder cannot be read or is not a regular file.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -155,15 +150,10 @@ def file_hashes(folder: Path) -> dict[str, str]:
         A mapping from the path of each file in the folder to its hash, sorted by path.
 
     Raises:
-        SigningError: an entry of the folder is not a regular file or cannot be read.
+        OSError: an entry of the folder is not a regular file or cannot be read.
     """
-    try:
-        names = plain_files(folder, leave_out=(EXCLUDED, SIGNATURE))
-        return {name: file_hash(folder / name) for name in names}
-    except UnsuitableFileError as error:
-        raise SigningError(f"folder {folder} cannot be signed or verified: {error}") from None
-    except OSError as error:
-        raise SigningError(f"cannot read {error.filename}: {error.strerror}") from None
+    names = plain_files(folder, leave_out=(EXCLUDED, SIGNATURE))
+    return {name: file_hash(folder / name) for name in names}
 
 
 def _message(files: dict[str, str]) -> bytes:

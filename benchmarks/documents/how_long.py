@@ -92,11 +92,6 @@ def _paper() -> list[str]:
     return [f"{seconds:.2f}", f"{seconds * 20 * 1000 * 10 / 86400:.1f}"]
 
 
-def _private_step() -> list[str]:
-    return [f"{case('dp_step', 'residual')['residual over non-private']['fp32']:.2f}"]
-
-
 SENTENCES = [
     (DOCUMENT, "takes {} s, and 20 rounds of 1,000 steps for ten clients {} days", _paper),
-    (DOCUMENT, "A private step takes {} times one without privacy", _private_step),
 ]

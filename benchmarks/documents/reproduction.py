@@ -131,13 +131,6 @@ TABLES = {
 }
 
 
-def _first_rounds() -> list[str]:
-    """Test accuracy of FedDM's two rounds at full size, in %."""
-    full_runs = (row for row in _rows().values() if row["preset"] == "feddm:table2")
-    (row,) = (row for row in full_runs if row["rounds"] == 2)
-    return [f"{100 * value:.2f}" for value in row["curve"]["test_accuracy"]]
-
-
 def _fifty_networks() -> list[str]:
     """By data set: the difference of the means of M = 50 and of the literal loop, the standard
     error of that as if seeds were not paired, and in how many pairs M = 50 is behind."""
@@ -198,12 +191,6 @@ def _worst_local() -> list[str]:
     return [f"{value:.0f}" for value in (min(swings), max(swings), *means)]
 
 
-def _worst_local_of_few() -> list[str]:
-    """At Dir(0.01): the means of FedKF⁻, FedKF and FedAvg."""
-    means = _means(_last_local("0.01"), "fedkf- (oca)", "fedkf (oca)", "fedavg")
-    return [f"{value:.0f}" for value in means]
-
-
 def _gain_of_few() -> list[str]:
     """At Dir(0.01): AMP of FedKF⁻ and FedKF, the least and the most, less that of FedAvg."""
     amp = {
@@ -237,12 +224,5 @@ SENTENCES = [
         "over these rounds, FedKF's mean WLP is {} (ACA) and {} (OCA), FedAvg's {} and {}",
         _worst_local,
     ),
-    (DOCUMENT, "{} % after the first and {} % after the second", _first_rounds),
     (DOCUMENT, "{} to {} points over FedAvg's last model", _gain_of_few),
-    (
-        DOCUMENT,
-        "over the last 20 rounds its mean WLP is {} (ACA) and {} (OCA), FedKF's {} and {}, "
-        "FedAvg's {} and {}",
-        _worst_local_of_few,
-    ),
 ]

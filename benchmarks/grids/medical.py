@@ -17,10 +17,9 @@ import numpy as np
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.folder_settings import MEAN, STD
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import ROOT_VARIABLE
-from fedsynth.data.registry import custom_spec
+from fedsynth.data.registry import MEAN, STD, custom_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.simulation.simulate import simulate

@@ -5,9 +5,8 @@ The module also selects the rounds after which a privacy plan states ε.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -203,28 +202,3 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
     for exponent in range(len(str(rounds))):
         numbers.update((10**exponent, 2 * 10**exponent, 5 * 10**exponent))
     return tuple(sorted(number for number in numbers if number <= rounds))
-
-
-class PlannedEpsilon(Mapping[int, float]):
-    """A mapping from the number of a round to the ε after this round, computed when the value is
-    first read.
-
-    The computation of one value can take up to a second with subsampling.
-
-    Args:
-        rounds: the keys of the mapping, ascending.
-        epsilon_after: a function that maps a position in `rounds` to ε.
-    """
-
-    def __init__(self, rounds: Sequence[int], epsilon_after: Callable[[int], float]) -> None:
-        self._positions = {number: position for position, number in enumerate(rounds)}
-        self._epsilon_after = cache(epsilon_after)
-
-    def __getitem__(self, number: int) -> float:
-        return self._epsilon_after(self._positions[number])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._positions)
-
-    def __len__(self) -> int:
-        return len(self._positions)

@@ -113,7 +113,6 @@ def resolve(
     def over_preset(section: str) -> dict[str, Any]:
         return {**preset.get(section, {}), **sections.get(section, {})}
 
-    _refuse_other_sections(method, sections.get("method", {}))
     run = {**preset.get("run", {}), **run}
     partition = over_preset("partition")
     if folder is not None:
@@ -164,18 +163,6 @@ def section_of(key: str) -> str | None:
         if key in field_types(kind):
             return kind.section
     return None
-
-
-def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> None:
-    """Refuses settings in the section "method" that belong to another section, such as "run". The
-    error names this other section.
-    """
-    for key in values.keys() - field_types(method).keys():
-        section = section_of(key)
-        if section is not None:
-            raise SettingError(
-                "method", key, f"is not a setting of {method.name}. Use {section}.{key} instead"
-            )
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:

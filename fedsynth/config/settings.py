@@ -289,7 +289,7 @@ class RunSettings:
 
     @property
     def failures(self) -> Failures:
-        """The schedule of the clients that fail in a simulation, and in which rounds."""
+        """The schedule that states which clients fail in which rounds of a simulation."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:

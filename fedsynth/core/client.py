@@ -22,11 +22,11 @@ from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.on_features import Embedding, OnFeatures
-from fedsynth.privacy.dpsgd import BeforeStep, DpSgdSettings, ExampleLoss, Penalty, dp_sgd
+from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
-from fedsynth.privacy.plans import GroupReleaseBudget, ReleaseBudget, ReleasePlan, UnaccountedNoise
+from fedsynth.privacy.plans import ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
@@ -96,7 +96,7 @@ class _ClientView:
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
-    _allowance: GroupReleaseBudget[Any]
+    _allowances: Sequence[ReleaseBudget[Any]]
 
     def select(self, position: int) -> Self:
         """Returns a group that contains only the client at this position.
@@ -104,7 +104,6 @@ class _ClientView:
         Both groups share the client's charged releases, and each release can be taken only once.
         """
         single = copy.copy(self)
-        single._allowance = self._allowance.of_client(position)
         for name in self._per_client:
             setattr(single, name, getattr(self, name)[position : position + 1])
         return single
@@ -112,6 +111,21 @@ class _ClientView:
     def split(self) -> list[Any]:
         """Returns a list with one single-client group for each client (see `select`)."""
         return [self.select(position) for position in range(len(self.ids))]
+
+    def _take(self, name: str) -> list[Any]:
+        """Returns the charged series of the plan with this name, one for each client.
+
+        Raises:
+            UnplannedReleaseError: a client has no such plan, or its series was taken before. No
+                series of any client is taken in this case.
+        """
+        if not self._allowances:
+            raise UnplannedReleaseError(
+                f"release {name!r} was not charged to any client of this group"
+            )
+        for allowance in self._allowances:
+            allowance.check(name)
+        return [allowance.take(name) for allowance in self._allowances]
 
 
 class ExactClientView(_ClientView):
@@ -128,7 +142,7 @@ class ExactClientView(_ClientView):
             network's input vectors.
     """
 
-    _per_client = ("ids", "_parts", "_labels")
+    _per_client = ("ids", "_allowances", "_parts", "_labels")
 
     def __init__(
         self,
@@ -144,7 +158,7 @@ class ExactClientView(_ClientView):
         self.spec = data.spec
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
-        self._allowance = GroupReleaseBudget(allowances)
+        self._allowances = allowances
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
@@ -156,7 +170,7 @@ class ExactClientView(_ClientView):
             UnplannedReleaseError: the exchange has no plan with this name, its noise was already
                 taken, or the run has no such mechanism.
         """
-        return self._allowance.take(name)
+        return self._take(name)
 
     def sizes(self) -> list[int]:
         """Returns the number of examples n_k of each client."""
@@ -249,7 +263,7 @@ class PrivateClientView(_ClientView):
             reveal them to the server.
     """
 
-    _per_client = ("ids", "_parts", "_records", "_units")
+    _per_client = ("ids", "_allowances", "_parts", "_records", "_units")
 
     def __init__(
         self,
@@ -267,7 +281,7 @@ class PrivateClientView(_ClientView):
         self.spec = data.spec
         self._note = functools.cache(note)  # each line once: a step has many passes
         self._data = data
-        self._allowance = GroupReleaseBudget(allowances)
+        self._allowances = allowances
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = [part.cpu() for part in parts]
@@ -294,18 +308,25 @@ class PrivateClientView(_ClientView):
             UnplannedReleaseError: this exchange has no plan with this name, or the clients' plans
                 differ.
         """
-        return self._allowance.plan(name)
+        plan: ReleasePlan = self._allowances[0].plan(name)
+        for allowance in self._allowances:
+            if allowance.plan(name) != plan:
+                raise UnplannedReleaseError(
+                    f"the clients of this group have different plans for release {name!r}. Get the "
+                    "plan of each client with select(position)"
+                )
+        return plan
 
     def series(self, name: str) -> list[GaussianSumMechanism]:
-        """Returns, for each client, the mechanism that was charged for the plan with this name.
+        """Returns the mechanisms of a planned release, one for each client.
 
-        Each mechanism makes one client's series of releases.
+        Each mechanism makes the releases of its client.
 
         Raises:
             UnplannedReleaseError: this exchange has no plan with this name, or its series was
                 already taken.
         """
-        mechanisms: list[GaussianSumMechanism] = self._allowance.take(name)
+        mechanisms: list[GaussianSumMechanism] = self._take(name)
         for client, mechanism in zip(self.ids, mechanisms, strict=True):
             mechanism.owner = client
         return mechanisms
@@ -448,19 +469,11 @@ class PrivateClientView(_ClientView):
         return normalise(padded(images, length), self.spec)
 
     def fit(
-        self,
-        series: Sequence[GaussianSumMechanism],
-        model: nn.Module,
-        steps: int,
-        settings: DpSgdSettings,
-        penalty: Penalty | None = None,
-        loss: ExampleLoss | None = None,
-        before_step: BeforeStep | None = None,
+        self, series: Sequence[GaussianSumMechanism], model: nn.Module, settings: DpSgdSettings
     ) -> None:
-        """Trains the model of the group's only client in place by DP-SGD.
+        """Trains the model of the group's only client in place by DP-SGD (see `dp_sgd`).
 
-        `series` must be charged for `steps` releases. `penalty` and `before_step` read no data.
-        `loss` is computed for each example separately (see `dp_sgd`).
+        The client takes the number of steps for which `series` was charged.
         """
         self._check_owners(series)
         (mechanism,), (part,), (units,) = series, self._parts, self._units
@@ -472,20 +485,7 @@ class PrivateClientView(_ClientView):
         def images(indices: Tensor) -> Tensor:
             return self._images(part[indices], len(indices))
 
-        dp_sgd(
-            model,
-            images,
-            labels,
-            mechanism,
-            steps,
-            settings,
-            penalty,
-            loss,
-            before_step,
-            units,
-            factors,
-            self._note,
-        )
+        dp_sgd(model, images, labels, mechanism, settings, units, factors, self._note)
 
 
 ClientGroup = ExactClientView | PrivateClientView

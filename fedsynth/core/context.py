@@ -7,15 +7,15 @@ serialised in the same way as a message.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Packed
+from fedsynth.data.images import ProxyImages
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
@@ -45,51 +45,8 @@ class ServerState(Packed):
     parameters: Mapping[str, Tensor]
 
 
-class Reporter(Protocol):
-    """The interface of objects that receive the progress of a step and its notes for users."""
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Receives the progress of a phase, of which `completed` of `total` steps are done.
-
-        An implementation must not wait for the device.
-        """
-
-    def note(self, text: str) -> None:
-        """Receives a line of text for users."""
-
-
-class Silent:
-    """A reporter that ignores progress and notes."""
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Does nothing."""
-
-    def note(self, text: str) -> None:
-        """Does nothing."""
-
-
-class Notes(Silent):
-    """A reporter that stores the notes for users and ignores progress.
-
-    Attributes:
-        lines: the notes, oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        """Stores the line."""
-        self.lines.append(text)
-
-
-class PublicImages(Protocol):
-    """A collection of unlabelled images that the run's settings declare public."""
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised images [N, C, H, W] at these positions."""
+def _ignore(*_values: object, **_named: object) -> None:
+    """Ignores progress and notes."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +54,7 @@ class RoundContext:
     """The public settings of the run and public facts of the round, which every step of a round
     receives.
 
-    Only `round`, `participants`, `reporter` and `keeper` differ between the rounds of a run.
+    Only `round`, `participants`, `report`, `note` and `keeper` differ between the rounds of a run.
 
     Args:
         round: the number of the round: 1, 2, …
@@ -121,7 +78,9 @@ class RoundContext:
         robust_share: β of the rule "trimmed".
         rounds: the planned number of rounds.
         participants: the indices of this round's clients, ascending. None if all clients take part.
-        reporter: receives progress and notes.
+        report: receives (phase, completed, total) after `completed` of `total` steps of a phase. It
+            must not wait for the device.
+        note: receives lines of text for users.
         keeper: saves checkpoints of long loops.
         precision: the numeric type of condensation's passes over real images, of plain training and
             of distillation. It changes results only by rounding, as do `memory_bytes` and
@@ -150,12 +109,13 @@ class RoundContext:
     noise: Mapping[str, float] = field(default_factory=dict)
     grids: Mapping[str, Grid] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
-    proxy: PublicImages | None = None
+    proxy: ProxyImages | None = None
     robust: str = "none"
     robust_share: float = 0.2
     rounds: int = 1
     participants: tuple[int, ...] | None = None
-    reporter: Reporter = field(default_factory=Silent)
+    report: Callable[..., None] = _ignore
+    note: Callable[[str], None] = _ignore
     keeper: LoopCheckpointer = field(default_factory=NullCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
@@ -189,14 +149,6 @@ class RoundContext:
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        """Tells the reporter that `completed` of `total` steps of a phase are done."""
-        self.reporter.report(phase, completed, total)
-
-    def note(self, text: str) -> None:
-        """Passes a line for users to the reporter."""
-        self.reporter.note(text)
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """Returns a network with these parameters and buffers, on the run's device.

@@ -164,14 +164,14 @@ class Packed:
             reason = f"a received {cls.__name__} message is damaged: {one_line(error)}"
             raise MessageError(reason) from None
         values: dict[str, Any] = {}
-        forms = _forms(cls)
+        hints = get_type_hints(cls)
         for f in fields(cls):
             if f.default is None and f.name in none:
                 none.remove(f.name)
                 values[f.name] = None
                 continue
             value = _pop_field(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
-            if not isinstance(value, forms[f.name]):
+            if not _allows(hints[f.name], value):
                 kind_name = type(value).__name__
                 raise MessageError(
                     f"the received field {cls.__name__}.{f.name} has the wrong type {kind_name}"
@@ -240,27 +240,16 @@ def _header(sent: bytes) -> dict[str, Any]:
         raise MessageError(f"the bytes are not a valid fedsynth message: {error!r:.80}") from None
 
 
-def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
-    """Returns the types that each field of a dataclass may have, according to its annotation.
+def _allows(hint: Any, value: object) -> bool:
+    """Returns True if a field with this annotation may have the value.
 
     A field that is annotated as float may also be an int.
     """
-    hints = get_type_hints(kind)
-    forms: dict[str, tuple[type, ...]] = {}
-    for f in fields(kind):
-        parts: tuple[Any, ...] = (hints[f.name],)
-        if get_origin(hints[f.name]) in (Union, UnionType):
-            parts = get_args(hints[f.name])
-        allowed: list[type] = []
-        for part in parts:
-            if part is Any:
-                allowed.append(object)
-            elif part is float:
-                allowed.extend((int, float))
-            else:
-                allowed.append(get_origin(part) or part)
-        forms[f.name] = tuple(allowed)
-    return forms
+    if get_origin(hint) in (Union, UnionType):
+        return any(_allows(part, value) for part in get_args(hint))
+    if hint is float:
+        hint = (int, float)
+    return hint is Any or isinstance(value, get_origin(hint) or hint)
 
 
 def _pop_field(

@@ -117,18 +117,15 @@ class Array:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
-        if not _plain(value):
-            raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
+        _require_dense(name, value)
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
                 f"must be a {_short(self.dtype)} tensor of shape {self._sizes()}, got "
                 f"{_short(value.dtype)} of shape {list(value.shape)}",
             )
-        if value.dtype == torch.bool or not value.numel():
-            return
         check_values(name, value, self.low, self.high)
-        if self.sums_to_one:
+        if self.sums_to_one and value.numel():
             error = float((value.double().sum(dim=-1) - 1).abs().max())
             if error > TOLERANCE:
                 raise UploadRejectedError(
@@ -205,15 +202,11 @@ class Free:
             for key, item in value.items():
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
-            if not _plain(value):
-                raise UploadRejectedError(
-                    name, "must be a dense tensor, got a sparse or a meta tensor"
-                )
+            _require_dense(name, value)
             if value.nbytes > self.nbytes:
                 reason = f"must have at most {self.nbytes} bytes, got {value.nbytes}"
                 raise UploadRejectedError(name, reason)
-            if value.dtype != torch.bool and value.numel():
-                check_values(name, value, -math.inf, math.inf)
+            check_values(name, value, -math.inf, math.inf)
         elif value is not None:
             Number(-math.inf, math.inf).check(name, value)
 
@@ -249,6 +242,8 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
     Raises:
         UploadRejectedError: a value is not finite or outside the range. The error names the tensor.
     """
+    if value.dtype == torch.bool or not value.numel():
+        return
     if value.is_complex():
         raise UploadRejectedError(name, "must not contain complex numbers")
     for bound in torch.aminmax(value.detach()):
@@ -320,9 +315,10 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
     return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor is dense, which excludes sparse and meta tensors."""
-    return tensor.layout == torch.strided and not tensor.is_meta
+def _require_dense(name: str, tensor: Tensor) -> None:
+    """Rejects sparse and meta tensors."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
 
 
 def _short(dtype: torch.dtype) -> str:

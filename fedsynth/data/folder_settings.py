@@ -209,8 +209,8 @@ def require_declared(files: FolderFiles, declaration: Declaration) -> None:
         missing = sorted(set(declared).difference(names))
         if missing:
             raise DataError(
-                f"the folder has no image of the {kind} {one_line(missing[0])!r}, which "
-                f"{declaration.path} declares"
+                f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder has "
+                f"no image of this {kind}"
             )
 
 

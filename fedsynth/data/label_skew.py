@@ -150,9 +150,9 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     if remaining.min() < -_SUM_TOLERANCE:
         j = int(remaining.argmin())
         raise PartitionError(
-            f"class {int(present[j])} has {int(totals[j])} examples, but needs "
-            f"{totals[j] - remaining[j]:.0f} to dominate. Lower partition.dominant_share, or raise "
-            "partition.dominant_classes or clients"
+            f"class {int(present[j])} must have {totals[j] - remaining[j]:.0f} examples for "
+            f"partition.dominant_share={share:g}, but has {int(totals[j])}. Lower "
+            "partition.dominant_share, or raise partition.dominant_classes or clients"
         )
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)

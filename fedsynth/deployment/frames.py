@@ -25,21 +25,30 @@ server asks a client for a step, it writes the client's latest history and the r
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
 
 from fedsynth.core.messages import LENGTH_BYTES
-from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.deployment.proposal import damage_is_named, with_hash, without_hash
+from fedsynth.errors import MessageError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_json, write_whole
+from fedsynth.privacy.files import read_regular, write_whole
 from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.report.figures import faults
 from fedsynth.validation import MAX_SECONDS, check_number
 
 LONGEST_HEADER = 64 * 2**20
@@ -115,10 +124,8 @@ class Facts(BaseModel):
         try:
             return cls.model_validate(frame.facts)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            field_name = f"the field {name:.80} of the frame {frame.kind!r:.40}"
-            raise MessageError(f"{field_name} is not valid: {first['msg']:.200}") from None
+            reason = f"the frame {frame.kind!r:.40} is not valid: {faults(error)[0]:.300}"
+            raise MessageError(reason) from None
 
 
 class JoinFacts(Facts):
@@ -139,13 +146,13 @@ class TermsFacts(Facts):
     σ is checked later, by `ClientRuntime.start`.
     """
 
-    sizes: list[Count] | None = None
+    sizes: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
     noise_multiplier: Any = None
 
     @property
     def terms(self) -> RunTerms:
         """The settings as a `RunTerms` object."""
-        return RunTerms(None if self.sizes is None else tuple(self.sizes), self.noise_multiplier)
+        return RunTerms(self.sizes, self.noise_multiplier)
 
 
 class EndFacts(TermsFacts):
@@ -166,46 +173,43 @@ class RoundFacts(TermsFacts):
     """
 
     round: Count
-    participants: Annotated[list[Count], Field(min_length=1)]
+    participants: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
     phase: Literal["first", "main"]
     sum: str | None = None
     sealed: str = ""
 
 
-class JoinAnswer(Facts):
+def _parse_history(stated: Any) -> History:
+    if isinstance(stated, History):
+        return stated
+    try:
+        return History.from_json(stated)
+    except (KeyError, TypeError, ValueError, AttributeError, PrivacyError) as error:
+        raise ValueError(f"the client's ledger history is damaged: {error!r:.80}") from None
+
+
+StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializer(History.to_json)]
+"""The history of a client's ledger, which is JSON outside of this process."""
+
+
+class Statement(Facts):
+    """The history of the client's ledger in an answer. None: the client has no ledger."""
+
+    history: StatedHistory | None = None
+
+
+class JoinAnswer(Statement):
     """The fields of the client's answer to the server's request to join a run."""
 
     client: Count
     size: Count | None = None
-    history: Any = None
-
-
-def history_to_json(history: History | None) -> dict[str, Any] | None:
-    """Converts a client's ledger history to JSON. Returns None if the client has no ledger."""
-    return None if history is None else history.to_json()
-
-
-def parse_history(stated: Any) -> History | None:
-    """Reads the ledger history in a client's answer. Returns None if the answer contains no
-    history.
-
-    Raises:
-        MessageError: if the statement is damaged.
-    """
-    if stated is None:
-        return None
-    try:
-        return History.from_json(stated)
-    except (KeyError, TypeError, ValueError, AttributeError, PrivacyError) as error:
-        raise MessageError(f"the client's ledger history is damaged: {error!r:.80}") from None
 
 
 FILE = "clients.json"
 """The name of the file of joined clients, in the folder of the run's checkpoint."""
 
 
-@dataclass
-class JoinedClient:
+class JoinedClient(BaseModel):
     """A client that has joined the run, either in this server process or in an earlier one.
 
     Attributes:
@@ -218,9 +222,9 @@ class JoinedClient:
     """
 
     size: int | None
-    history: History | None
-    unstated: list[tuple[int, str]] = field(default_factory=list)
-    node: int | None = None
+    history: StatedHistory | None
+    unstated: list[tuple[int, str]] = []
+    node: int | None = Field(default=None, exclude=True)
 
     def update(self, history: History | None) -> None:
         """Replaces the client's ledger history by a newer one.
@@ -247,6 +251,9 @@ class JoinedClient:
         self.unstated = []
 
 
+_CLIENTS = TypeAdapter(dict[int, JoinedClient])
+
+
 def read_clients(file: Path) -> dict[int, JoinedClient]:
     """Reads the file of joined clients, and returns the clients by index.
 
@@ -257,40 +264,14 @@ def read_clients(file: Path) -> dict[int, JoinedClient]:
     """
     if not file.exists():
         return {}
-    clients: dict[int, JoinedClient] = {}
-    try:
-        stated = load_json(file)
-        if stated["sha256"] != _digest(stated["clients"]):
-            raise ValueError("the stored hash does not match the content")
-        for number, facts in stated["clients"].items():
-            unstated = [(int(requested), str(phase)) for requested, phase in facts["unstated"]]
-            history = parse_history(facts["history"])
-            clients[int(number)] = JoinedClient(facts["size"], history, unstated)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MessageError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
-    return clients
+    with damage_is_named(file):
+        return _CLIENTS.validate_json(without_hash(read_regular(file)))
 
 
 def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
-    """Writes the clients that have joined the run to a file, and flushes the file to the disk.
-
-    Raises:
-        OutputError: if the file cannot be written.
-    """
-    stated: dict[str, Any] = {}
-    for number, client in sorted(clients.items()):
-        facts = {"size": client.size, "unstated": client.unstated}
-        stated[str(number)] = {**facts, "history": history_to_json(client.history)}
-    content = json.dumps({"clients": stated, "sha256": _digest(stated)}).encode()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror or error}") from None
-
-
-def _digest(clients: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(clients, sort_keys=True).encode()).hexdigest()
+    """Writes the clients that have joined the run to a file, and flushes the file to the disk."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, with_hash(_CLIENTS.dump_json(dict(clients))))
 
 
 class Transport(Protocol):

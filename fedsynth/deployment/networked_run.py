@@ -113,15 +113,15 @@ class NetworkedRun:
             names=names,
             note=self.observer.note,
         )
-        self.agreed = negotiate_terms(settings, context, self.exchange, planned)
-        self.context = self.agreed.context
-        self.participation = settings.schedule(self.agreed.terms.sizes)
+        plan, self.context = negotiate_terms(settings, context, self.exchange, planned)
+        self.plan = plan
+        self.participation = settings.schedule(self.context.sizes)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         images = None if test is None else test.to(context.device)
         self.record = RunRecord(
             settings,
-            self.agreed.plan,
+            plan,
             self.folder,
             self.observer,
             Measure(self.method, self.exchange, images, hidden=False, local=False),
@@ -131,7 +131,6 @@ class NetworkedRun:
         )
         for number, reason in self.exchange.never_joined.items():
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
-        plan = self.agreed.plan
         if plan is not None:  # announces a private run and writes its initial state
             noted = [f"warning: {line}" for line in self.record.warnings]
             for line in [*headline(plan, simulated=False), *noted]:
@@ -196,7 +195,7 @@ class NetworkedRun:
         and its upload may have been seen. The report must include this charge, so the function
         adds the charge.
         """
-        plan = self.agreed.plan
+        plan = self.plan
         if plan is None:
             return self.exchange.histories()
         histories: list[History] = []

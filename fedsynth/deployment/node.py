@@ -71,7 +71,7 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns an objection to a run unless the owner has stated the classes and the image size.
+        """Returns the reasons to reject a run whose classes or image size the owner has not stated.
 
         If a server could choose classes and sizes freely, it would learn which folders and images
         exist, because only some clients would join.

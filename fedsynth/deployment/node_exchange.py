@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -25,7 +24,7 @@ from fedsynth.deployment.frames import (
     Frame,
     JoinAnswer,
     JoinedClient,
-    parse_history,
+    Statement,
     read_clients,
     write_clients,
 )
@@ -36,8 +35,8 @@ from fedsynth.federation.protocol import (
     BUDGET,
     MAX_FACTS_BYTES,
     REQUEST,
-    ClientEvaluation,
     ClientInfo,
+    Exchange,
     Refusal,
     Replies,
     RunTerms,
@@ -55,7 +54,7 @@ class TooFewClientsError(FedsynthError):
     """Raised if fewer clients have joined than the quorum requires."""
 
 
-class NodeExchange:
+class NodeExchange(Exchange):
     """The server's communication with the nodes of one run, from the first request to the last.
 
     Args:
@@ -140,7 +139,7 @@ class NodeExchange:
         write_clients(self._file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
-            client = self.clients.get(number, JoinedClient(0, History(name)))
+            client = self.clients.get(number, JoinedClient(size=0, history=History(name)))
             joined.append(ClientInfo(number, client.size, client.history))
         return joined
 
@@ -190,9 +189,9 @@ class NodeExchange:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
             return
-        history = parse_history(stated.history)
+        history = stated.history
         self._check_name(number, history)
-        client = self.clients.setdefault(number, JoinedClient(stated.size, history))
+        client = self.clients.setdefault(number, JoinedClient(size=stated.size, history=history))
         if client.size != stated.size:
             raise MessageError(
                 f"client {number} joined with {client.size} examples, but now states {stated.size}"
@@ -250,9 +249,6 @@ class NodeExchange:
         """
         self._lost = dict(self.absent)
         return []
-
-    def begin(self, context: RoundContext) -> None:
-        """Does nothing: a client begins a round when it receives the first request of the round."""
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
@@ -314,20 +310,10 @@ class NodeExchange:
                 rejected[client] = exchange.rejected[client]
         return Replies(lost=lost, rejected=rejected, total=total)
 
-    def facts(self, context: RoundContext, clients: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Returns an empty list, because only a simulation can read facts from its clients."""
-        return []
-
     def histories(self) -> list[History]:
         """Returns the latest ledger history of each client that has ever joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
-
-    def evaluate(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> list[ClientEvaluation]:
-        """Returns an empty list, because a server cannot test models on clients' test splits."""
-        return []
 
     def end(self, rounds: int) -> None:
         """Tells the clients that the run is over, and receives their final ledgers.
@@ -404,7 +390,7 @@ class NodeExchange:
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
             raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:
-            self.clients[number].update(parse_history(frame.facts["history"]))
+            self.clients[number].update(Statement.of(frame).history)
         return frame
 
 

@@ -54,7 +54,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
-from fedsynth.privacy.report.figures import RunStart
+from fedsynth.privacy.report.figures import RunStart, faults
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.report_facts import headline, owner_facts, pluralize, start_facts
 from fedsynth.results.run_folder import PRIVATE_START
@@ -124,10 +124,7 @@ class Policy:
         try:
             return cls(**mapping)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            reason = f"is not valid: {first['msg']:.200}"
-            raise SettingError("policy", f"{name:.80}", reason) from None
+            raise SettingError(None, "policy", f"is not valid: {faults(error)[0]:.300}") from None
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -324,7 +321,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     plan = budget.plan
     initial = session.history
     if budget.ledger.path is not None:  # with its chain hash at that time
-        chain = read_ledger(budget.ledger.path).chains[len(initial.releases)]
+        chain = read_ledger(budget.ledger.path).lines.chains[len(initial.releases)]
         initial = replace(initial, chain=chain)
     began = RunStart.today(folder.name)
     start = start_facts(plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedsynth.core.context import RoundContext, Silent
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import Frame, RoundFacts, history_to_json
-from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
-from fedsynth.deployment.secure_aggregation.client import SumClient, SumTerms
+from fedsynth.deployment.frames import Frame, RoundFacts
+from fedsynth.deployment.proposal import (
+    STATE,
+    Proposal,
+    State,
+    damage_is_named,
+    with_hash,
+    without_hash,
+)
+from fedsynth.deployment.secure_aggregation.client import (
+    SumClient,
+    SumTerms,
+    sum_terms,
+    upload_layout,
+)
 from fedsynth.deployment.secure_aggregation.primitives import (
     Masked,
     Parcel,
@@ -46,7 +58,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     SecureSumError,
     SumState,
 )
-from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
@@ -180,7 +191,8 @@ class Session:
 
     def statement(self) -> dict[str, Any]:
         """Returns the history of the client's ledger, as a field for an answer to the server."""
-        return {"history": history_to_json(self.runtime.history())}
+        history = self.runtime.history()
+        return {"history": history and history.to_json()}
 
     def accept(self, terms: RunTerms) -> None:
         """Checks and stores the settings that the server fixes after all clients have joined.
@@ -235,8 +247,7 @@ class Session:
             if answer is None:
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
-                    sent = answer.to_bytes()
-                    self._write(file.name, _digest(frame) + hashlib.sha256(sent).digest() + sent)
+                    self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
                     if frame.kind == frames.STEP and phase == MAIN:
                         self._tell_owner(context)
             elif frame.kind == frames.STEP:
@@ -262,7 +273,7 @@ class Session:
         runtime = self.runtime
         clients = runtime.context.clients
         rounds = runtime.settings.rounds
-        participants = tuple(question.participants)
+        participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(
                 f"the indices of the participants must be ascending and below {clients}"
@@ -278,8 +289,12 @@ class Session:
                 f"the participants in the server's request for round {question.round} differ from "
                 "those that the run's settings select"
             )
-        context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
-        return replace(context, round=question.round, participants=participants)
+        return replace(
+            runtime.context,
+            note=self._node.say,
+            round=question.round,
+            participants=participants,
+        )
 
     # ----------------------------------------------------------------------------- an exchange
 
@@ -442,17 +457,6 @@ class Session:
         return stored.to(self.runtime.context.device).memory
 
 
-class OwnerReporter(Silent):
-    """An observer that passes the messages of a client's step to the owner."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def note(self, text: str) -> None:
-        """Passes a message to the owner."""
-        self._say(text)
-
-
 def _memory_file(phase: str, context: RoundContext) -> str:
     return f"{'first' if phase == FIRST else 'memory'}-{context.round}"
 
@@ -477,10 +481,7 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
         content = read_regular(file, MAX_TENSORS_BYTES)
         if content[:HASH_BYTES] != _digest(question):
             return None
-        sent = content[2 * HASH_BYTES :]
-        if hashlib.sha256(sent).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
-            raise ValueError("the stored hash does not match the content")
-        return Frame.from_bytes(sent)
+        return Frame.from_bytes(without_hash(content[HASH_BYTES:]))
 
 
 def _answered(answer: Message | Parcel | Masked | Refusal) -> Frame:

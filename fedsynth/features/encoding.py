@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from fedsynth.data.files import expanded, one_line, read_tensors
-from fedsynth.data.folder_settings import MEAN, STD
 from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import MEAN, STD, DatasetSpec
 from fedsynth.errors import DataError, OutputError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.pretrained import (

@@ -245,7 +245,7 @@ class ClientRuntime:
         return self._stored is not None
 
     def store(self, load: Callable[[], Memory]) -> None:
-        """Frees the client's memory, which is in a file and is loaded again when it is used.
+        """Frees the client's memory. The next access loads it from a file.
 
         Args:
             load: a function that reads the memory from the file.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,44 +151,12 @@ def with_proxy(
     return replace(context, proxy=images)
 
 
-@dataclass(frozen=True)
-class MechanismCosts:
-    """The privacy costs of a planned run with one mechanism.
+def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:
+    """Returns a mapping for each kind of release in a round of a planned run.
 
-    A round may have several kinds of release. The chief release is the most important one.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        noise_multiplier: the run's noise multiplier σ.
-        clip: the clip 𝒞 of the chief release.
-        sample_rate: the sampling rate q of the chief release.
-        releases: the number of releases that a client makes in a round.
-        epsilon: a mapping from round numbers to ε after the round, at `delta`. For a long run, it
-            has only the rounds in `shown_rounds`.
-        delta: δ.
-        target: the requested budget. None if no budget was requested.
-        rows: one mapping for each kind of release, with its `quantity`, σ, clip, q and number of
-            releases in a round. If the method states a public reference case, the mapping also has
-            the signal-to-noise ratio (`ReleasePlan.signal_to_noise`).
-    """
-
-    mechanism: str
-    noise_multiplier: float
-    clip: float
-    sample_rate: float
-    releases: int
-    epsilon: Mapping[int, float]
-    delta: float
-    target: float | None
-    rows: tuple[Mapping[str, Any], ...]
-
-
-def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
-    """Returns the privacy costs of a planned run.
-
-    Args:
-        plan: the privacy plan of the run.
-        target: the requested budget. None if no budget was requested.
+    A mapping has the `quantity`, σ, clip, q and number of releases in a round. If the method states
+    a public reference case, the mapping also has the signal-to-noise ratio
+    (`ReleasePlan.signal_to_noise`).
     """
     rows = []
     for release in plan.plans:
@@ -203,18 +171,29 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
         if ratio is not None:
             row["signal_to_noise"] = ratio
         rows.append(row)
+    return rows
+
+
+def costs_of(plan: PrivacyPlan) -> dict[str, Any]:
+    """Returns the privacy costs of a planned run as a mapping that JSON can encode.
+
+    It has the mechanism, the run's σ, clip and q of the most important kind of release, the number
+    of releases of a client in a round, ε after each of the `shown_rounds`, δ, the requested budget
+    (`target`), and the `rows` of `release_costs`.
+    """
     chief = plan.chief
-    return MechanismCosts(
-        mechanism=chief.mechanism,
-        noise_multiplier=plan.sigma,
-        clip=chief.clip,
-        sample_rate=chief.sample_rate,
-        releases=plan.releases,
-        epsilon=plan.planned_epsilon_by_round(),
-        delta=plan.privacy.delta,
-        target=target,
-        rows=tuple(rows),
-    )
+    rounds = plan.shown_rounds
+    return {
+        "mechanism": chief.mechanism,
+        "noise_multiplier": plan.sigma,
+        "clip": chief.clip,
+        "sample_rate": chief.sample_rate,
+        "releases": plan.releases,
+        "epsilon": dict(zip(rounds, map(plan.planned_epsilon, rounds), strict=True)),
+        "delta": plan.privacy.delta,
+        "target": plan.privacy.epsilon,
+        "rows": release_costs(plan),
+    }
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
@@ -239,10 +218,10 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
     return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
 
 
-def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[MechanismCosts]:
-    """Returns the privacy costs of a run for each mechanism that the method supports.
+def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[PrivacyPlan]:
+    """Returns the privacy plan of a run for each mechanism that the method supports.
 
-    If the settings name a mechanism, only the costs with this mechanism are returned.
+    If the settings name a mechanism, only the plan with this mechanism is returned.
 
     Args:
         sections: the sections of settings, as for `resolve`.
@@ -259,18 +238,14 @@ def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Mechan
     if named is not None and not mechanism_facts(str(named)).guaranteed:
         reason = "has no privacy guarantee, so its ε cannot be planned"
         raise PrivacySettingError("privacy", "mechanism", reason, value=named)
-    plans: list[MechanismCosts] = []
+    plans: list[PrivacyPlan] = []
     for name in method.dp_mechanisms if named is None else (str(named),):
         if not mechanism_facts(name).guaranteed:
             continue
         settings = resolve({**sections, "privacy": {**privacy, "mechanism": name}})
         if settings.privacy is None:
             raise needs_a_budget()
-        target = settings.privacy.epsilon
-        if settings.privacy.noise_multiplier is not None:
-            # a cap would only cut off the table: the plan shows how the budget is spent
-            settings = replace(settings, privacy=replace(settings.privacy, epsilon=None))
-        plans.append(costs_of(plan_of(settings), target))
+        plans.append(plan_of(settings))
     if not plans:
         reason = f"cannot run with differential privacy: {method.refusal}"
         raise SettingError("run", "method", reason, value=method.name)

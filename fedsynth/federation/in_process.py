@@ -11,7 +11,8 @@ as in a separate process (`step_alone`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
-from fedsynth.core.context import Reporter, RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import DeviceMemoryError
@@ -158,6 +159,25 @@ def evaluate_together(
     return results
 
 
+def _report_group(
+    context: RoundContext,
+    finished: int,
+    size: int,
+    clients: int,
+    phase: str,
+    completed: int,
+    total: int,
+) -> None:
+    """Reports the progress of one group of clients as a part of the progress of the round.
+
+    Args:
+        finished: the number of clients in the groups that have finished.
+        size: the number of clients in this group.
+        clients: the number of clients in all groups.
+    """
+    context.report(phase, finished * total + completed * size, clients * total)
+
+
 class InProcess:
     """Passes the server's requests to the clients of a simulation, and returns their answers.
 
@@ -210,8 +230,9 @@ class InProcess:
         messages: dict[int, Message] = {}
         while len(messages) < len(stepping):
             group = stepping[len(messages) :][: self._group_size(context)]
-            reporter = _GroupReporter(context.reporter, len(messages), len(group), len(stepping))
-            group_context = replace(context, reporter=reporter)
+            finished = len(messages)
+            report = partial(_report_group, context, finished, len(group), len(stepping))
+            group_context = replace(context, report=report)
             try:
                 replies = step_together(group, phase, message, group_context)
             except torch.OutOfMemoryError:
@@ -283,27 +304,3 @@ class InProcess:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[ClientEvaluation]:
         return evaluate_together(self.clients, models, context)
-
-
-@dataclass(frozen=True)
-class _GroupReporter:
-    """Reports the progress of one group of clients as a part of the progress of the round.
-
-    Args:
-        reporter: the reporter of the round.
-        finished: the number of clients whose steps are finished.
-        size: the number of clients in the group.
-        clients: the number of clients that take a step in this exchange.
-    """
-
-    reporter: Reporter
-    finished: int
-    size: int
-    clients: int
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        steps = self.finished * total + completed * self.size
-        self.reporter.report(phase, steps, self.clients * total)
-
-    def note(self, text: str) -> None:
-        self.reporter.note(text)

@@ -20,7 +20,7 @@ from fedsynth.config.checks import (
     most_records,
     refuse_own_proxy,
 )
-from fedsynth.config.participation import Participation, PlannedEpsilon, most_rounds, shown_rounds
+from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
@@ -317,27 +317,26 @@ class PrivacyPlan:
         """Returns the largest ε of all clients, computed from the contents of their ledgers."""
         return max(map(self._epsilon, _distinct(histories)[0]))
 
-    def planned_epsilon(self) -> float:
-        """Returns the largest ε of all clients after the whole planned run.
+    @property
+    def shown_rounds(self) -> tuple[int, ...]:
+        """The numbers of the rounds after which the plan states ε, in ascending order."""
+        return shown_rounds(self.run.rounds)
 
-        It includes the releases that were in the ledgers when the clients joined.
+    def planned_epsilon(self, number: int | None = None) -> float:
+        """Returns the largest ε of all clients after a planned round, by default after the last
+        one.
+
+        It includes the releases that were in the ledgers when the clients joined. The computation
+        can take up to a second with subsampling.
+
+        Args:
+            number: one of the `shown_rounds`.
         """
-        return self.planned_epsilon_by_round()[self.run.rounds]
-
-    def planned_epsilon_by_round(self) -> PlannedEpsilon:
-        """Returns the largest ε of all clients after each planned round.
-
-        It includes the releases that were in the ledgers when the clients joined. For a long run,
-        the result has only the rounds in `shown_rounds`.
-        """
-
-        def epsilon_after(position: int) -> float:
-            return max(
-                self._epsilon(spent + self._totals(rounds[position]))
-                for spent, rounds in self._attendance
-            )
-
-        return PlannedEpsilon(shown_rounds(self.run.rounds), epsilon_after)
+        position = self.shown_rounds.index(number or self.run.rounds)
+        return max(
+            self._epsilon(spent + self._totals(rounds[position]))
+            for spent, rounds in self._attendance
+        )
 
     def most_rounds(self) -> int:
         """Returns the largest number of rounds in which any client takes part."""
@@ -393,7 +392,7 @@ class PrivacyPlan:
         client takes part. Clients with equal totals share a pair with their largest numbers.
         """
         distinct, groups = _distinct(self.histories)
-        maxima = most_rounds(self.participation, groups, shown_rounds(self.run.rounds))
+        maxima = most_rounds(self.participation, groups, self.shown_rounds)
         return list(zip(distinct, maxima.T.tolist(), strict=True))
 
     def _epsilon(self, rows: Totals) -> float:

@@ -173,8 +173,10 @@ class Exchange(Protocol):
     def begin(self, context: RoundContext) -> None:
         """Tells all clients whose data influence the round that the round begins.
 
-        `affected_clients` states which clients these are. No client has refused to take part.
+        `affected_clients` states which clients these are. No client has refused to take part. In a
+        deployment, a client learns this from the first request of the round.
         """
+        return
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
@@ -191,8 +193,10 @@ class Exchange(Protocol):
     def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
         """Returns the metrics that these clients compute from their memory.
 
-        `Method.client_metrics` defines the metrics. Clients that do not answer are left out.
+        `Method.client_metrics` defines the metrics. Clients that do not answer are left out. Only
+        simulations support this.
         """
+        return ()
 
     def histories(self) -> Sequence[History]:
         """Returns the current contents of the clients' ledgers, in the order of the clients.
@@ -204,6 +208,7 @@ class Exchange(Protocol):
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[ClientEvaluation]:
         """Tests models on the test splits of all clients. Only simulations support this."""
+        return ()
 
 
 Side = Literal["downlink", "upload"]

@@ -182,7 +182,7 @@ def data_of_run(
     device: torch.device | None = None,
     progress: Callable[[int, str, int, int], None] | None = None,
 ) -> RunData:
-    """Loads the images of a run, and completes the settings with what the images declare.
+    """Loads the images of a run, and adds the declared facts about them to the settings.
 
     Args:
         settings: the run's settings.

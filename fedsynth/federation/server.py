@@ -38,19 +38,6 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, PHASES
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The result of checking the uploads of an exchange.
-
-    Attributes:
-        accepted: a mapping from client indices to valid uploads, in ascending order.
-        rejected: a mapping from client indices to errors, which state why an upload is invalid.
-    """
-
-    accepted: Mapping[int, Message]
-    rejected: Mapping[int, UploadRejectedError]
-
-
 class Server:
     """The server of one federation, which holds the state of the method.
 
@@ -91,12 +78,18 @@ class Server:
         check_declared(self.method, message, declared(self.method, phase, "downlink"))
         return message
 
-    def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
+    def check(
+        self, phase: str, replies: Mapping[int, Message], context: RoundContext
+    ) -> tuple[dict[int, Message], dict[int, UploadRejectedError]]:
         """Checks the clients' replies against the method's rules, before they are used.
 
         The rules are `Method.upload_rules` and `Method.check_upload`. A reply that shares memory
         with the server's state is rejected, too, because a client in the same process could change
         the state later.
+
+        Returns:
+            A mapping from client indices to valid uploads, and a mapping to the errors of the other
+            uploads, both in ascending order.
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
@@ -111,7 +104,7 @@ class Server:
                 rejected[client] = error
             else:
                 accepted[client] = reply
-        return Checked(accepted, rejected)
+        return accepted, rejected
 
     def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
         expected = declared(self.method, phase, "upload")
@@ -224,27 +217,12 @@ class RoundResult:
         return tuple(sorted(self.sent.keys() - self.lost.keys() - self.rejected.keys()))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The terms of a run on which the server and its clients agree before the first round.
-
-    Args:
-        terms: the run terms, which all clients receive.
-        plan: the privacy plan of the run. None without differential privacy.
-        context: the public context with the run terms.
-    """
-
-    terms: RunTerms
-    plan: PrivacyPlan | None
-    context: RoundContext
-
-
 def negotiate_terms(
     settings: RunSettings,
     context: RoundContext,
     exchange: Exchange,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
-) -> Agreement:
+) -> tuple[PrivacyPlan | None, RoundContext]:
     """Lets the clients join, computes the run terms, and sends the terms to every client.
 
     With differential privacy, the terms contain the noise multiplier σ. Otherwise they contain the
@@ -257,6 +235,10 @@ def negotiate_terms(
         planned: a function that returns the original plan of a resumed run, given the contents of
             the clients' ledgers. None makes a new plan.
 
+    Returns:
+        The privacy plan of the run, or None without differential privacy. The public context with
+        the run terms.
+
     Raises:
         PrivacyError: no plan can be made (`PrivacyPlan.make`), a client has no ledger, or the cap
             does not allow a single round.
@@ -265,7 +247,7 @@ def negotiate_terms(
     if settings.privacy is None:
         terms = RunTerms(sizes=tuple(info.size or 0 for info in joined))
         exchange.start(terms)
-        return Agreement(terms, None, replace(context, sizes=terms.sizes))
+        return None, replace(context, sizes=terms.sizes)
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
@@ -277,9 +259,8 @@ def negotiate_terms(
         plan.check_cap()
     else:
         plan = planned(histories)
-    terms = RunTerms(noise_multiplier=plan.sigma)
-    exchange.start(terms)
-    return Agreement(terms, plan, plan.in_context(context))
+    exchange.start(RunTerms(noise_multiplier=plan.sigma))
+    return plan, plan.in_context(context)
 
 
 def run_round(
@@ -323,23 +304,22 @@ def run_round(
             if refusal.kind == REQUEST:
                 raise RequestRefusedError(refusal.reason)
             return RoundResult(refusal=refusal)
-        checked = server.check(phase, replies.messages, context)
+        usable, invalid = server.check(phase, replies.messages, context)
         lost.update(replies.lost)
         prefix = FIRST_EXCHANGE if phase == FIRST else ""
-        for client, reason in {**replies.rejected, **checked.rejected}.items():
+        for client, reason in {**replies.rejected, **invalid}.items():
             rejected[client] = f"{prefix}{reason}"
-        usable = checked.accepted
         if replies.total is not None:
             usable = dict.fromkeys(replies.total.clients, replies.total.placeholder)
         for client, message in usable.items():
             sent[client] = (*sent[client], message)
         if len(usable) < needed:
-            _refuse_divergence(checked, context)
+            _refuse_divergence(invalid, context)
             missed = NoQuorum(phase, len(usable), needed)
             return RoundResult({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
         if replies.total is None:
-            server.receive(phase, checked.accepted, context)
-            uploads = checked.accepted
+            server.receive(phase, usable, context)
+            uploads = usable
         else:
             server.receive_total(phase, replies.total, context)
     return RoundResult(uploads, sent, lost=lost, rejected=rejected)
@@ -354,14 +334,14 @@ def needed_uploads(quorum: float, clients: int) -> int:
     return max(1, math.ceil(quorum * clients - 1e-9))
 
 
-def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
+def _refuse_divergence(rejected: Mapping[int, UploadRejectedError], context: RoundContext) -> None:
     """Checks that not all clients of a round sent numbers that are not finite.
 
     Raises:
         DivergedError: the numbers of all clients are not finite. The training has diverged then,
             and no single client is the cause.
     """
-    diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
+    diverged = [(client, error) for client, error in rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]
         raise diverged_error(f"{error.field} of client {client}", context.round, error.reason)

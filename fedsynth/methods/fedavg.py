@@ -180,7 +180,7 @@ class Solo(TrainsLocally):
         super().__post_init__()
         if self.final == "oca":
             raise SettingError(
-                "method", "final", "must be 'aca' for solo, which has no global model"
+                "method", "final", "must be 'aca' for solo, because solo has no global model"
             )
 
     def start_model(

@@ -231,7 +231,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the plan of T releases in each round.
+        """Returns the plan of the releases: T per round.
 
         For the mechanism `features`, returns the plans of M releases and of the class counts. M is
         at most the number of steps.

@@ -149,8 +149,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         return EnsembleState({}, tallies=training.tallies, matrices=matrices)
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
-        """Returns the function that combines the logits of all models into the ensemble's P
-        (Algorithm 3)."""
+        """Returns the function that computes the prediction P of the ensemble (Algorithm 3)."""
         if self.aggregation == "average":
             return average_of_logits
         if self.aggregation == "clients":

@@ -76,7 +76,7 @@ class FedNova(TrainsLocally):
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
             raise UploadRejectedError(
-                "norm", f"must be at least 1, as after a single step, got {upload.norm:g}"
+                "norm", f"must be at least 1, the norm after one step, got {upload.norm:g}"
             )
 
     def combine(

@@ -1,5 +1,4 @@
-"""FedSum: the server condenses one synthetic set from class sums of features, pooled over all
-clients.
+"""FedSum: the server condenses a synthetic set from the sums of all clients' features by class.
 
 In FedDM (arXiv 2207.09653), each client condenses its own data, and the server trains on the union
 of the synthetic sets. The loss Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9) depends on the data

@@ -143,9 +143,7 @@ Back = Callable[[Tensor, _Saved], Tensor]
 
 @functools.cache
 def _parts(compiled: bool) -> tuple[Between, Back]:
-    """Returns the functions `_between` and `_back`. If `compiled` is true, torch.compile compiles
-    them.
-    """
+    """Returns the forward and the backward function of a stage, compiled if `compiled` is true."""
     if not compiled:
         return _between, _back
     return torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False)

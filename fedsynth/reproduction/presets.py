@@ -234,7 +234,7 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} has no cell with {column} {value}. Use "
+                    f"preset {self.name} has no results for {column} {value}. Use "
                     f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching

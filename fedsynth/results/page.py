@@ -304,9 +304,9 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
 
 
 def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields, for each run, a picture of how many examples of each class each client has.
+    """Yields a plot of each run's partition: the number of examples by client and class.
 
-    A run whose class distribution must not be shown is left out.
+    Runs whose class distribution must not be shown are left out.
     """
     for run, name in zip(runs, names, strict=True):
         if run.private and not simulation_only:

@@ -264,7 +264,7 @@ def plan_when_it_began(
     if list(current) != list(run.start.ledgers):
         raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
-        chains = read_ledger(files / f"{client}.jsonl").chains
+        chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
             raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
     charges = Charges(run, LedgerRows(current))
@@ -413,7 +413,9 @@ class Charges:
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
-            noted = Counter(number for rows, number in ledger.resumptions if rows >= start.rows)
+            noted = Counter(
+                number for rows, number in ledger.lines.resumptions if rows >= start.rows
+            )
             if Counter(self.run.resumed) - noted:
                 problems.append(f"the ledger of {client} lacks a resumption that {RESUMED} states")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):

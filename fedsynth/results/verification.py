@@ -97,8 +97,10 @@ def _verified(
 ) -> Verification:
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if run_folder.PRIVATE_START in missing and (folder / SUMS).is_file():
-        advice = f"Check its files with `sha256sum -c {SUMS}`, and the report in the run folder"
-        raise PrivacyError(f"{folder} is an export without settings and ledgers. {advice}")
+        raise PrivacyError(
+            f"the report in {folder} cannot be verified, because an export has no settings and "
+            f"ledgers. Verify the run folder. To check the export's files, run sha256sum -c {SUMS}"
+        )
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
     if run_folder.CONFIG not in missing and run_folder.PRIVATE_START not in missing:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ class Simulation:
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._make_clients(clients, train, parts, resumed)
         planned = self._original_plan(resumed, checkpoint)
-        self.agreed = negotiate_terms(settings, self.context, self.exchange, planned)
-        self.context = self.agreed.context
-        self.participation = settings.schedule(self.agreed.terms.sizes)
+        plan, self.context = negotiate_terms(settings, self.context, self.exchange, planned)
+        self.private_plan = plan
+        self.participation = settings.schedule(self.context.sizes)
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
         self.over = (
@@ -115,7 +115,7 @@ class Simulation:
         local = settings.partition.local_test > 0
         self.record = RunRecord(
             settings,
-            self.agreed.plan,
+            plan,
             self.folder,
             observer,
             Measure(self.method, self.exchange, test[0], hidden, local),
@@ -145,11 +145,11 @@ class Simulation:
         Raises:
             PrivacySettingError: the run is not private.
         """
-        if self.agreed.plan is None:
+        if self.private_plan is None:
             raise PrivacySettingError(
                 None, "privacy", "must be set, because only a private run has a privacy plan"
             )
-        return self.agreed.plan
+        return self.private_plan
 
     def _make_clients(
         self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None
@@ -202,7 +202,7 @@ class Simulation:
         if not self.over:
             folder = None if self.folder is None else self.folder.final
             self.observer.started(self.settings, folder)
-            lines = [*run_messages.headline(self.settings, self.agreed.plan), *lines]
+            lines = [*run_messages.headline(self.settings, self.private_plan), *lines]
             if new:
                 lines += [f"warning: {warning}" for warning in self.record.warnings]
         for line in lines:
@@ -253,7 +253,8 @@ class Simulation:
             self.context,
             round=number,
             participants=self.participation.in_round(number),
-            reporter=_RoundReporter(self.observer, number),
+            report=partial(self.observer.step, number),
+            note=self.observer.note,
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
@@ -301,7 +302,7 @@ class Simulation:
 
         Returns an empty string if the run has no privacy guarantee.
         """
-        plan = self.agreed.plan
+        plan = self.private_plan
         if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
         spent = format_epsilon(plan.epsilon(self.exchange.histories()))
@@ -407,17 +408,3 @@ def _may_share(settings: RunSettings) -> bool:
     """
     custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not custom
-
-
-@dataclass(frozen=True)
-class _RoundReporter:
-    """Passes the progress of one round to an observer."""
-
-    observer: Observer
-    number: int
-
-    def report(self, phase: str, completed: int, total: int) -> None:
-        self.observer.step(self.number, phase, completed, total)
-
-    def note(self, text: str) -> None:
-        self.observer.note(text)

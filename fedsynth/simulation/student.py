@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from fedsynth.core.context import Notes, RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.folder_settings import FolderSettings
@@ -436,7 +436,7 @@ def distil_files(
         networks.append(model)
         uploads[number] = ModelParameters(model.state_dict(), 1.0)
     network = network_of(student).to(torch_device)
-    notes = Notes()
+    notes: list[str] = []
     context = RoundContext(
         1,
         seed,
@@ -446,10 +446,10 @@ def distil_files(
         1.0,
         clients=len(uploads),
         client_architectures=tuple(networks),
-        reporter=notes,
+        note=notes.append,
     )
     state = distillation.server_step(EnsembleState(network.state_dict()), uploads, context)
-    yield from notes.lines
+    yield from notes
     facts = distillation.facts(state, context)
     if GENERATOR in facts:
         yield f"generated: {format_facts(facts[GENERATOR])}"

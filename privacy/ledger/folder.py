@@ -186,10 +186,10 @@ class LedgerFolder:
         return self.path / f"{name}.jsonl"
 
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
-        if ledger.bound and not ledger.records:
+        if ledger.bound and not ledger.lines.records:
             raise LedgerError(
-                f"ledger {self._file(name)} was copied from a run folder and does not identify its "
-                f"records. If it was charged for records of client {name!r}, run "
+                f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
+                f"from a run folder. To assign it to the records of client {name!r}, run "
                 f"{self._command(name)}"
             )
 
@@ -253,10 +253,9 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} of the records of ledger "
-                    f"{self._file(other)}. A record must stay with the ledger that was charged for "
-                    "it. Give the clients the names of their ledgers (simulate(names=...)), or "
-                    "remove these records"
+                    f"{moved[other]} records of client {name!r} belong to ledger "
+                    f"{self._file(other)}. Remove these records, or give each client the name of "
+                    "its ledger (simulate(names=...))"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -266,7 +265,11 @@ class LedgerFolder:
         ledger = index.ledgers.get(name)
         if ledger is None:
             return Ledger(name, self._file(name), dataset=dataset, records=fingerprint)
-        if ledger.may_change or not index.is_current(name, present) or ledger.dataset != dataset:
+        if (
+            ledger.lines.may_change
+            or not index.is_current(name, present)
+            or ledger.dataset != dataset
+        ):
             ledger.take_records(fingerprint, dataset)
         return ledger
 
@@ -343,7 +346,8 @@ class _RecordIndex:
             self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
         self.owners: defaultdict[bytes, set[str]] = defaultdict(set)
         for name, ledger in ledgers.items():
-            for fingerprint in ledger.charged_records:
+            charged = ledger.lines.charged if ledger.lines.releases else ()
+            for fingerprint in charged:
                 for record in self._list(fingerprint) or ():
                     self.owners[record].add(name)
 
@@ -359,7 +363,7 @@ class _RecordIndex:
 
     def is_current(self, name: str, records: Records) -> bool:
         """Returns True if `records` are exactly the current records of the client's ledger."""
-        return self.ledgers[name].records[-1:] == (self.fingerprint(name, records),)
+        return self.ledgers[name].lines.records[-1:] == (self.fingerprint(name, records),)
 
     def current(self, name: str) -> Records:
         """Returns the current records of a client's ledger.
@@ -371,11 +375,11 @@ class _RecordIndex:
         """
         if name not in self._current:
             ledger = self.ledgers[name]
-            records = self._list(ledger.records[-1]) if ledger.records else None
+            records = self._list(ledger.lines.records[-1]) if ledger.lines.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"the list of the records of client {name!r} is missing or damaged. Restore "
-                    f"{self.folder / ledger.records[-1]} from a backup"
+                    f"{self.folder / ledger.lines.records[-1]} from a backup"
                 )
             self._current[name] = records or Counter()
         return self._current[name]
@@ -391,7 +395,7 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
     """Returns the files of record hashes to which no ledger of the folder refers."""
     expected = {KEY}
     for ledger in ledgers.values():
-        expected.update(ledger.records)
+        expected.update(ledger.lines.records)
     return [path for path in folder.glob("[!.]*") if path.name not in expected]
 
 

@@ -6,17 +6,24 @@ only when the new line is on the disk, and noise is drawn only afterwards. After
 may therefore contain a release that was not made, but every release that was made is in the ledger.
 
 If the ledger is in a folder that is kept across runs, its header also contains a keyed hash of the
-client's records (`fedsynth.privacy.ledger.folder`). Later lines with the key `entry` state changes
-of the records.
+client's records (`fedsynth.privacy.ledger.folder`). Lines with the key `entry` are notes, for
+example that the records have changed.
 
-`fedsynth.privacy.ledger.lines` defines the lines and detects edits. `fedsynth.privacy.mechanisms`
-refuses releases that would exceed the budget. `History` is the content of a ledger that a client
-sends to the server when it joins a run, and from which reports are computed.
+Each line contains a hash over itself and all lines before it, so that edits are detected. This
+protects against accidents and careless repairs. It does not protect against the owner of the file,
+who can compute all hashes again or remove whole lines at the end.
+
+`fedsynth.privacy.mechanisms` refuses releases that would exceed the budget. `History` is the
+content of a ledger that a client sends to the server when it joins a run, and from which reports
+are computed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,18 +33,173 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError, short_repr
-from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, lock, open_regular
-from fedsynth.privacy.ledger.lines import (
-    LEDGER_SCHEMA,
-    MAY_CHANGE,
-    RECORDS,
-    RESUMED,
-    Lines,
-    encode,
-    read_on,
-)
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
+from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, decode_json, lock, open_regular
 from fedsynth.privacy.releases import Release
+
+LEDGER_SCHEMA = 2
+RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are not releases
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The content of a ledger file, up to the position that has been read.
+
+    Attributes:
+        client: the client's name. Empty before the header is read.
+        releases: the rows, oldest first.
+        dataset: the identifier of the data set.
+        records: a keyed hash of each set of records for which the ledger was used. The last hash is
+            that of the current records.
+        charged: `records` without the sets that were replaced before the first charge.
+        may_change: True if the owner has declared that the client's records may change.
+        resumptions: a pair for each time that a run was resumed. It states the number of rows that
+            the ledger had then, and the number of finished rounds.
+        size: the number of bytes that have been read.
+        chain: the chain hash over all lines that have been read.
+        chains: the chain hashes after the header and after each release. Entry n, counted from 0,
+            identifies the first n releases, whatever has been added since.
+    """
+
+    client: str = ""
+    releases: tuple[Release, ...] = ()
+    dataset: str = ""
+    records: tuple[str, ...] = ()
+    charged: tuple[str, ...] = ()
+    may_change: bool = False
+    resumptions: tuple[tuple[int, int], ...] = ()
+    size: int = 0
+    chain: str = ""
+    chains: tuple[str, ...] = ()
+
+
+def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
+    """Encodes an entry as a line of the ledger file. The line contains the chain hash.
+
+    Args:
+        entry: the content of the line.
+        chain: the chain hash over all lines before it.
+
+    Returns:
+        The line, and the chain hash over this line and all lines before it.
+    """
+    digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
+    return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
+
+
+def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
+    """Reads and checks the lines that follow the part of a ledger file that has been read.
+
+    Args:
+        lines: the content that has been read so far.
+        data: the bytes of the file that follow.
+        client: the client to which the ledger must belong. None accepts any client.
+        path: the path of the file, for error messages.
+
+    Returns:
+        The content including the new lines.
+
+    Raises:
+        LedgerError: a line is incomplete, damaged or of an unknown kind, or the ledger belongs to
+            another client.
+    """
+    if lines.size + len(data) == 0:
+        raise LedgerError(f"ledger {path} is empty. Restore the ledger from a backup")
+    if data and not data.endswith(b"\n"):
+        raise LedgerError(
+            f"the last line of ledger {path} is incomplete, because a charge was interrupted. Run "
+            f"fedsynth privacy repair {shlex.quote(str(path))}"
+        )
+    releases = list(lines.releases)
+    chains = list(lines.chains)
+    for number, line in enumerate(data.splitlines()):
+        entry, chain = _decode(line, lines.chain, path)
+        if lines.size == 0 and number == 0:
+            lines = _header(entry, client, path)
+            chains.append(chain)
+        elif "entry" in entry:
+            lines = _noted(lines, entry, len(releases), path)
+        else:
+            releases.append(_release(entry, len(releases) + 2, path))
+            chains.append(chain)
+        lines = replace(lines, chain=chain)
+    size = lines.size + len(data)
+    return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
+
+
+def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
+    """Decodes a line and checks its hash.
+
+    Returns:
+        The content of the line, and the chain hash over this line and all lines before it.
+    """
+    try:
+        entry = decode_json(line)
+        if not isinstance(entry, dict):
+            raise ValueError("a line must be a JSON object")
+    except ValueError as error:
+        raise LedgerError(f"ledger {path} has a line that is not valid JSON: {error}") from error
+    stated = entry.pop("chain", None)
+    expected = encode(entry, chain)[1]
+    if stated != expected:
+        raise LedgerError(
+            f"ledger {path} was edited: the hash of a line is wrong. Restore the ledger from a "
+            "backup"
+        )
+    return entry, expected
+
+
+def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Lines:
+    dataset: Any = header.get("dataset")
+    owner: Any = header.get("client")
+    valid = isinstance(dataset, str) and isinstance(owner, str)
+    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
+        raise LedgerError(
+            f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which this version of fedsynth reads"
+        )
+    if client is not None and owner != client:
+        raise LedgerError(
+            f"ledger {path} belongs to client {short_repr(owner)}, not {short_repr(client)}"
+        )
+    records = (str(header["records"]),) if "records" in header else ()
+    return Lines(owner, dataset=dataset, records=records, charged=records)
+
+
+def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
+    """Adds a note to the content that has been read. A note is a line that is not a release.
+
+    Args:
+        lines: the content before the line.
+        entry: the content of the line.
+        rows: the number of releases before the line.
+        path: the path of the file, for error messages.
+    """
+    if entry["entry"] == RESUMED and type(entry.get("after")) is int:
+        return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
+    if entry["entry"] == MAY_CHANGE:
+        return replace(lines, may_change=True)
+    if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
+        new = str(entry["records"])
+        return replace(
+            lines,
+            dataset=str(entry["dataset"]),
+            records=(*lines.records, new),
+            charged=(*lines.charged, new) if rows else (new,),
+            may_change=False,
+        )
+    raise LedgerError(
+        f"ledger {path} has a line of an unknown kind. Use the version of fedsynth that wrote the "
+        "ledger"
+    )
+
+
+def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
+    try:
+        return Release.from_json(entry)
+    except PrivacySettingError as error:
+        raise LedgerError(
+            f"line {number} of ledger {path} is not a valid release: {error}"
+        ) from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
@@ -63,6 +225,7 @@ class Ledger:
         records: a keyed hash of the client's records, for the header of a new file.
 
     Attributes:
+        lines: the content of the ledger, up to the last line that was read.
         confirm: a function that returns a context manager. The first charge is made inside this
             context, which may refuse it (`fedsynth.privacy.ledger.folder`).
 
@@ -85,17 +248,17 @@ class Ledger:
         self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
         self._process = os.getpid()
         self._in_memory = threading.Lock()  # of threads; a file's own lock is for processes, too
-        self._read = Lines()
+        self.lines = Lines()
         if self.path is None:
             return
         if client is not None and not self.path.exists():
             self._start(self.path, records)
         with self._locked(self.path, writing=False) as file:
             self._catch_up(file, client)
-        self.client = self._read.client
+        self.client = self.lines.client
         if dataset is not None:
             self.check_dataset(dataset)
-        self.dataset = self._read.dataset
+        self.dataset = self.lines.dataset
 
     def check_dataset(self, dataset: str) -> None:
         """Checks that the ledger belongs to this data set and partition.
@@ -104,28 +267,12 @@ class Ledger:
             LedgerError: the ledger belongs to another data set, releases were already charged, and
                 the owner has not declared that the records may change.
         """
-        if self.bound and self._read.dataset != dataset:
+        if self.bound and self.lines.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to data set {short_repr(self._read.dataset)}, but this "
+                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but this "
                 f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
                 "ledger folder"
             )
-
-    @property
-    def records(self) -> tuple[str, ...]:
-        """The keyed hashes of all sets of records for which the ledger was used.
-
-        The last hash is that of the current records.
-        """
-        return self._read.records
-
-    @property
-    def charged_records(self) -> tuple[str, ...]:
-        """The entries of `records` without the sets that were replaced before the first charge.
-
-        The tuple is empty if no release was charged.
-        """
-        return self._read.charged if self._read.releases else ()
 
     @property
     def bound(self) -> bool:
@@ -134,12 +281,7 @@ class Ledger:
         This is the case once a release was charged, unless the owner has declared that the records
         may change.
         """
-        return bool(self._read.releases) and not self.may_change
-
-    @property
-    def may_change(self) -> bool:
-        """True if the owner has declared that the client's records may change for the next run."""
-        return self._read.may_change
+        return bool(self.lines.releases) and not self.lines.may_change
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -147,21 +289,12 @@ class Ledger:
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file, self.client)
-        return self._read.releases
+        return self.lines.releases
 
     def history(self) -> History:
         """Returns the current rows of the ledger and the hash that identifies them."""
-        releases = self.releases
-        return History(self.client, releases, self.chains[-1] if self.chains else None)
-
-    @property
-    def chains(self) -> tuple[str, ...]:
-        """The chain hashes after the header and after each release that was read.
-
-        Entry n, counted from 0, identifies the header and the first n releases, because lines are
-        only appended.
-        """
-        return self._read.chains
+        releases, chains = self.releases, self.lines.chains
+        return History(self.client, releases, chains[-1] if chains else None)
 
     def charge(
         self,
@@ -188,12 +321,12 @@ class Ledger:
                     "Set privacy.ledger to keep the ledger in a folder"
                 )
             with self._in_memory:
-                check(self._read.releases, [release])
-                self._read = replace(self._read, releases=(*self._read.releases, release))
+                check(self.lines.releases, [release])
+                self.lines = replace(self.lines, releases=(*self.lines.releases, release))
             return
         with self.confirm(), self._locked(self.path) as file:
             self._catch_up(file, self.client)
-            check(self._read.releases, [release])
+            check(self.lines.releases, [release])
             self._append(file, release.to_json())
         self.confirm = nullcontext
 
@@ -228,15 +361,6 @@ class Ledger:
         """
         self._note({"entry": RESUMED, "after": finished_rounds})
 
-    @property
-    def resumptions(self) -> tuple[tuple[int, int], ...]:
-        """A pair for each time that a run was resumed.
-
-        The pair states the number of rows that the ledger had then, and the number of rounds that
-        the run had finished.
-        """
-        return self._read.resumptions
-
     def take_records(self, records: str, dataset: str) -> None:
         """Writes into the ledger that the client's records have changed.
 
@@ -262,7 +386,7 @@ class Ledger:
 
         The file must be locked, and all its lines must have been read.
         """
-        line, _ = encode(entry, self._read.chain)
+        line, _ = encode(entry, self.lines.chain)
         complete = False
         try:
             complete = file.write(line) == len(line)
@@ -272,7 +396,7 @@ class Ledger:
         except OSError as error:
             if not complete:  # a part of a line would block the ledger; a whole line counts
                 with suppress(OSError):  # then `privacy repair` removes it
-                    os.ftruncate(file.fileno(), self._read.size)
+                    os.ftruncate(file.fileno(), self.lines.size)
                     os.fsync(file.fileno())
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
         self._catch_up(file, self.client)
@@ -313,13 +437,13 @@ class Ledger:
 
     def _catch_up(self, file: FileIO, client: str | None) -> None:
         """Reads and checks the lines that were appended since the last call."""
-        if file.seek(0, os.SEEK_END) < self._read.size:
+        if file.seek(0, os.SEEK_END) < self.lines.size:
             raise LedgerError(
                 f"ledger {self.path} was edited: earlier lines are missing. Restore the ledger from "
                 "a backup"
             )
-        file.seek(self._read.size)
-        self._read = read_on(self._read, file.read(), client, self.path)
+        file.seek(self.lines.size)
+        self.lines = read_on(self.lines, file.read(), client, self.path)
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -361,3 +485,58 @@ class History:
         """
         rows = tuple(map(Release.from_json, stated["releases"]))
         return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The result of `repair_ledger`.
+
+    Attributes:
+        line: the incomplete line.
+        counts: True if only the line break was missing. The line was then kept, and its release
+            counts.
+        copy: the path of a copy of the file as it was before the repair.
+    """
+
+    line: str
+    counts: bool
+    copy: Path
+
+
+def repair_ledger(path: Path) -> Repair | None:
+    """Repairs a ledger whose last line is incomplete because a charge was interrupted.
+
+    The incomplete line is removed. Its release was never made, because noise is drawn only after
+    the complete line is on the disk. If only the line break is missing, the line break is added
+    instead, because the line may have been read as complete. A copy of the original file is kept in
+    the same folder.
+
+    Returns:
+        The repair. None if the last line is complete.
+
+    Raises:
+        LedgerError: the file has other damage, which is not repaired.
+        OSError: the file cannot be read or written.
+    """
+    with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
+        lock(file, path)
+        data = file.readall()
+        complete_size = data.rfind(b"\n") + 1
+        if complete_size == len(data):
+            read_on(Lines(), data, None, path)
+            return None
+        try:
+            read_on(Lines(), data + b"\n", None, path)
+            counts = True
+        except LedgerError:
+            read_on(Lines(), data[:complete_size], None, path)
+            counts = False
+        timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+        copy = path.with_name(f"{path.name}.torn-{timestamp}")
+        create_once(copy, data)
+        if counts:
+            file.write(b"\n")
+        else:
+            file.truncate(complete_size)
+        os.fsync(file.fileno())
+        return Repair(data[complete_size:].decode(errors="replace"), counts, copy)

@@ -22,7 +22,6 @@ from typing import Any
 from fedsynth.privacy import accounting
 from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release, check_adjacency, check_delta, require
@@ -103,17 +102,13 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
     Each file is written atomically and is on the disk when this function returns.
 
     Raises:
-        PrivacyError: a file cannot be written.
+        OSError: a file cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     contents = {"json": text, "md": render_markdown(report), "html": render_html(report)}
+    folder.mkdir(parents=True, exist_ok=True)
     for ending, content in contents.items():
-        path = folder / f"{NAME}.{ending}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content.encode())
-        except OSError as error:
-            raise PrivacyError(f"cannot write {path}: {error}") from error
+        write_whole(folder / f"{NAME}.{ending}", content.encode())
 
 
 def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:

@@ -155,7 +155,7 @@ class LedgerRows:
         """
         if client not in self.ledgers:
             return True
-        chains = self.ledgers[client].chains
+        chains = self.ledgers[client].lines.chains
         return start.rows >= len(chains) or chains[start.rows] == start.chain
 
 
@@ -198,7 +198,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
                     f"client {client}: the ledger file has {count_in_file} rows, but the report "
                     f"states {count}"
                 )
-            elif ledger.chains[count] != heads[client]["chain"]:
+            elif ledger.lines.chains[count] != heads[client]["chain"]:
                 problems.append(
                     f"client {client}: the first {count} rows of the ledger file have another chain "
                     "hash than the report"

@@ -16,7 +16,7 @@ LINES = (
     ("feddm --method feddmm", "unknown method 'feddmm'; did you mean feddm"),
     ("feddm --dataset mnits", "unknown data set 'mnits'; did you mean mnist"),
     ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
-    ("fedavg --set projection=8", "is not a setting of fedavg. Use model.projection"),
+    ("fedavg --set projection=8", "unknown setting of fedavg 'projection'"),
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
@@ -41,13 +41,13 @@ LINES = (
     ("distill --models a --method feddm", "run.method=feddm cannot distil without data"),
     ("reproduce", "name a table, such as feddm:table2. Use --list to show all tables"),
     ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
-    ("reproduce feddm:table2 --alpha 0.5", "no cell with alpha 0.5. Use 0.1, 0.01"),
+    ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
     (f"reproduce {CELL} --time-budget soon", "--time-budget must be a duration"),
     (f"reproduce {CELL} --scale 2", "scale must be above 0 and below 1, got 2.0"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
     ("runs {tmp}", "there is no finished run in {tmp}"),
     ("privacy report {tmp}", "cannot read the privacy report"),
-    ("privacy sign {tmp} --key {tmp}/key", "cannot read the key"),
+    ("privacy sign {tmp} --key {tmp}/key", "cannot use {tmp}/key"),
 )
 
 

@@ -258,7 +258,7 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     changes = {"run": {"rounds": 1}, "method": {"local_epochs": 1}}
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
     assert settings == load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
-    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no cell with method moon")
+    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
 
 
 # ------------------------------------------------------------------------------ processes

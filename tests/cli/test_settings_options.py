@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.main import get_command
@@ -20,12 +20,7 @@ from fedsynth import (
 )
 from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
-from fedsynth.cli.options import (
-    KEYS,
-    set_options,
-    setting_option,
-    with_set_options,
-)
+from fedsynth.cli.options import KEYS, set_options, setting_parameter
 from fedsynth.config.settings import ReportSettings
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.validation import field_types
@@ -59,10 +54,10 @@ def test_malformed_set_options_are_rejected() -> None:
 
 def test_repeated_settings_are_rejected() -> None:
     sections = {"partition": {"kind": "iid"}, "method": {}}
-    merged = with_set_options(sections, ["partition.alpha=2"])
+    merged = set_options(["partition.alpha=2"], sections)
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
-    with pytest.raises(OptionError, match=r"^partition\.kind is set twice, by an option and by "):
-        with_set_options(sections, ["partition.kind=classes"])
+    with pytest.raises(OptionError, match=r"^partition\.kind is set twice"):
+        set_options(["partition.kind=classes"], sections)
 
 
 @pytest.mark.parametrize("section", KEYS)
@@ -72,9 +67,10 @@ def test_options_have_field_type_and_help(section: str) -> None:
     for cls in CLASSES[section]:
         types |= field_types(cls)
     for key in KEYS[section].split():
-        option = setting_option(f"{section}.{key}", {})
-        kind = types[key]
-        assert option.kind.__name__ == (kind.__name__ if key != "method" else "str"), key
+        annotation = setting_parameter(f"{section}.{key}", {}).annotation
+        expected, (optional, option) = types[key], get_args(annotation)
+        kind = get_args(optional)[0]
+        assert kind.__name__ == (expected.__name__ if key != "method" else "str"), key
         assert len(option.help) > 10
         assert option.help.endswith(".")
     assert section == "run" or set(KEYS[section].split()) - {"dataset", "data_root"} <= {

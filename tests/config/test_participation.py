@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.config.participation import Participation, PlannedEpsilon, most_rounds, shown_rounds
+from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import SettingError
@@ -72,13 +72,14 @@ def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
             ledger.charge(spent)
     run = plan_of(settings)
     participation = Participation(0, 4, 0.5)
-    for number, value in run.planned_epsilon_by_round().items():
+    for number in run.shown_rounds:
         rows = [
             [*history.releases, *run.planned(participation.rounds_of(k, number))]
             for k, history in enumerate(run.histories)
         ]
-        assert value == pytest.approx(max(epsilon(part, 1e-5) for part in rows), rel=1e-12)
-    assert run.planned_epsilon() == run.planned_epsilon_by_round()[6]
+        expected = max(epsilon(part, 1e-5) for part in rows)
+        assert run.planned_epsilon(number) == pytest.approx(expected, rel=1e-12)
+    assert run.planned_epsilon() == run.planned_epsilon(6)
 
 
 def test_long_plans_state_epsilon_after_chosen_rounds() -> None:
@@ -86,10 +87,6 @@ def test_long_plans_state_epsilon_after_chosen_rounds() -> None:
     assert shown_rounds(1001)[:7] == (1, 2, 5, 10, 20, 50, 100)
     assert shown_rounds(1001)[-3:] == (800, 1000, 1001)
     assert len(shown_rounds(10**12)) < 50
-    positions: list[int] = []
-    table = PlannedEpsilon((1, 5), lambda position: float(positions.append(position) or 2.0))
-    assert (list(table), positions) == ([1, 5], [])  # composed on access only
-    assert (table[5], table[5], positions) == (2.0, 2.0, [1])
 
 
 def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +106,7 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     )
     run = plan_of(settings)
     headline(run)
-    assert len(dict(run.planned_epsilon_by_round())) == 40
+    assert len(list(map(run.planned_epsilon, run.shown_rounds))) == 40
     assert sorted(drawn[:40]) == list(range(1, 41))
     assert len(drawn) == 40
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.core.context import Notes, RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ProxyImages, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
@@ -39,7 +39,7 @@ def full_context() -> RoundContext:
         12.5,
         PrivacySettings(noise_multiplier=2.0, max_request_norm=9.0),
         participants=(0, 2),
-        reporter=Notes(),
+        note=[].append,
         precision=torch.bfloat16,
         memory_bytes=123,
         compiled=True,
@@ -60,8 +60,8 @@ def test_context_survives_pickling() -> None:
         value, unpickled_value = getattr(context, field.name), getattr(unpickled, field.name)
         if field.name == "proxy":
             assert torch.equal(unpickled_value(torch.tensor([5, 0])), value(torch.tensor([5, 0])))
-        elif field.name == "reporter":
-            assert unpickled_value.lines == ["before"]
+        elif field.name == "note":
+            assert unpickled_value.__self__ == ["before"]
         elif field.name != "keeper" and "architecture" not in field.name:
             assert value == unpickled_value, field.name
     for k in range(3):

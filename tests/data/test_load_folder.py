@@ -302,9 +302,9 @@ def test_declaration_determines_image_spec(tmp_path: Path) -> None:
         (
             ("north", "east"),
             ("north/ill", "north/well"),
-            "no image of the site 'east'",
+            "the site 'east', but the folder has no image",
         ),
-        (("north",), ("north/ill",), "no image of the class 'well'"),
+        (("north",), ("north/ill",), "the class 'well', but the folder has no image"),
     ],
 )
 def test_undeclared_sites_and_classes_are_rejected(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,7 +241,7 @@ def test_the_ledger_notices_the_same_records_in_a_table(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Path]:
+def hub(tmp_path: Path) -> Path:
     """Returns a folder of a hub: images in two Parquet files, a script and a pickle."""
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["well", "ill"])}

@@ -29,7 +29,7 @@ from fedsynth.deployment.flower.serving import SuperLinkSettings, write_app
 from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.errors import MessageError, OutputError, SettingError
+from fedsynth.errors import MessageError, SettingError
 from fedsynth.validation import read_sections
 
 SETTINGS = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
@@ -306,7 +306,7 @@ def test_keys_are_private_and_never_replaced(keys: Path) -> None:
 
     for name in ("server.key", "client-000", "client-001"):
         assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
-    with pytest.raises(OutputError, match="cannot write keys"):
+    with pytest.raises(FileExistsError):
         make_keys(keys, 2)
 
 

@@ -218,7 +218,7 @@ def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> Non
         setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()
-    for damaged in (text[:-9], text.replace('"steps": ', '"steps": 1')):
+    for damaged in (text[:-9], text.replace('"steps":', '"steps":1')):
         file.write_text(damaged)
         with pytest.raises(CheckpointError):
             setup.serve(settings, resume=folder)

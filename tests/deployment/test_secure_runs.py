@@ -26,6 +26,8 @@ from fedsynth.deployment.secure_aggregation.client import (
     Identities,
     SumTerms,
     read_identities,
+    sum_terms,
+    upload_layout,
 )
 from fedsynth.deployment.secure_aggregation.primitives import (
     IntVector,
@@ -35,7 +37,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     Sealed,
     Shares,
 )
-from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context

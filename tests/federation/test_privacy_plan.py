@@ -89,7 +89,7 @@ def test_sigma_fits_client_with_most_charges() -> None:
 
     assert plan.sigma == pytest.approx(calibrate_noise_multiplier(8.0, 1e-5, rows), rel=1e-9)
     assert plan.planned_epsilon() == pytest.approx(epsilon(rows(plan.sigma), 1e-5))
-    assert plan.planned_epsilon() > plan_of(run).planned_epsilon_by_round()[2]
+    assert plan.planned_epsilon() > plan_of(run).planned_epsilon(2)
 
 
 def test_noise_deviations_are_public_by_name() -> None:

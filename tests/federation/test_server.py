@@ -147,10 +147,11 @@ def test_non_finite_replies_are_rejected(phase: str, value: float) -> None:
     trace_server = server()
     trace_server.request(phase, context(2))
     state = trace_server.state
-    checked = trace_server.check(phase, {**vectors(3, value=value), **vectors(1, 0)}, context(2))
-    assert list(checked.rejected) == [3]
-    assert "value is not finite" in str(checked.rejected[3])
-    assert list(checked.accepted) == [0, 1]
+    replies = {**vectors(3, value=value), **vectors(1, 0)}
+    accepted, rejected = trace_server.check(phase, replies, context(2))
+    assert list(rejected) == [3]
+    assert "value is not finite" in str(rejected[3])
+    assert list(accepted) == [0, 1]
     assert trace_server.state is state
 
 

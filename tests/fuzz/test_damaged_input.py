@@ -33,7 +33,7 @@ from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import CheckpointError
 from fedsynth.federation.context import public_context
 from fedsynth.privacy.ledger import Ledger, read_ledger
-from fedsynth.privacy.ledger.lines import repair_ledger
+from fedsynth.privacy.ledger.ledger import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from fedsynth.validation import read_sections, to_toml
@@ -354,7 +354,7 @@ def is_possible(row: Release) -> bool:
 
 def rows_of(path: Path) -> tuple[Release, ...]:
     ledger = read_ledger(path)
-    assert len(ledger.chains) == len(ledger.releases) + 1
+    assert len(ledger.lines.chains) == len(ledger.releases) + 1
     ledger.history().to_json()
     return ledger.releases
 

@@ -144,9 +144,7 @@ def test_architectures_support_private_steps(name: str) -> None:
     start = flatten(model)
     noiseless = series(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
     x = random_tensor(3, 1, side, side)
-    dp_sgd(
-        model, lambda i: x[i], torch.arange(3), noiseless, 1, DpSgdSettings(MomentumSgd(0.1), 3.0)
-    )
+    dp_sgd(model, lambda i: x[i], torch.arange(3), noiseless, DpSgdSettings(MomentumSgd(0.1), 3.0))
     # three clipped gradients of norm 1, over 3, times the rate
     assert 0 < float((flatten(model) - start).norm()) <= 0.1 * 1.01
 

@@ -60,7 +60,7 @@ def row(sigma: float, q: float = 1.0, steps: int = 1, number: int = 0) -> Releas
     return release(round=number, noise_multiplier=sigma, sample_rate=q, steps=steps)
 
 
-# privacy.md's table: (σ, q) → ε as printed after 1, 5 and 20 rounds of 1000 steps.
+# (σ, q) → ε as printed after 1, 5 and 20 rounds of 1000 steps.
 TABLE = {
     (1, 0.05): ("11.0", "29.4", "78.1"),
     (1, 0.512): ("226", "906", "3255"),

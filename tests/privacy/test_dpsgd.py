@@ -51,8 +51,8 @@ def run(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: Any) 
     defaults = {"noise_multiplier": 1e-9, "sensitivity": 1.0, "dimension": parameters}
     options = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
     charged = series(**{**defaults, **values})
-    settings = DpSgdSettings(MomentumSgd(lr), 8.0)
-    dp_sgd(model, lambda i: x[i], y, charged, 1, settings, **options)
+    settings = DpSgdSettings(MomentumSgd(lr), 8.0, **options)
+    dp_sgd(model, lambda i: x[i], y, charged, settings)
     assert charged.steps_left == 0
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
 

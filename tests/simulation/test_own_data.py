@@ -117,7 +117,7 @@ def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
     changed = scans()
     changed.images[5, 0, 3, 3] ^= 1
     for data, parts, text in (
-        (scans(), PARTS[::-1], "80 of the records of ledger .*St.Mary.jsonl"),
+        (scans(), PARTS[::-1], "80 records of client .* belong to ledger .*St.Mary.jsonl"),
         (changed, PARTS, r"client 'north' has 1 records .* 1 records of the ledger"),
         (scans(seed=1), PARTS, "and 120 records of the ledger are missing"),
     ):

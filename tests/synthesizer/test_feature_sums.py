@@ -109,8 +109,8 @@ def test_classes_of_small_counts_are_stored_but_not_sent() -> None:
 
 
 def test_charges_are_m_sums_and_one_count() -> None:
-    """σ_count = count_noise·σ/√M. By privacy.md, without counts σ = 3.73√M, 1.39√M, 0.50√M give
-    ε = 1, 3, 10 at δ = 1e-5 in one round; counts take 1/(1 + count_noise²) of μ²."""
+    """σ_count = count_noise·σ/√M. Without counts, σ = 3.73√M, 1.39√M, 0.50√M give ε = 1, 3, 10 at
+    δ = 1e-5 in one round; counts take 1/(1 + count_noise²) of μ²."""
     method = FedDM(networks=16, iterations=100, count_noise=3.0)
     privacy = PrivacySettings(noise_multiplier=8.0, mechanism="features")
     sums, counts = (plan.release(1, 8.0) for plan in method.release_plans(privacy, round_context()))

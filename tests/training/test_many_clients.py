@@ -311,6 +311,6 @@ def test_optimisers_train_with_dp_sgd(rule: Optimiser) -> None:
     model = network()
     size = len(flatten(model))
     noiseless = series(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=size)
-    dp_sgd(model, lambda i: FEW_IMAGES[i], FEW_LABELS, noiseless, 3, DpSgdSettings(rule, 24.0))
+    dp_sgd(model, lambda i: FEW_IMAGES[i], FEW_LABELS, noiseless, DpSgdSettings(rule, 24.0))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)

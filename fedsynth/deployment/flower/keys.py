@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsynth.data.partition_settings import MOST_CLIENTS
-from fedsynth.errors import OutputError, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.validation import check_number
 
 VALIDITY = timedelta(days=365)
@@ -54,7 +54,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
 
     Raises:
         SettingError: if the number of clients is out of range, or a host name is invalid.
-        OutputError: if the files cannot be written, or if one already exists.
+        OSError: if the files cannot be written, or if one already exists.
     """
     check_number(None, "clients", clients, 1, MOST_CLIENTS, integer=True)
     ca_key = ec.generate_private_key(ec.SECP256R1())
@@ -71,14 +71,11 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
         public_key = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         private[name] = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         public[f"{name}.pub"] = public_key + f" {name}\n".encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for files, mode in ((private, 0o600), (public, 0o644)):
-            for name, content in files.items():
-                (folder / name).touch(mode, exist_ok=False)
-                (folder / name).write_bytes(content)
-    except OSError as error:
-        raise OutputError(f"cannot write keys to {folder}: {error.strerror or error}") from None
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for files, mode in ((private, 0o600), (public, 0o644)):
+        for name, content in files.items():
+            (folder / name).touch(mode, exist_ok=False)
+            (folder / name).write_bytes(content)
 
 
 def _ca_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -62,9 +62,6 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         folder: the folder, which is created if it does not exist.
         proposal: the proposal of the run.
         options: the values that differ from `DEFAULTS`.
-
-    Raises:
-        OutputError: if the folder cannot be written.
     """
     project: dict[str, dict[str, Any]] = {
         "project": {
@@ -81,11 +78,8 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         },
         "tool.flwr.app.config": {"proposal": json.dumps(proposal.to_json()), **DEFAULTS, **options},
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "pyproject.toml").write_text(to_toml(project), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(to_toml(project), encoding="utf-8")
 
 
 @dataclass(frozen=True)

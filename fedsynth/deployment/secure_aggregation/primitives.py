@@ -36,6 +36,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.errors import FedsynthError
+from fedsynth.privacy.report.figures import faults
 
 
 class SecureSumError(FedsynthError):
@@ -290,8 +291,7 @@ class Parcel(BaseModel):
         try:
             return cls.model_validate_json(sent)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]["msg"]
-            reason = f"received an invalid {cls.__name__} message: {first:.120}"
+            reason = f"received an invalid {cls.__name__} message: {faults(error)[0]:.120}"
             raise SecureSumError(reason) from None
 
 

@@ -35,7 +35,13 @@ from fedsynth.core.method import Method
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.secure_aggregation import primitives
-from fedsynth.deployment.secure_aggregation.client import SumTerms
+from fedsynth.deployment.secure_aggregation.client import (
+    NAME_DIGITS,
+    MaskedUpload,
+    SumTerms,
+    sum_terms,
+    upload_layout,
+)
 from fedsynth.deployment.secure_aggregation.primitives import (
     IntVector,
     Keys,
@@ -46,12 +52,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     SecureSumError,
     Shares,
     combine,
-)
-from fedsynth.deployment.secure_aggregation.quantization import (
-    NAME_DIGITS,
-    MaskedUpload,
-    sum_terms,
-    upload_layout,
 )
 from fedsynth.federation.protocol import SecureSum
 

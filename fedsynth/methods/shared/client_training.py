@@ -167,15 +167,14 @@ def train_privately(
     trained = []
     for client, model, objective in zip(clients.split(), models, objectives, strict=True):
         plan = client.plan(MODEL)
-        client.fit(
-            client.series(MODEL),
-            model,
-            plan.steps,
-            DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size),
+        settings = DpSgdSettings(
+            optimiser,
+            plan.sample_rate * context.nominal_size,
             objective.penalty,
             objective.loss,
             objective.before_step,
         )
+        client.fit(client.series(MODEL), model, settings)
         trained.append(Trained(1.0, plan.steps))
         context.report("local training", len(trained), len(models))
     return trained

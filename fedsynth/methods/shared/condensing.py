@@ -82,9 +82,9 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings of a server that trains only near the weights w_r with which the round began.
+    """Settings of a server that trains in a ball around the current weights w_r.
 
-    The trained weights stay in the ball ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
+    The trained weights satisfy ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
     Args:
         radius: ρ, the radius of the ball.

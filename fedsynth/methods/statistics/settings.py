@@ -230,7 +230,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return shares
 
     def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:
-        """Returns each release's share of the budget μ², by the name of the release plan.
+        """Returns the shares of the releases in the budget μ². The keys are names of release plans.
 
         A release that is not made has the share 0. Without second moments, the moments have the
         same share as a step. The steps divide the rest of the budget equally.
@@ -359,8 +359,10 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
-        """Returns the step size of a run without second moments, which depends only on public
-        numbers."""
+        """Returns the step size that is used if no second moments are released.
+
+        The step size depends only on public numbers.
+        """
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return step_rate(

@@ -40,9 +40,10 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns each example's contribution to the release of covariances, whose norm is at most 1.
+    """Returns the contributions of single examples to the sum of covariances.
 
-    It is [p·svec(U Uᵀ); q·svec(Uᵀ U)] of the matrices U of u.
+    The contribution of an example is [p·svec(U Uᵀ); q·svec(Uᵀ U)], where U are the matrices of u.
+    Its norm is at most 1.
     """
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
