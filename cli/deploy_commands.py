@@ -168,12 +168,15 @@ def client(
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
+    from fedsynth.data.record_files import is_record_file
     from fedsynth.deployment.flower.joining import ServerConnection, join
     from fedsynth.deployment.node import ClassFolders, DatasetPart, Node
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
         raise OptionError("exactly one of --data and --trial is required")
+    if data is not None and is_record_file(data):
+        raise OptionError("--data of a client must be a folder of images. Convert arrays to images")
     if ca is None and not insecure:
         raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):

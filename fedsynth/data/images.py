@@ -205,6 +205,10 @@ def from_arrays(
     if hasattr(images, "columns"):
         images, labels, groups, sites = _of_frame(images, labels, groups, sites)
     elif labels is None:
+        if isinstance(images, DataLoader) and (groups is not None or sites is not None):
+            raise DataError(
+                "groups and sites need a fixed order. Pass the loader's dataset instead"
+            )
         images, labels = _stacked(images)
     x = _as_tensor(images, "images")
     if spec is None:
@@ -213,8 +217,9 @@ def from_arrays(
         facts = {"source": DERIVED, "train_size": max(1, len(x)), "bounds": bounds}
         spec = plain_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
     if tuple(x.shape[1:]) != spec.image_shape and image_shape_of(x.shape) == spec.image_shape:
-        channels_last = x.dim() == 4
-        x = x.permute(0, 3, 1, 2) if channels_last else x.reshape(len(x), *spec.image_shape)
+        if x.dim() == 4:
+            x = x.permute(0, 3, 1, 2).contiguous()
+        x = x.reshape(len(x), *spec.image_shape)
     y = _positions(labels, spec.class_names, spec, "labels")
     data = ImageData(_scaled(x, spec), _as_tensor(y, "labels"), spec)
     if spec.bounds is not None:

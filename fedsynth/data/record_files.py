@@ -63,13 +63,14 @@ class Part:
     Attributes:
         place: the name of the file, for messages.
         readers: the columns of the part.
-        is_table: whether the features are all columns of numbers that have no other meaning.
+        numbers: the columns of numbers in a table. They are the features, except those with
+            another meaning. None for an array file, whose features are one array.
         class_names: the names of the classes 0, 1, …, if the file states them.
     """
 
     place: str
     readers: Readers
-    is_table: bool = False
+    numbers: tuple[str, ...] | None = None
     class_names: tuple[str, ...] = ()
 
     def names_of(self, role: str, chosen: str) -> list[str]:
@@ -78,16 +79,16 @@ class Part:
         Args:
             role: "feature", "label", "user" or "site".
             chosen: the names that the user chose, separated by commas. If it is empty, a column with
-                a usual name is used, but the features of a table then have no usual name.
+                a usual name is used, or all columns of numbers for the features of a table.
 
         Raises:
             DataError: a chosen column does not exist.
         """
         names = list(filter(None, map(str.strip, chosen.split(","))))
-        if not self.is_table:
+        if self.numbers is None:
             names = [_split_of(name)[1] for name in names]
         elif role == "feature" and not names:
-            return []
+            return list(self.numbers)
         for name in names:
             if name not in self.readers:
                 option = "--feature-columns" if role == "feature" else f"--{role}-column"
@@ -172,7 +173,7 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
             return _hub_parts(path)
         if kind in (".parquet", ".csv"):
             table = {".parquet": _read_parquet, ".csv": _read_csv}[kind](path)
-            return {TRAIN: Part(one_line(place), _table_readers(table), is_table=True)}
+            return {TRAIN: _table_part(one_line(place), table)}
         if kind == ".npy":
             return {TRAIN: Part(one_line(place), _npy_readers(path))}
         readers = {".npz": _npz_readers, ".safetensors": _tensor_readers}[kind](path)
@@ -222,24 +223,18 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
 
 def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str], None]) -> Array:
     """Reads the features: one array, or columns of numbers side by side."""
-    names = part.names_of("feature", chosen)
     columns = {}
-    unused = []
-    for name in names or part.readers:
-        if name not in meanings and (names or part.is_table):
+    for name in part.names_of("feature", chosen):
+        if chosen or name not in meanings:
             columns[name] = part.read(name)
-            if columns[name].dtype.kind not in "biuf":
-                unused.append(name)
-                del columns[name]
-    if not columns or (names and unused):
+    if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
             f"({one_line(', '.join(part.readers))}) with --feature-columns"
         )
-    if part.is_table:
-        text = (
-            f"{one_line(', '.join(columns))}; no numbers: {one_line(', '.join(unused) or 'none')}"
-        )
+    if part.numbers is not None:
+        unused = sorted(part.readers.keys() - columns.keys() - meanings)
+        text = f"{one_line(', '.join(columns))}; not used: {one_line(', '.join(unused) or 'none')}"
         note(f"features in {part.place}: {text}")
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
@@ -368,11 +363,15 @@ def _read_csv(path: Path) -> Any:
         return csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter))
 
 
-def _table_readers(table: Any) -> Readers:
-    names = table.column_names
-    if len(set(names)) < len(names):
-        raise ValueError("it has two columns with the same name")
-    return {name: partial(_column, table[name]) for name in names}
+def _table_part(place: str, table: Any) -> Part:
+    types = _optional("pyarrow", "tables").types
+    numbers = []
+    for field in table.schema:
+        kind = getattr(field.type, "value_type", field.type)  # of the items of lists
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            numbers.append(field.name)
+    readers: Readers = {name: partial(_column, table[name]) for name in table.column_names}
+    return Part(place, readers, tuple(numbers))
 
 
 def _column(column: Any) -> Array:
@@ -436,12 +435,11 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
 
 
 def _hub_part(loaded: Any, place: str) -> Part:
-    readers = _table_readers(loaded.data.table)
-    part = Part(place, readers, is_table=True)
+    part = _table_part(place, loaded.data.table)
     for name, feature in loaded.features.items():
         if type(feature).__name__ == "Image":
-            readers[name] = partial(_decoded, loaded.data.table[name])
-            part = replace(part, is_table=False)
+            part.readers[name] = partial(_decoded, loaded.data.table[name])
+            part = replace(part, numbers=None)
     labels = part.names_of("label", "")
     names = getattr(loaded.features.get("".join(labels)), "names", ())
     return replace(part, class_names=tuple(map(same_name, names)))

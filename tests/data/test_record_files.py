@@ -56,7 +56,8 @@ TABLE = pa.table(
         "label": Y.astype(np.float64),
         "patient": [f"p{number:03}" for number in PATIENTS],
         "hospital": pa.array(SITES).dictionary_encode(),
-        "remark": ["none"] * N,
+        "remark": [None, *["none"] * (N - 1)],
+        "day": pa.array([0] * N, pa.date32()),
     }
 )
 
@@ -320,6 +321,8 @@ def test_frames_loaders_and_arrays_give_the_same_data() -> None:
         assert torch.equal(data.images, expected.images)
         assert torch.equal(data.labels, torch.from_numpy(Y))
         assert data.groups is None or torch.equal(data.groups, expected.groups)
+    with pytest.raises(DataError, match="fixed order"):  # the loader may shuffle
+        from_arrays(DataLoader(TensorDataset(torch.tensor(X)), 7), spec=spec, groups=PATIENTS)
     for wrong in ({"labels": "diagnosis"}, {"labels": "label", "sites": ["x"] * N}):
         with pytest.raises(DataError, match=r"'diagnosis' is missing|sites .* among north, south"):
             from_arrays(frame[[*range(4), "label"]], spec=spec, **wrong)
