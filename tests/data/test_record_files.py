@@ -234,7 +234,7 @@ def test_the_ledger_notices_the_same_records_in_a_table(tmp_path: Path) -> None:
         draft.path.write_text(draft.toml)
         sign(draft.path, "[-8, 8]")
     private(tmp_path / "scans.npz")
-    with pytest.raises(LedgerError, match=r"has 30 of the records of ledger .*north.jsonl"):
+    with pytest.raises(LedgerError, match=r"30 records of .* belong to ledger .*north.jsonl"):
         private(tmp_path / "table.csv")
 
 
