@@ -442,8 +442,9 @@ def student(
 
 
 @given.takes_settings(
-    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.data_root", set_option=False
-)
+    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
+    "data.encoder_weights", "data.public_images", *given.COLUMNS, set_option=False,
+)  # fmt: skip
 def fidelity(
     chosen: given.Sections,
     folder: Annotated[
@@ -456,10 +457,18 @@ def fidelity(
         str,
         typer.Option(
             metavar="NETWORK",
-            help="The network whose features are compared: the name of a feature map, "
-            "FILE.py:NAME, or a run folder or model file.",
+            help="The network whose features are compared: timm:NAME, torchvision:NAME, the name "
+            "of a feature map, FILE.py:NAME, or a run folder or model file.",
         ),
     ],
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="A file of weights for a network of timm or torchvision. Default: the weights "
+            "that the library downloads.",
+        ),
+    ] = "pretrained",
     dataset: Annotated[str | None, typer.Option(help="The data set of the real images.")] = None,
     download: given.Download = False,
     as_json: given.AsJson = False,
@@ -469,7 +478,8 @@ def fidelity(
     Lower values mean more similar images. Compare values only if they have the same network and the
     same numbers of images.
 
-    Example: `fedsynth fidelity share --dataset fashion-mnist --features inception.py:encoder`.
+    Example: `fedsynth fidelity share --dataset fashion-mnist --features
+    torchvision:inception_v3`.
     """
     from dataclasses import asdict
 
@@ -479,7 +489,7 @@ def fidelity(
     test = _test_images(spec, chosen["data"], dataset, download)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
-    measured = fidelity_of_set(folder, test, features)
+    measured = fidelity_of_set(folder, test, features, weights)
     if as_json:
         print(json.dumps(asdict(measured), indent=2))
         return

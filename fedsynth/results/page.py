@@ -349,9 +349,9 @@ def _number(value: Any) -> float | None:
 
 def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
     """Returns the cells of a table for the columns in `_MEASURES`."""
-    others = [percent(value_at(values, key)) for key in ("f1", "calibration_error")]
+    shares = [percent(value_at(values, key)) for key in ("f1", "calibration_error")]
     balanced = percent(value_at(values, "balanced_accuracy"))
-    return [percent(_number(accuracy)), balanced, auroc_text(values), *others]
+    return [percent(_number(accuracy)), balanced, auroc_text(values), *shares]
 
 
 def _classification(

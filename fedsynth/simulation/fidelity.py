@@ -14,36 +14,45 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, shared_set
 from fedsynth.errors import DataFilesCorruptError, SettingError
 from fedsynth.evaluation.fidelity import Fidelity, fidelity
+from fedsynth.features.pretrained import PRETRAINED, names_a_library, pretrained_network
 from fedsynth.features.registry import feature_map, register_file
 from fedsynth.own_code import names_a_file
 from fedsynth.results.saved_model import load_model
 
 CHUNK = 500
+PLACE = ("model", "features")
+"""The setting that errors about a network of timm or torchvision name."""
 Embed = Callable[[Tensor], Tensor]
 
 
 def fidelity_of_set(
-    folder: str | Path, test: ImageData, network: str | Path | nn.Module
+    folder: str | Path,
+    test: ImageData,
+    network: str | Path | nn.Module,
+    weights: str = PRETRAINED,
 ) -> Fidelity:
     """Computes FID and KID between a synthetic set and real test images.
 
     Both are compared as they are stored: images have 8 bits, so values outside [0, 1] are clipped.
-    The network sees all images at the size of the set. A network with another input size must
-    resize them itself.
+    Networks of timm and torchvision get the images at the size for which their weights were
+    trained, as colour images. Other networks get them at the size of the set.
 
     Args:
         folder: the output of `export_run` or `synthesize`, or the folder of a finished run.
         test: real images with the image shape of the set. They should not be the images from which
             the set was made. If they are private, the distances are private, too.
-        network: the network whose features are compared: the name of a feature map, `FILE.py:NAME`
-            of a custom feature map, a path for `load_model`, or a network with `embed`, which maps
-            normalised images to features [N, d].
+        network: the network whose features are compared: `timm:NAME`, `torchvision:NAME`, the name
+            of a feature map, `FILE.py:NAME` of a custom feature map, a path for `load_model`, or a
+            network with `embed`, which maps normalised images to features [N, d].
+        weights: for networks of timm and torchvision, a file of weights, or "pretrained" for the
+            weights that the library downloads.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no synthetic set in the folder, or
             its files are damaged.
         DataError: there are fewer than two synthetic or real images.
-        SettingError: the test images have another shape, or the network has no `embed`.
+        SettingError: the test images have another shape, the network has no `embed`, or its
+            weights cannot be loaded.
         UnknownNameError: no feature map has this name.
 
     >>> import tempfile
@@ -63,7 +72,7 @@ def fidelity_of_set(
             "test",
             f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}",
         )
-    embed = _embedding(network, spec)
+    embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
     return fidelity(_features(embed, images), _features(embed, test.images.cpu()))
 
@@ -78,8 +87,11 @@ def synthetic_set(folder: Path) -> SharedSet:
         raise DataFilesCorruptError(f"{folder / TENSORS} is damaged: {one_line(error)}") from None
 
 
-def _embedding(network: str | Path | nn.Module, spec: DatasetSpec) -> Embed:
+def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec) -> Embed:
     """Returns a function from stored images to the network's features."""
+    if isinstance(network, str) and names_a_library(network):
+        pretrained = pretrained_network(network, weights, PLACE)
+        return lambda images_NCHW: pretrained.embed_pixels(_unit(images_NCHW))
     if isinstance(network, str) and names_a_file(network):
         return feature_map(register_file(network), spec.image_shape)
     if not isinstance(network, nn.Module):
@@ -90,6 +102,13 @@ def _embedding(network: str | Path | nn.Module, spec: DatasetSpec) -> Embed:
         raise SettingError(None, "network", "must have a function `embed` that returns features")
     embed: Embed = network.eval().embed  # type: ignore[assignment]
     return lambda images_NCHW: embed(normalise(images_NCHW, spec))
+
+
+def _unit(images_NCHW: Tensor) -> Tensor:
+    """Returns stored images as values in [0, 1]."""
+    if images_NCHW.dtype == torch.uint8:
+        return images_NCHW.float() / 255
+    return images_NCHW
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from fedsynth import ModelSettings, fidelity_of_set, load_dataset
-from fedsynth.data.images import ImageData, normalise
+from fedsynth import ModelSettings, fidelity_of_set, load_dataset, load_synthetic
+from fedsynth.data.images import ImageData, normalise, to_stored
 from fedsynth.data.shared_set import TENSORS, UNITS, write_hashes, write_set
 from fedsynth.errors import DataError, SettingError, UnknownNameError
 from fedsynth.evaluation.fidelity import fidelity
+from fedsynth.features.pretrained import PretrainedNetwork
 from fedsynth.models.registry import build_network
 
 
@@ -84,3 +85,17 @@ def test_unsuitable_networks_are_refused(digits_set: tuple[Path, ImageData]) -> 
         fidelity_of_set(folder, test, "pixel")
     with pytest.raises(SettingError, match="must have a function `embed`"):
         fidelity_of_set(folder, test, torch.nn.Flatten())
+
+
+def test_networks_of_torchvision_get_images_at_their_size(
+    digits_set: tuple[Path, ImageData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, test = digits_set
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+    found = PretrainedNetwork(network, 12, (16, 16), False, (0.5,) * 3, (0.5,) * 3, "bilinear", "")
+    monkeypatch.setattr("fedsynth.simulation.fidelity.pretrained_network", lambda *_: found)
+    measured = fidelity_of_set(folder, test, "torchvision:resnet18")
+    assert (measured.features, measured.real) == (12, len(test.labels))
+    stored = to_stored(load_synthetic(folder).images, test.spec)
+    pixels = [images.float() / 255 for images in (stored, test.images)]
+    assert measured == fidelity(*map(found.embed_pixels, pixels))
