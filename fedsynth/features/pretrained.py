@@ -91,7 +91,7 @@ class PretrainedNetwork:
         return self.network.to(x.device)((x - mean) / std)
 
 
-def pretrained_network(name: str, weights: str, place: tuple[str, str]) -> PretrainedNetwork:
+def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -> PretrainedNetwork:
     """Loads a network of timm or torchvision without its last layer.
 
     Args:
@@ -129,7 +129,7 @@ def pretrained_network(name: str, weights: str, place: tuple[str, str]) -> Pretr
 
 
 def _timm(
-    name: str, model: str, weights: str, place: tuple[str, str]
+    name: str, model: str, weights: str, place: tuple[str | None, str]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     try:
         import timm
@@ -154,7 +154,7 @@ def _fixed(network: nn.Module) -> dict[str, Any]:
 
 
 def _torchvision(
-    name: str, model: str, weights: str, place: tuple[str, str]
+    name: str, model: str, weights: str, place: tuple[str | None, str]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     from torchvision import models
 
@@ -236,7 +236,7 @@ def label_of(name: str, sha256: str) -> str:
     return f"{name}@{sha256[:HASH_DIGITS]}"
 
 
-def _refused(place: tuple[str, str], name: str, reason: str) -> SettingError:
+def _refused(place: tuple[str | None, str], name: str, reason: str) -> SettingError:
     return SettingError(*place, reason, value=name)
 
 
@@ -244,11 +244,12 @@ def _wrong_weights(reason: str) -> SettingError:
     return SettingError(None, "the file of weights", reason)
 
 
-def _unavailable(name: str, place: tuple[str, str], error: Exception) -> SettingError:
-    option = "--encoder-weights" if place[0] == "data" else "--set model.weights="
+def _unavailable(name: str, place: tuple[str | None, str], error: Exception) -> SettingError:
+    options = {"data": "--encoder-weights ", "model": "--set model.weights="}
+    option = options.get(place[0] or "", "--weights ")
     return _refused(
         place,
         name,
         "has no weights on this machine, and they cannot be downloaded. Download them elsewhere and "
-        f"name the file with {option} FILE.safetensors ({one_line(error, 100)})",
+        f"name the file with {option}FILE.safetensors ({one_line(error, 100)})",
     )

@@ -20,8 +20,8 @@ from fedsynth.own_code import names_a_file
 from fedsynth.results.saved_model import load_model
 
 CHUNK = 500
-PLACE = ("model", "features")
-"""The setting that errors about a network of timm or torchvision name."""
+PLACE = (None, "network")
+"""The name of the argument in errors about a network of timm or torchvision."""
 Embed = Callable[[Tensor], Tensor]
 
 
