@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Sections = dict[str, dict[str, Any]]
 
 
-def set_options(texts: list[str], given: Sections | None = None) -> Sections:
+def set_options(texts: list[str], initial: Sections | None = None) -> Sections:
     """Parses the values of the option --set, and adds them to the settings of the other options.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
@@ -45,7 +45,7 @@ def set_options(texts: list[str], given: Sections | None = None) -> Sections:
     Raises:
         OptionError: a text has another form, or a setting is given twice.
     """
-    sections = copy.deepcopy(given or {})
+    sections = copy.deepcopy(initial or {})
     sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
