@@ -181,7 +181,7 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 def test_pooled_and_per_site_budgets_are_not_separate(clinic: Path) -> None:
     """Regression: the same images get two budgets, one pooled and one by site."""
     simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
-    with pytest.raises(LedgerError, match=r"records of ledger .*client-000.jsonl"):
+    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
         simulate(tiny(clinic, privacy=BUDGET), quiet=True)
 
 
