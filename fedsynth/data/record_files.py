@@ -393,7 +393,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     is returned unchanged.
 
     Args:
-        place: `hf:NAME`, `hf:FOLDER` or the path of a file.
+        place: `hf:NAME`, `hf:NAME/FOLDER`, `hf:FOLDER` or the path of a file.
         revision: the branch, tag or commit. An empty string is the newest commit.
 
     Returns:
@@ -406,6 +406,8 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     if name == place or Path(name).is_dir():
         return place, ""
     hub = _optional("huggingface_hub", "hub")
+    owner, *names = name.split("/")
+    name = "/".join((owner, *names[:1]))
     options = {"repo_type": "dataset", "allow_patterns": ["*.parquet", "*.safetensors"]}
     try:
         commit = str(hub.HfApi().dataset_info(name, revision=revision or None).sha)
@@ -413,7 +415,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     except Exception as error:  # from the network, the disk or the hub
         reason = one_line(error)
         raise DataFilesMissingError(f"cannot download {one_line(place)}: {reason}") from None
-    return f"{HUB}{folder}", commit
+    return f"{HUB}{Path(folder, *names[1:])}", commit
 
 
 def _hub_parts(folder: Path) -> dict[str, Part]:
@@ -423,9 +425,16 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     which is then removed.
     """
     files: dict[str, list[str]] = {}
+    places = set()
     for path in sorted(folder.rglob("*.parquet")):
-        splits = _SPLIT_OF_PATH.findall(path.relative_to(folder).as_posix().casefold())
+        head, *splits = _SPLIT_OF_PATH.split(path.relative_to(folder).as_posix())
         files.setdefault((*splits, TRAIN)[0], []).append(str(path))
+        places.add(head.rpartition("/")[0])
+    if len(places) > 1:
+        raise DataError(
+            f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
+            f"Name one of them, such as {HUB}NAME/{one_line(min(filter(None, places)))}"
+        )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
     load = _optional("datasets", "hub").load_dataset

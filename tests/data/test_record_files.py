@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +40,7 @@ from fedsynth import (
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import record_digests
 from fedsynth.data.load_file import read_own_data, read_test
+from fedsynth.data.record_files import parts_of
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.privacy.errors import LedgerError
@@ -290,6 +292,11 @@ def test_a_run_records_the_commit_of_a_hub(hub: Path, monkeypatch: pytest.Monkey
     result = simulate(resolve(sections), quiet=True)
     assert result.settings.folder.revision == "c0ffee"
     assert asked[-1] == ("clinic/scans", "c0ffee", ["*.parquet", "*.safetensors"])
+    (hub / "other").mkdir()
+    shutil.copy(next((hub / "data").iterdir()), hub / "other")
+    with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
+        parts_of("hf:clinic/scans")
+    assert len(parts_of("hf:clinic/scans/data")) == 2
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
