@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from fedsynth import RunSettings, load_dataset, load_folder, resolve, simulate
+from fedsynth.data.medical_files import patient_of
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.context import plan_of
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections
+from tests.data.test_medical_files import NAME, write_ct
 from tests.image_folders import make_image_folder, write_declaration
 from tests.interruption import interrupt_in_round
 from tests.quick_settings import verified
@@ -52,6 +54,29 @@ def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -
     pooled = make_image_folder(tmp_path / "pooled", sites=())
     with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
         simulate(tiny(pooled), quiet=True)
+
+
+def test_no_file_of_a_run_has_dicom_headers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Patients are the privacy unit, but neither their IDs nor hashes of them leave the reader."""
+    folder = tmp_path / "clinic"
+    for site in ("north", "south"):
+        for label in ("ill", "well"):
+            for number in range(4):
+                path = folder / site / label / f"{number}.dcm"
+                write_ct(path, f"ID-{site}-{label}-{number // 2}")
+    write_declaration(folder, users=16)
+    private = tiny(folder, privacy={**BUDGET, "unit": "user"})
+    assert private.privacy.nominal_size == 8  # 16 declared users at two sites
+    result = simulate(private, output=tmp_path / "runs")
+    hidden = [NAME, "ID-north", patient_of(folder / "north/ill/0.dcm")]
+    texts = [capsys.readouterr().err.encode()]
+    for path in (*result.folder.rglob("*"), *(folder / "fedsynth-ledger").rglob("*")):
+        if path.is_file():
+            texts.append(path.read_bytes())
+    assert len(texts) > 5
+    assert not [text for text in texts for secret in hidden if secret.encode() in text]
 
 
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
