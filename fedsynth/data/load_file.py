@@ -75,8 +75,9 @@ def read_own_data(
     settings: FolderSettings, note: Note, name: str = "", *, declaration: Declaration | None
 ) -> FolderData:
     """Reads a folder of images or a file, with the arguments and errors of `read_folder`."""
-    read = read_file if is_record_file(settings.folder) else read_folder
-    return read(settings, note, name, declaration=declaration)
+    if is_record_file(settings.folder):
+        return read_file(settings, note, name, declaration=declaration)
+    return read_folder(settings, note, name, declaration=declaration)
 
 
 def read_file(
@@ -111,8 +112,9 @@ def read_file(
             reason = "requires test records. Set data.test_folder"
             raise SettingError("data", "test", reason, value=kind)
         place = settings.test_folder or settings.folder
-        its_parts = {} if settings.test_folder else parts
-        test = read_test(place, spec, note, settings.columns, train=records, parts=its_parts)
+        if settings.test_folder:
+            parts = {}
+        test = read_test(place, spec, note, settings.columns, train=records, parts=parts)
     sites, names = by_site(records.names, declaration)
     return FolderData(train, test, kind, sites, names, declaration=declaration)
 
@@ -190,5 +192,7 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
             "you know without these data"
         )
     files = with_classes(records.names, spec.class_names)
-    groups = files.users if files.users.any() else None
+    groups = None
+    if files.users.any():
+        groups = files.users
     return from_arrays(records.values, files.labels, spec, groups=groups)

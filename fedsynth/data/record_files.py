@@ -181,7 +181,7 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
     for name, reader in readers.items():
         split, plain = _split_of(name)
         parts.setdefault(split, Part(one_line(place), {})).readers[plain] = reader
-    return parts
+    return parts or {TRAIN: Part(one_line(place), {})}
 
 
 def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None]) -> Records:
@@ -245,7 +245,8 @@ def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str],
 
 def _names_in(array: Array, what: str) -> Names:
     """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1"."""
-    array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
     if array.ndim != 1:
         raise DataError(f"{what} must have one value for each record, got {list(array.shape)}")
     if array.dtype.kind == "f":
@@ -288,17 +289,19 @@ def _split_of(name: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------ array files
 
 
-def _read_npy(file: IO[bytes]) -> Array:
-    """Reads an array in NumPy's format, after a check of the size that its header states."""
+def _read_npy(file: IO[bytes], length: int) -> Array:
+    """Reads an array in NumPy's format from a file of `length` bytes.
+
+    The size that its header states is checked before memory is allocated.
+    """
     headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
     shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
     if dtype.hasobject:
         raise ValueError("it has Python objects, which may execute code. Save numbers or text")
     size = math.prod(shape) * dtype.itemsize
-    content = file.read(size + 1) if 0 <= size <= MAX_ARRAY_BYTES else b""
-    if len(content) != size:
+    if not 0 <= size == length - file.tell() <= MAX_ARRAY_BYTES:
         raise ValueError(f"it must have the {size:,} bytes of data that its header states")
-    return np.frombuffer(content, dtype).reshape(shape, order="F" if by_columns else "C")
+    return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _npz_readers(path: Path) -> Readers:
@@ -310,9 +313,9 @@ def _npz_readers(path: Path) -> Readers:
 def _read_array(path: Path, member: str = "") -> Array:
     with BufferedReader(open_regular(path)) as file:
         if not member:
-            return _read_npy(file)
+            return _read_npy(file, path.stat().st_size)
         with ZipFile(file) as archive, archive.open(member) as content:
-            return _read_npy(content)
+            return _read_npy(content, archive.getinfo(member).file_size)
 
 
 def _npy_readers(path: Path) -> Readers:
@@ -330,7 +333,9 @@ def _npy_readers(path: Path) -> Readers:
 def _tensor_readers(path: Path) -> Readers:
     readers: Readers = {}
     for name, tensor in read_tensors(path)[0].items():
-        readers[name] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy
+        readers[name] = tensor.numpy
+        if tensor.dtype == torch.bfloat16:  # which NumPy lacks
+            readers[name] = tensor.float().numpy
     return readers
 
 

@@ -238,6 +238,7 @@ def record_files(rng: random.Random, kind: str) -> Iterator[bytes]:
         items = np.array([os.system], object)
         np.savez(objects, x=items, y=[0]) if kind == "npz" else np.save(objects, items)
         yield objects.getvalue()
+        yield valid[0].replace(b"(6, 4), }       ", b"(6, 99999999), }")
     while True:
         yield mutated(valid, rng, lambda content: list(range(len(content))))
 

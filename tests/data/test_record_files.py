@@ -168,6 +168,9 @@ def test_unusable_files_raise_one_line_errors(
     with pytest.raises(FedsynthError, match=message) as caught:
         load_file(tmp_path / name, **settings)
     assert "\n" not in str(caught.value)
+    np.savez(tmp_path / "empty.npz")
+    with pytest.raises(DataError, match="no column of labels"):
+        load_file(tmp_path / "empty.npz")
 
 
 def test_a_list_of_image_files_is_no_table(tmp_path: Path) -> None:
