@@ -309,15 +309,16 @@ def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
         return scaled(values, decoding.window)
     if data.get("VOILUTSequence"):
         highest = 2 ** int(data.VOILUTSequence[0].LUTDescriptor[2]) - 1
-        shown = apply_voi(np.rint(values).astype(np.int64), data)
-        return scaled(shown, (highest / 2, highest))
+        output = apply_voi(np.rint(values).astype(np.int64), data)
+        return scaled(output, (highest / 2, highest))
     if data.get("WindowCenter") is not None and data.get("WindowWidth") is not None:
         # the output range depends on other elements: two extreme values reach its ends
         with np.errstate(over="ignore"):
             low, high = apply_windowing(np.array([-1e30, 1e30]), data)
-            shown = apply_windowing(values, data)
-        return scaled((shown - low) / (high - low), (0.5, 1.0))
-    if data.BitsStored == 8 and data.get("RescaleSlope") is None and not data.PixelRepresentation:
+            output = apply_windowing(values, data)
+        return scaled((output - low) / (high - low), (0.5, 1.0))
+    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
+    if data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation:
         return scaled(values, (127.5, 255.0))
     return scaled(values, None)
 
