@@ -46,7 +46,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert f"you may share the folder {share}" in result.stderr
     synthetic = load_synthetic(share)
     assert synthetic.epsilon <= 8
-    fedsynth(f"privacy verify {share}").assert_refused("in the run folder")
+    fedsynth(f"privacy verify {share}").assert_refused("Verify the run folder")
 
     (run_folder,) = (tmp_path / "runs").iterdir()
     exported = fedsynth(f"export {run_folder} --out {tmp_path / 'again'}")
