@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -278,6 +279,15 @@ def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], n
     assert loaded.train.labels.tolist() == [0, 0, 1, 1]
 
 
+def test_manifest_paths_match_any_unicode_form(tmp_path: Path) -> None:
+    """A Macintosh may store the accents of a name separately."""
+    for label in "AB":
+        write_image(tmp_path / unicodedata.normalize("NFD", "Köln") / f"{label}.png", 1)
+    lines = "image,class\nKöln/A.png,A\nKöln/B.png,B\n"
+    (tmp_path / "manifest.csv").write_text(unicodedata.normalize("NFC", lines))
+    assert load_folder(tmp_path).train.labels.tolist() == [0, 1]
+
+
 # -------------------------------------------------------------------------------- declarations
 def test_declaration_determines_image_spec(tmp_path: Path) -> None:
     write_declaration(make_image_folder(tmp_path))
@@ -288,6 +298,9 @@ def test_declaration_determines_image_spec(tmp_path: Path) -> None:
     assert loaded.declaration.ledger == tmp_path / "fedsynth-ledger"
     with pytest.raises(SettingError, match=r"data.image_size must be 16x16, as .* declares"):
         load_folder(tmp_path, image_size=8)
+    path = tmp_path / "fedsynth.toml"
+    path.write_text(path.read_text().replace("channels = 1", "channels = 3"))
+    assert load_folder(tmp_path).train.spec.mean == (0.5,) * 3  # one constant for all channels
 
 
 @pytest.mark.parametrize(
