@@ -19,7 +19,7 @@ from fedsynth.data.images import ProxyImages
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, resumable
+from fedsynth.training.loop import LoopCheckpointer, State, resumable
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class RoundContext:
     participants: tuple[int, ...] | None = None
     report: Callable[..., None] = _ignore
     note: Callable[[str], None] = _ignore
-    keeper: LoopCheckpointer = field(default_factory=NullCheckpointer)
+    keeper: LoopCheckpointer = field(default_factory=LoopCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False

@@ -349,7 +349,6 @@ class Runner:
                     output=None if resume else folder,
                     observer=BudgetObserver(inner, self._clock, settings.rounds, checkpointed),
                     resume=resume,
-                    trained=self._rows.trained,
                 )
             except OutOfTimeError:
                 rounds = len(metrics_of(unfinished(folder)))

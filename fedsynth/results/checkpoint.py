@@ -5,7 +5,7 @@
         state-ROUND.safetensors      the server's state
         memory-CLIENT-ROUND.…        a client's memory after the last round in which it took part
         upload-CLIENT-ROUND.…        the synthetic images that a client sent in the last round
-        steps-ROUND-NAME             a long loop within a round (see `run_checkpoints.py`)
+        steps-ROUND-NAME             a long loop within a round (see `LoopCheckpoints`)
 
 `checkpoint.json` is replaced last, and atomically. There is therefore always one complete
 checkpoint, even if the run is killed or the disk is full. Files that `checkpoint.json` does not
@@ -22,20 +22,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import ServerState
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Packed
 from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
     decode_json,
@@ -44,6 +47,9 @@ from fedsynth.privacy.files import (
     sync_folder,
     write_whole,
 )
+from fedsynth.results.run_folder import CONFIG, RunFolder
+from fedsynth.training.loop import LoopCheckpointer, Tensors
+from fedsynth.validation import read_sections
 
 FORMAT = 1
 POINTER = "checkpoint.json"
@@ -290,3 +296,197 @@ def _hash_of(pointer: Mapping[str, Any]) -> str:
 def _client(name: str) -> int:
     """Returns the index of the client, which is a part of the given file name."""
     return int(name.split("-")[1].split(".")[0])
+
+
+HASH_BYTES = 32
+STEP_SECONDS = 60.0
+"""The time between two writes of the checkpoints of long loops within a round, in seconds."""
+
+
+@dataclass(frozen=True)
+class LoopState(Packed):
+    """The state of a long loop within a round, such as a training, from which the loop can be
+    resumed.
+
+    Args:
+        tensors: the tensors from which the loop can resume, by name.
+        step: the number of finished steps.
+        seconds: the time that these steps took, in seconds.
+    """
+
+    tensors: Mapping[str, Tensor]
+    step: int
+    seconds: float
+
+
+class LoopCheckpoints(LoopCheckpointer):
+    """Reads and writes the checkpoints of the loops within one round.
+
+    Args:
+        folder: the folder with the run's checkpoint.
+        number: the round number.
+        seconds: the minimum time between two writes.
+
+    Attributes:
+        resumed_seconds: the time in seconds that other processes have spent on the loops that were
+            resumed. It includes earlier processes of the same run.
+    """
+
+    def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
+        self.resumed_seconds = 0.0
+        self._folder = folder
+        self._number = number
+        self._seconds = seconds
+        self._next_write = time.monotonic() + seconds
+        self._paths: dict[str, Path] = {}
+        self._started: dict[str, float] = {}
+        self._finished: dict[Path, LoopState] = {}
+
+    def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+        """Returns the step and the tensors from which a loop resumes, or None if nothing was saved.
+
+        The call also starts the clock that measures the duration of the loop.
+
+        If the same name is loaded twice, the second call is for a different loop.
+        """
+        path = self._folder.path / f"steps-{self._number}-{name}"
+        if name in self._paths:
+            path = self._paths[name].with_name(f"{self._paths[name].name}-again")
+        self._paths[name] = path
+        self._started[name] = time.monotonic()
+        state = read_loop_state(path, self._folder.identity)
+        if state is None:
+            return None
+        self._started[name] -= state.seconds
+        self.resumed_seconds += state.seconds
+        return int(state.step), state.tensors
+
+    def offer(self, name: str, step: int, tensors: Tensors) -> None:
+        """Writes a checkpoint of a loop if enough time has passed since the last write.
+
+        The states of finished loops that still wait to be written are written at the same time.
+
+        Raises:
+            OutputError: the files cannot be written.
+        """
+        if self._is_due():
+            state = LoopState(tensors(), step, time.monotonic() - self._started[name])
+            self._write({**self._finished, self._paths[name]: state})
+
+    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
+        """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
+
+        The result is written at once if enough time has passed since the last write. Otherwise, it
+        is written together with the next checkpoint of another loop.
+
+        Raises:
+            OutputError: the files cannot be written.
+        """
+        state = LoopState(tensors(), steps, time.monotonic() - self._started[name])
+        self._finished[self._paths[name]] = state
+        if self._is_due():
+            self._write(self._finished)
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._next_write
+
+    def _write(self, states: Mapping[Path, LoopState]) -> None:
+        with self._folder.writing():
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            for path, state in states.items():
+                write_whole(path, _with_hash(state, self._folder.identity))
+        self._finished = {}
+        self._next_write = time.monotonic() + self._seconds
+
+
+def read_loop_state(path: Path, identity: str) -> LoopState | None:
+    """Reads the checkpoint of a loop. Returns None if the file is missing, damaged, or belongs to
+    another run.
+    """
+    try:
+        content = read_regular(path, MAX_TENSORS_BYTES)
+        if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
+            return None
+        return LoopState.from_bytes(content[HASH_BYTES:])
+    except (OSError, MessageError):
+        return None
+
+
+def _with_hash(state: LoopState, identity: str) -> bytes:
+    content = state.to_bytes()
+    return _hash_of(content, identity) + content
+
+
+def _hash_of(content: bytes, identity: str) -> bytes:
+    return hashlib.sha256(f"{FORMAT} {identity}\n".encode() + content).digest()
+
+
+class RunCheckpoints(CheckpointFolder):
+    """Reads and writes the checkpoints of one simulation."""
+
+    def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
+        """Returns the checkpoint from which a run resumes, or None if the run starts from the
+        beginning.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or missing, or was made with other settings
+                or data.
+        """
+        config = read_sections(run.path / CONFIG)
+        if without_place(config) != without_place(settings.to_mapping()):
+            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
+        checkpoint = self.read(settings.method)
+        if checkpoint is None and run.has_rounds:
+            reason = "If the run began again, it would charge its ledgers twice"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
+        return checkpoint
+
+    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Gives the clients the memories that they had when the checkpoint was written.
+
+        A memory stays in its file until the client needs it.
+        """
+        for number in self.clients:
+            self._store(clients[number], device)
+
+    def keep(
+        self,
+        checkpoint: Checkpoint,
+        clients: Sequence[ClientRuntime],
+        context: RoundContext,
+        following: Sequence[int],
+    ) -> None:
+        """Writes a checkpoint after a round.
+
+        Args:
+            checkpoint: the checkpoint of the round, without the clients' memories.
+            clients: all clients, in the order of their indices.
+            context: the context of the round.
+            following: the indices of the clients that take part in the next round. Empty after the
+                last round.
+        """
+        stored: set[int] = set()
+        memories: dict[int, Memory] = {}
+        for client in clients:
+            if client.stored:
+                stored.add(client.number)
+            elif client.memory:
+                memories[client.number] = client.memory
+        complete = replace(checkpoint, memories=memories)
+        self.write(complete, frozenset(context.active), frozenset(stored))
+        if following:
+            for number in memories.keys() - set(following):
+                self._store(clients[number], context.device)
+
+    def steps_of(self, number: int) -> LoopCheckpoints:
+        """Returns the object that reads and writes the checkpoints of loops within one round."""
+        return LoopCheckpoints(self, number, STEP_SECONDS)
+
+    def _store(self, client: ClientRuntime, device: torch.device) -> None:
+        """Removes a client's memory from RAM. The memory stays in its file."""
+
+        def load() -> Memory:
+            memory = self.memory(client.number)
+            return {name: tensor.to(device) for name, tensor in memory.items()}
+
+        client.store(load)

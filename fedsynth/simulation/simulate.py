@@ -59,7 +59,6 @@ def simulate(
     download: bool = False,
     resume: Path | str | None = None,
     quiet: bool = False,
-    trained: Path | str | None = None,
 ) -> RunResult:
     """Simulates a federation on one machine.
 
@@ -87,10 +86,6 @@ def simulate(
             run. An interrupted round is repeated, and with differential privacy it is charged
             again. `output` is then ignored.
         quiet: True prints nothing if there is no observer.
-        trained: a folder in which runs share their trained clients. It is used only for runs of one
-            round without differential privacy and with `output`. A run loads a client that another
-            run has trained from the same weights on the same data in the same order. The recorded
-            seconds of the round include the original training time.
 
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
@@ -153,18 +148,13 @@ def simulate(
             train.to(device),
             (tested, run_data.test_kind),
             observer,
-            _path(output),
+            None if output is None else Path(output),
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
-            _path(trained),
         ).run()
     if run_data.left_out:
         observer.note(f"excluded from the data: {run_data.left_out}")
     return result
-
-
-def _path(location: Path | str | None) -> Path | None:
-    return None if location is None else Path(location)
 
 
 Preset = Mapping[str, Mapping[str, Any]]

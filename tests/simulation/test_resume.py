@@ -25,9 +25,7 @@ from fedsynth.methods import METHODS
 from fedsynth.privacy import PrivacyError, read_ledger
 from fedsynth.privacy.files import write_whole
 from fedsynth.results import checkpoint as checkpoints
-from fedsynth.results import run_checkpoints
-from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.results.run_checkpoints import LoopCheckpoints
+from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder, LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
@@ -196,7 +194,7 @@ def kill_at(call: str, moment: int) -> None:
 @pytest.fixture
 def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Checkpoints loops at every step and returns the list of steps."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "STEP_SECONDS", 0.0)
     offer = LoopCheckpoints.offer
     offered: list[tuple[str, int]] = []
 
