@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +140,10 @@ class RoundContext:
 
         After an interruption the loop resumes after the last checkpoint (`resumable`).
         """
-        report = partial(self.report, name, total=steps)
+
+        def report(completed: int) -> None:
+            self.report(name, completed, steps)
+
         return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:

@@ -44,14 +44,7 @@ from fedsynth.methods.shared.fedsum_settings import (
 )
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.augmentation import augmentations
-from fedsynth.synthesizer.condensation.matching import (
-    NetworkFeatures,
-    frozen_means,
-    matching_gradient,
-)
-from fedsynth.synthesizer.condensation.private_matchers import ones
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
+from fedsynth.synthesizer.condensation import augmentation, matching, private_matchers, sets
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class FedSum(SumsFeatures):
         charged = clients.series(IMAGES) if isinstance(clients, PrivateClientView) else []
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
-            s_m = frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
+            s_m = matching.frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
             sums.append(centred_sums(clients, charged, u_m, s_m))
             context.report("sums", m + 1, self.networks)
         counts = class_counts(clients)
@@ -124,7 +117,7 @@ class FedSum(SumsFeatures):
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)
-        s = torch.stack([frozen_means(next(maps), S) for _ in range(self.networks)])
+        s = torch.stack([matching.frozen_means(next(maps), S) for _ in range(self.networks)])
         floor = self._floor(clients, context)
         condensed = total.counts >= floor
         # target_{m,c} = s_{m,c} + Σ_k R_{k,m,c} / n_c: the class means of all clients' data
@@ -132,7 +125,7 @@ class FedSum(SumsFeatures):
         velocity = torch.zeros_like(S)
         for t in range(self.iterations):  # S ← S − η_c ∇_S Σ_c ‖mean_{S_c} u_m − target_{m,c}‖²
             target = targets[t % self.networks]
-            gradient = matching_gradient(next(maps), S, target, condensed.to(target.dtype))
+            gradient = matching.matching_gradient(next(maps), S, target, condensed.to(target.dtype))
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
             context.report("condense", t + 1, self.iterations)
@@ -141,7 +134,7 @@ class FedSum(SumsFeatures):
         sgd = self.union_sgd()
         if self.perturbation == FRESH:
             sgd = replace(sgd, radius=None)
-        train_on_union(w, {0: self._set(state, context)}, sgd, context)
+        sets.train_on_union(w, {0: self._set(state, context)}, sgd, context)
         return replace(state, parameters=w.state_dict())
 
     def facts(self, state: CondensedState, context: RoundContext) -> Mapping[str, Any]:
@@ -172,7 +165,9 @@ class FedSum(SumsFeatures):
             rate = context.privacy.sample_rate
         return max(1.0, self.min_examples * (rate or 1.0), noise)
 
-    def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
+    def _feature_maps(
+        self, w_r: nn.Module, context: RoundContext
+    ) -> Iterator[matching.NetworkFeatures]:
         """Yields the features u_1, …, u_M under the round's networks, and then starts again with
         u_1.
 
@@ -184,10 +179,10 @@ class FedSum(SumsFeatures):
         else:
             networks = perturbed(w_r, self.radius, self.perturbation, context, self.networks)
         labels = torch.arange(context.spec.classes)
-        augments = augmentations(
+        augments = augmentation.augmentations(
             self.augment, labels, context, flip=self.flip, period=self.networks
         )
-        u = NetworkFeatures(
+        u = matching.NetworkFeatures(
             logit_weight=self.logit_weight,
             precision=context.precision,
             memory_bytes=context.memory_bytes // 2,
@@ -216,18 +211,21 @@ class FedSum(SumsFeatures):
         """Reshapes the images to [classes, ipc, channels, H, W]."""
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
-    def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
+    def _set(self, state: CondensedState, context: RoundContext) -> sets.SyntheticSet:
         """Returns the images and labels of the classes that have enough data."""
         if state.images is None or state.condensed is None:
             raise ValueError("the server's state has no images, because no round was completed")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
-        return SyntheticSet(state.images[condensed], labels[condensed])
+        return sets.SyntheticSet(state.images[condensed], labels[condensed])
 
 
 def centred_sums(
-    clients: ClientGroup, charged: Sequence[GaussianSumMechanism], u: NetworkFeatures, s_CD: Tensor
+    clients: ClientGroup,
+    charged: Sequence[GaussianSumMechanism],
+    u: matching.NetworkFeatures,
+    s_CD: Tensor,
 ) -> Tensor:
     """Adds the features of each client's examples for each class, after subtracting the class's
     mean s_c.
@@ -267,7 +265,7 @@ def class_counts(clients: ClientGroup) -> Tensor:
     """
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
-        noisy = clients.class_sums(clients.series(COUNTS), ones)
+        noisy = clients.class_sums(clients.series(COUNTS), private_matchers.ones)
         return noisy.view(len(clients.ids), classes)
     counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
     for k in range(len(clients.ids)):

@@ -405,7 +405,7 @@ def read_loop_state(path: Path, identity: str) -> LoopState | None:
     """
     try:
         content = read_regular(path, MAX_TENSORS_BYTES)
-        if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
+        if _loop_hash(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
             return None
         return LoopState.from_bytes(content[HASH_BYTES:])
     except (OSError, MessageError):
@@ -414,10 +414,10 @@ def read_loop_state(path: Path, identity: str) -> LoopState | None:
 
 def _with_hash(state: LoopState, identity: str) -> bytes:
     content = state.to_bytes()
-    return _hash_of(content, identity) + content
+    return _loop_hash(content, identity) + content
 
 
-def _hash_of(content: bytes, identity: str) -> bytes:
+def _loop_hash(content: bytes, identity: str) -> bytes:
     return hashlib.sha256(f"{FORMAT} {identity}\n".encode() + content).digest()
 
 

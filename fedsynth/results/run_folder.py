@@ -41,14 +41,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedsynth.data import picture
 from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
-from fedsynth.data.picture import (
-    by_class,
-    image_grid_png,
-    partition_png,
-    partition_table,
-)
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
@@ -248,8 +243,10 @@ class RunFolder:
         with _writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
-            (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partial.png")
+            (folder / "partition.txt").write_text(
+                picture.partition_table(counts_KC), encoding="utf-8"
+            )
+            picture.partition_png(counts_KC, folder / "partial.png")
             (folder / "partial.png").rename(self.path / PARTITION)
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
@@ -309,10 +306,10 @@ class RunFolder:
         columns = min(largest, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
         if images.dtype != torch.uint8:
             images = denormalise(images, spec)
-        rows, names = by_class(images, labels, spec.class_names, columns)
+        rows, names = picture.by_class(images, labels, spec.class_names, columns)
         with _writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
-            image_grid_png(rows, self.path / name, columns, names)
+            picture.image_grid_png(rows, self.path / name, columns, names)
 
     def draw_round(
         self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec

@@ -32,20 +32,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
-from fedsynth.results.disclosed import (
-    COMMON,
-    LOCAL,
-    MODELS,
-    SOURCES,
-    Declared,
-    Disclosed,
-    check_facts,
-    declared_row,
-    declared_summary,
-    disclosed,
-    finite,
-    lost_clients,
-)
+from fedsynth.results import disclosed
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import exported_files, privacy_section, report_facts, start_facts
 from fedsynth.results.run_folder import SERVER, RunFolder, private_start, resumed_rounds
@@ -139,7 +126,7 @@ def summarise(
         "test_accuracy": None if hidden or personal else accuracy,
     }
     if personal and not hidden:
-        summary[COMMON] = accuracy
+        summary[disclosed.COMMON] = accuracy
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
     summary["upload_floats_per_round"] = last.get("upload_floats", 0)
     summary["device"] = device
@@ -149,21 +136,23 @@ def summarise(
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
     if "domain_average" in last:
         summary["domain_average"] = last["domain_average"]
-    if MODELS in last:
-        summary[MODELS] = {
+    if disclosed.MODELS in last:
+        summary[disclosed.MODELS] = {
             name: {"test_accuracy": entry["test_accuracy"]}
-            for name, entry in last[MODELS].items()
+            for name, entry in last[disclosed.MODELS].items()
             if "test_accuracy" in entry
         }
     generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
     if generators:
         summary[GENERATOR] = generators[-1]
-    if LOCAL in last:
-        summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
+    if disclosed.LOCAL in last:
+        summary[disclosed.LOCAL] = {
+            name: last[disclosed.LOCAL][name] for name in ("amp", "fm", "wlp")
+        }
     if privacy is not None:
         summary["differential_privacy"] = privacy
     if sources := own_sources(settings):
-        summary[SOURCES] = {
+        summary[disclosed.SOURCES] = {
             key: {"file": entry.file, "name": entry.name, "sha256": entry.sha256}
             for key, entry in sources.items()
         }
@@ -259,7 +248,7 @@ class RunRecord:
 
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
-    ) -> Disclosed:
+    ) -> disclosed.Disclosed:
         """Measures and records the metrics of a finished round.
 
         The result separates the metrics that may be shown from those that only a simulation may
@@ -279,7 +268,7 @@ class RunRecord:
         declared = method.metric_privacy if self.plan is not None else None
 
         def checked(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-            return check_facts(facts, declared)
+            return disclosed.check_facts(facts, declared)
 
         def client_facts() -> Mapping[str, Any]:
             return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
@@ -300,13 +289,13 @@ class RunRecord:
         row["upload_bytes"] = sum(row["client_upload_bytes"])
         if len(context.active) < context.clients:
             row["participants"] = list(context.active)
-        row |= lost_clients(played)
+        row |= disclosed.lost_clients(played)
         row["seconds"] = round(time.perf_counter() - started, 3)
         public = self._disclosed(row)
         self.rows.append(row)
         return public
 
-    def tell(self, row: Disclosed) -> None:
+    def tell(self, row: disclosed.Disclosed) -> None:
         """Writes the metrics of a round into the run folder, and informs the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
@@ -347,7 +336,7 @@ class RunRecord:
             PrivacyError: the metrics may not be shown, or a ledger cannot be written.
         """
         try:
-            return dict(finite(make()))
+            return dict(disclosed.finite(make()))
         except PrivacyError:
             raise
         except Exception as error:
@@ -391,7 +380,7 @@ class RunRecord:
             report = self._report(self.plan, histories, secret=secret)
             promise = privacy_section(self.plan, histories, simulated=self.simulated)
             privacy = promise.to_json()
-            declared = declared_summary(type(self.settings.method))
+            declared = disclosed.declared_summary(type(self.settings.method))
         summary = summarise(
             self.settings,
             self.rows,
@@ -457,17 +446,19 @@ class RunRecord:
         facts = report_facts(plan, len(self.rows), self.events, start, secret=secret)
         return build_report(facts, histories, start.ledgers)
 
-    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
+    def _disclosed(self, row: Mapping[str, Any]) -> disclosed.Disclosed:
         if self.plan is None:
             return self._allowed(row, None)
-        return self._allowed(row, declared_row(type(self.settings.method)))
+        return self._allowed(row, disclosed.declared_row(type(self.settings.method)))
 
-    def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+    def _allowed(
+        self, values: Mapping[str, Any], declared: disclosed.Declared | None
+    ) -> disclosed.Disclosed:
         """Separates the values of metrics or a summary that may be shown from those that only a
         simulation may show.
 
         In a run over a network, the values that only a simulation may show are dropped."""
-        metrics = disclosed(values, declared)
+        metrics = disclosed.disclosed(values, declared)
         if self.simulated:
             return metrics
-        return Disclosed(metrics.public)
+        return disclosed.Disclosed(metrics.public)

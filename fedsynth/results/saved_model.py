@@ -28,15 +28,8 @@ from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.methods import METHODS
+from fedsynth.models import registry
 from fedsynth.models.flat import restore
-from fedsynth.models.registry import (
-    MAX_PARAMETERS,
-    ModelSettings,
-    build_network,
-    count_parameters,
-    is_own_model,
-    register_model_file,
-)
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE
@@ -70,7 +63,7 @@ class Architecture:
     """
 
     spec: DatasetSpec
-    model: ModelSettings
+    model: registry.ModelSettings
     run: RunSettings | None = None
 
     @property
@@ -85,7 +78,7 @@ class Architecture:
     def network(self, seed: int = 0) -> nn.Module:
         """Builds the untrained network, on the CPU."""
         if self.run is None:
-            return build_network(self.model, self.spec, seed)
+            return registry.build_network(self.model, self.spec, seed)
         return self.run.method.network(self.model, self.spec, seed)
 
     @property
@@ -107,7 +100,7 @@ class Architecture:
         The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
         names = {name: "features" for name in self.features if is_own_features(name)}
-        if self.takes_model and is_own_model(self.model):
+        if self.takes_model and registry.is_own_model(self.model):
             names[self.model.name] = "model"
         if self.run is not None and self.run.method.name not in METHODS:
             names[self.run.method.name] = "method"
@@ -130,7 +123,7 @@ class Architecture:
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
-        return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
+        return registry.count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
         """Converts the architecture to text entries for the metadata of a model file.
@@ -159,14 +152,14 @@ class Architecture:
         """
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
-        if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
+        if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
             raise OutputError("the images or classes of the model exceed the limits of fedsynth")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
         else:
-            architecture = cls(spec, ModelSettings(**sections["model"]))
+            architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
             raise OutputError(
@@ -329,7 +322,7 @@ def load_model(
     True
     """
     if model:
-        register_model_file(model)
+        registry.register_model_file(model)
     if features:
         register_file(features, "model")
     path = Path(source)

@@ -398,5 +398,3 @@ class Simulation:
             self.folder.draw_round(number, sets, self.context.spec)
         except Exception as error:
             self.record.missing("picture", error)
-
-

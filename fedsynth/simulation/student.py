@@ -33,22 +33,10 @@ from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
+from fedsynth.models import registry
 from fedsynth.models.flat import require_finite, restore
-from fedsynth.models.registry import (
-    ModelSettings,
-    build_model,
-    has_given_weights,
-    own_model,
-    usual_depth,
-)
+from fedsynth.results import saved_model
 from fedsynth.results.run_folder import MODEL
-from fedsynth.results.saved_model import (
-    Architecture,
-    images_of_model,
-    load_model,
-    teaches,
-    write_model,
-)
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
@@ -74,7 +62,7 @@ class Student:
     """
 
     network: nn.Module
-    architecture: Architecture
+    architecture: saved_model.Architecture
     synthetic: SharedSet
     labels: str
     settings: StudentSettings
@@ -100,7 +88,7 @@ class Student:
             "epsilon": json.dumps(epsilon),
             "delta": json.dumps(delta),
         }
-        write_model(require_place(Path(file)), self.network, self.architecture, facts)
+        saved_model.write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
     def accuracy_on(self, test: ImageData) -> float:
         """Computes the accuracy on test images, which may be on any device."""
@@ -123,7 +111,7 @@ def require_place(file: Path) -> Path:
 
 def student_of_set(
     folder: str | Path,
-    model: ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
+    model: registry.ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
     student_settings: StudentSettings | None = None,
     *,
     labels: str = AUTO,
@@ -179,9 +167,9 @@ def student_of_set(
     torch_device = resolve_device(device)
     if model is None:
         model = network_for(synthetic.spec)
-    if not isinstance(model, ModelSettings):
-        model = own_model(model)
-    architecture = Architecture(synthetic.spec, model)
+    if not isinstance(model, registry.ModelSettings):
+        model = registry.own_model(model)
+    architecture = saved_model.Architecture(synthetic.spec, model)
     network = architecture.network(student_settings.seed).to(torch_device)
     if not student_settings.views:
         teacher = NO_TEACHER  # without copies it has nothing to label
@@ -204,11 +192,11 @@ def student_of_set(
         kind,
         student_settings,
         taught=tutor is not None,
-        guaranteed=covered and not has_given_weights(model),
+        guaranteed=covered and not registry.has_given_weights(model),
     )
 
 
-def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
+def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     """Returns the settings of a network that suits the images of a synthetic set.
 
     By default, the network is a ConvNet of width 32.
@@ -221,7 +209,9 @@ def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
     >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    return ModelSettings(**{"width": 32, "depth": usual_depth(spec.image_shape), **settings})
+    return registry.ModelSettings(
+        **{"width": 32, "depth": registry.usual_depth(spec.image_shape), **settings}
+    )
 
 
 def _teacher(
@@ -238,14 +228,14 @@ def _teacher(
     model_of_set = folder / MODEL
     if str(named) == AUTO:
         named = NO_TEACHER
-        if model_of_set.is_file() and teaches(model_of_set):
+        if model_of_set.is_file() and saved_model.teaches(model_of_set):
             named = model_of_set
     if str(named) == NO_TEACHER:
         return None, True
     place = Path(named)
     if place.resolve() in (folder.resolve(), model_of_set.resolve()):
-        return _fitting(load_model(folder), str(folder), spec), True
-    model = _fitting(load_model(place, spec=spec), str(place), spec)
+        return _fitting(saved_model.load_model(folder), str(folder), spec), True
+    model = _fitting(saved_model.load_model(place, spec=spec), str(place), spec)
     _refuse_other_images(place, spec)
     return model, False
 
@@ -279,7 +269,7 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
         place: the file or folder of the teacher.
         spec: the specification of the synthetic set.
     """
-    other = images_of_model(place)
+    other = saved_model.images_of_model(place)
     if other is None:
         return
     if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
@@ -394,8 +384,8 @@ def distil_files(
         raise SettingError(None, "architectures", reason)
 
     def network_of(name: str) -> nn.Module:
-        model = ModelSettings(name, **sizes)
-        return build_model(model, spec.image_shape, spec.classes, seed)
+        model = registry.ModelSettings(name, **sizes)
+        return registry.build_model(model, spec.image_shape, spec.classes, seed)
 
     networks = []
     uploads = {}

@@ -29,13 +29,7 @@ from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.errors import SettingError
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.matching import MatchingObjective
-from fedsynth.synthesizer.condensation.private_matchers import (
-    FeatureSumMatcher,
-    GradientMatcher,
-    ResidualMatcher,
-    ones,
-)
+from fedsynth.synthesizer.condensation import matching, private_matchers
 
 COUNTS = "class counts"
 """The name of the release plan of the class counts."""
@@ -182,7 +176,7 @@ def class_sums(
     """
     if isinstance(client, PrivateClientView):
         series = client.series(COUNTS)
-        counts = client.class_sums(series, ones)
+        counts = client.class_sums(series, private_matchers.ones)
         noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
         return ClassSums(noisy, counts[:, 0], series[0].noise_std)
     classes = context.spec.classes
@@ -336,7 +330,7 @@ def private_matching(
     *,
     columns: int | None = None,
     min_examples: float,
-) -> MatchingObjective:
+) -> matching.MatchingObjective:
     """Returns the matching loss that reads from releases that were already charged to the clients.
 
     Args:
@@ -353,14 +347,14 @@ def private_matching(
     series = clients.series(IMAGES)
     divisor = plan.sample_rate * context.nominal_size / context.spec.classes
     if plan.mechanism == "residual":
-        return ResidualMatcher(clients, series, divisor, columns)
+        return private_matchers.ResidualMatcher(clients, series, divisor, columns)
     if plan.mechanism == "gradient":
-        return GradientMatcher(clients, series, divisor)
+        return private_matchers.GradientMatcher(clients, series, divisor)
     if plan.mechanism != "features":
         raise _unsupported(plan.mechanism)
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].noise_std)
-    return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
+    return private_matchers.FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 
 def _unsupported(mechanism: str) -> SettingError:

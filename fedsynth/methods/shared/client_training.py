@@ -19,17 +19,9 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
+from fedsynth.training import sgd
 from fedsynth.training.loop import State
 from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.sgd import (
-    BeforeStep,
-    Objective,
-    Optimiser,
-    Pull,
-    SgdSettings,
-    steps_of,
-    train_on,
-)
 
 MODEL = "model"
 """The name of the release plan of the trained model."""
@@ -85,7 +77,7 @@ class LocalObjective:
     True
     """
 
-    before_step: BeforeStep | None = None
+    before_step: sgd.BeforeStep | None = None
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
     state: State = field(default_factory=dict)
@@ -97,11 +89,11 @@ class LocalObjective:
 
         This is the case if the loss is the cross-entropy with at most a `Pull` as the penalty.
         """
-        pulled = self.penalty is None or isinstance(self.penalty, Pull)
+        pulled = self.penalty is None or isinstance(self.penalty, sgd.Pull)
         return self.loss is None and self.before_step is None and pulled
 
     @property
-    def mean_loss(self) -> Objective | None:
+    def mean_loss(self) -> sgd.Objective | None:
         """Returns a function that computes the mean of `loss` over a batch. Returns None for the
         cross-entropy."""
         loss = self.loss
@@ -114,7 +106,7 @@ def train_openly(
     models: Sequence[nn.Module],
     clients: ExactClientView,
     objectives: Sequence[LocalObjective],
-    settings: Sequence[SgdSettings],
+    settings: Sequence[sgd.SgdSettings],
     context: RoundContext,
     *,
     together: bool,
@@ -133,9 +125,9 @@ def train_openly(
     for position, client in enumerate(clients.ids):
         examples = clients.examples(position)
         generator = torch_generator(context.seed, "local training", context.round, client)
-        sgd, penalty = settings[position], objectives[position].penalty
-        learners.append(Learner(models[position], examples, sgd, generator, penalty))
-        trained.append(Trained(float(len(examples)), steps_of(sgd, len(examples))))
+        learner_sgd, penalty = settings[position], objectives[position].penalty
+        learners.append(Learner(models[position], examples, learner_sgd, generator, penalty))
+        trained.append(Trained(float(len(examples)), sgd.steps_of(learner_sgd, len(examples))))
     if together and all(objective.plain for objective in objectives):
         # memory decides how many clients share a step; this must not change a client's precision
         context = replace(context, precision=torch.float32)
@@ -152,7 +144,7 @@ def train_privately(
     models: Sequence[nn.Module],
     clients: PrivateClientView,
     objectives: Sequence[LocalObjective],
-    optimiser: Optimiser,
+    optimiser: sgd.Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
     """Trains the models in place by DP-SGD.
@@ -198,7 +190,7 @@ def _train_one(
             "local training", PROGRESS_PARTS * position + share, PROGRESS_PARTS * clients
         )
 
-    train_on(
+    sgd.train_on(
         learner.model,
         lambda indices: client.images(examples[indices]),
         client.labels(examples),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,15 +25,8 @@ from fedsynth.models.layers import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.losses import MATCHINGS, refuse_private
+from fedsynth.synthesizer.condensation import losses, sets
 from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
-from fedsynth.synthesizer.condensation.sets import (
-    MAX_IPC,
-    SMALL_CLASS,
-    SyntheticSet,
-    check_set,
-    set_rules,
-)
 from fedsynth.training.loop import resumable
 from fedsynth.training.sgd import MomentumSgd, SgdSettings
 from fedsynth.validation import check_embedding, in_range, one_of
@@ -143,22 +135,22 @@ class CondensingMethod(TrainsOnUnion):
     tensor(0.)
     """
 
-    upload: ClassVar[type[Message]] = SyntheticSet
+    upload: ClassVar[type[Message]] = sets.SyntheticSet
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""
 
-    ipc: int = in_range(10, 1, MAX_IPC)
+    ipc: int = in_range(10, 1, sets.MAX_IPC)
     iterations: int = in_range(1000, 1)
     image_lr: float = in_range(1.0, 0)
     image_momentum: float = in_range(0.0, 0, 1)
     batch: int = in_range(256, 1)
-    small_class: str = one_of(*SMALL_CLASS)
+    small_class: str = one_of(*sets.SMALL_CLASS)
     min_examples: int = in_range(10, 0)
     start_average: int = in_range(1, 1)
     restart: bool = False
     batch_norm: str = one_of("client", "class")
-    matching: str = one_of(*MATCHINGS)
+    matching: str = one_of(*losses.MATCHINGS)
     blur: float = in_range(0.25, 1e-6)
 
     def release_plans(
@@ -181,11 +173,11 @@ class CondensingMethod(TrainsOnUnion):
         return (plan,)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return set_rules(context.spec, self.ipc) if phase == MAIN else {}
+        return sets.set_rules(context.spec, self.ipc) if phase == MAIN else {}
 
     def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
-        if phase == MAIN and isinstance(upload, SyntheticSet):
-            check_set(upload, self.ipc)
+        if phase == MAIN and isinstance(upload, sets.SyntheticSet):
+            sets.check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
         """Estimates the memory in bytes that one more client in a group needs.
@@ -215,7 +207,7 @@ class CondensingMethod(TrainsOnUnion):
             SettingError: `matching` compares whole distributions.
         """
         refuse_batch_norm(context.architecture)
-        refuse_private(self.matching)
+        losses.refuse_private(self.matching)
 
     # ------------------------------------------------------------- housekeeping of a client's step
 
@@ -289,6 +281,6 @@ class CondensingMethod(TrainsOnUnion):
             {"synthetic": images_SICHW, "velocity": velocity},
             keeper=context.loop_keeper,
             name=f"{clients.ids[0]}-{clients.ids[-1]}",
-            report=partial(context.report, "condense", total=self.iterations),
+            report=lambda completed: context.report("condense", completed, self.iterations),
             draws=draws,
         )

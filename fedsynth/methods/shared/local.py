@@ -27,17 +27,12 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
+from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.aggregation import (
     AveragingState,
     average,
     counted_uploads,
     update_cache,
-)
-from fedsynth.methods.shared.client_training import (
-    MODEL,
-    LocalObjective,
-    train_openly,
-    train_privately,
 )
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
@@ -134,9 +129,9 @@ class TrainsLocally(Method):
 
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
-    ) -> LocalObjective:
+    ) -> client_training.LocalObjective:
         """Returns what the method adds to this client's local training in this round."""
-        return LocalObjective()
+        return client_training.LocalObjective()
 
     def optimiser(self) -> Optimiser:
         """Returns the optimiser with which a client trains its model. It is the same with and
@@ -164,7 +159,7 @@ class TrainsLocally(Method):
     ) -> Results:
         straggler_epochs = self.straggler_epochs(context)
         models: list[nn.Module] = []
-        objectives: list[LocalObjective] = []
+        objectives: list[client_training.LocalObjective] = []
         settings: list[SgdSettings] = []
         for client, memory in zip(clients.ids, memories, strict=True):
             models.append(self.start_model(client, message, memory, context))
@@ -172,10 +167,12 @@ class TrainsLocally(Method):
             epochs = straggler_epochs.get(client, self.local_epochs)
             settings.append(self._sgd(epochs, context))
         if isinstance(clients, PrivateClientView):
-            trained = train_privately(models, clients, objectives, self.optimiser(), context)
+            trained = client_training.train_privately(
+                models, clients, objectives, self.optimiser(), context
+            )
         else:
             together = self.client_bytes(context) is not None
-            trained = train_openly(
+            trained = client_training.train_openly(
                 models, clients, objectives, settings, context, together=together
             )
         results: Results = []
@@ -278,7 +275,7 @@ class TrainsLocally(Method):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = ReleasePlan(
-            name=MODEL,
+            name=client_training.MODEL,
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
