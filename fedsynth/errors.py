@@ -8,8 +8,12 @@ privacy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
 
@@ -78,6 +82,16 @@ class DivergedError(FedsynthError):
 
 class OutputError(FedsynthError):
     """Raised if a run folder or another file of results cannot be written or used."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Converts errors of the operating system, such as a full disk, to OutputError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write {path}: {reason}") from None
 
 
 class CheckpointError(FedsynthError):

@@ -3,6 +3,7 @@ loss, and SOLO sends no models."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -192,7 +193,7 @@ class Solo(TrainsLocally):
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
+            return Nothing(), copy.deepcopy(model.state_dict())
 
         return LocalObjective(make_upload=make_upload)
 

@@ -10,6 +10,7 @@ keeps the initial batch-norm layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -83,7 +84,7 @@ class FedBN(TrainsLocally):
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            state = {name: value.clone() for name, value in model.state_dict().items()}
+            state = copy.deepcopy(model.state_dict())
             batch_norms = {name: state[name] for name in local_names(model)}
             return ModelParameters(shared_values(state, model), trained.weight), batch_norms
 

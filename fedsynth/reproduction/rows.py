@@ -34,7 +34,7 @@ import torch
 from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, writing
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.presets import Number
 from fedsynth.results.finished import run_folders
@@ -96,12 +96,10 @@ class Rows:
             OutputError: the file cannot be written.
         """
         path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
-        try:
+        with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
     def run_folder(self, settings: RunSettings) -> Path:
         """Returns the parent folder of the run folder for a run with these settings.
@@ -120,11 +118,9 @@ def claimed(folder: Path) -> Iterator[bool]:
     Raises:
         OutputError: the folder cannot be created.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open_regular(folder / ".claimed", writing=True, create=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,8 +23,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Packed
 from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
-from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
@@ -135,7 +135,7 @@ class CheckpointFolder:
                 contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
         for client, upload in checkpoint.uploads.items():
             contents[f"upload-{client}-{number}.safetensors"] = upload
-        with self.writing():
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for name, packed in contents.items():
                 content = packed.to_bytes()
@@ -235,16 +235,6 @@ class CheckpointFolder:
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                f"cannot write a checkpoint into {self.path}: {error.strerror or error}. Correct "
-                "this problem, and then resume the run"
-            ) from None
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
@@ -391,7 +381,7 @@ class LoopCheckpoints(LoopCheckpointer):
         return time.monotonic() >= self._next_write
 
     def _write(self, states: Mapping[Path, LoopState]) -> None:
-        with self._folder.writing():
+        with writing(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             for path, state in states.items():
                 write_whole(path, _with_hash(state, self._folder.identity))

@@ -30,15 +30,14 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fedsynth.data import picture
@@ -46,7 +45,7 @@ from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, writing
 from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
@@ -100,7 +99,7 @@ class RunFolder:
     """
 
     def __init__(self, base: Path, name: str) -> None:
-        with _writing(base):
+        with writing(base):
             base.mkdir(parents=True, exist_ok=True)
             plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
             self.final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
@@ -134,7 +133,7 @@ class RunFolder:
 
         The lock prevents two processes from writing the same run.
         """
-        with _writing(self.path):
+        with writing(self.path):
             self._lock = open_regular(self.path / LOCK, writing=True, create=True)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,7 +154,7 @@ class RunFolder:
 
     def _replace(self, name: str, text: str) -> None:
         """Replaces a file atomically."""
-        with _writing(self.path):
+        with writing(self.path):
             write_whole(self.path / name, text.encode())
 
     def note_resumption(self, round_number: int) -> None:
@@ -211,7 +210,7 @@ class RunFolder:
         executed.
         """
         for file in files:
-            with _writing(self.path):
+            with writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
             self._replace(f"sources/{file.file}", file.text)
 
@@ -229,7 +228,7 @@ class RunFolder:
     def append_metrics(self, row: Disclosed) -> None:
         """Appends the metrics of a finished round to the files that contain metrics."""
         for name, line in _lines(row).items():
-            with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+            with writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
@@ -240,7 +239,7 @@ class RunFolder:
         folder = self.path / "simulation_only"
         if (self.path / PARTITION).exists():
             return
-        with _writing(folder):
+        with writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(
@@ -250,7 +249,7 @@ class RunFolder:
             (folder / "partial.png").rename(self.path / PARTITION)
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             save_tensors(parameters, self.path / MODEL, {})
 
     def write_synthetic(
@@ -278,7 +277,7 @@ class RunFolder:
         if rows and len(rows) == len(sets):
             soft_labels = torch.cat(rows)
         clients = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
-        with _writing(self.path):
+        with writing(self.path):
             write_set(
                 self.path / TENSORS,
                 images,
@@ -307,7 +306,7 @@ class RunFolder:
         if images.dtype != torch.uint8:
             images = denormalise(images, spec)
         rows, names = picture.by_class(images, labels, spec.class_names, columns)
-        with _writing(self.path):
+        with writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
             picture.image_grid_png(rows, self.path / name, columns, names)
 
@@ -334,7 +333,7 @@ class RunFolder:
         """
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
-        with _writing(self.path):
+        with writing(self.path):
             _sync_all(self.path)
             self.path.rename(self.final)
             (self.final / LOCK).unlink(missing_ok=True)
@@ -406,13 +405,3 @@ def _sync_all(folder: Path) -> None:
             with open_regular(Path(parent) / name) as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Converts errors of the operating system, such as a full disk, to OutputError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write into the run folder {path}: {reason}") from None

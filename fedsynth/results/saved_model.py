@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
@@ -25,7 +24,7 @@ from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.errors import FedsynthError, OutputError, writing
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.methods import METHODS
 from fedsynth.models import registry
@@ -205,11 +204,9 @@ def write_model(
         "logits": json.dumps(_probe(network, architecture.spec)),
         **architecture.to_metadata(),
     }
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), file, metadata)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {file}: {one_line(error)}") from None
 
 
 def teaches(file: Path) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from fedsynth.core.context import RoundContext
@@ -27,6 +26,7 @@ from fedsynth.errors import (
     OutputError,
     SettingError,
     unknown_value,
+    writing,
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
@@ -418,11 +418,9 @@ def distil_files(
         names = [*map(str, files), "student"]
         for name, model in zip(names, [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
-    try:
+    with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), output, {})
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {output}: {error}") from None
     yield f"student: {output}"
 
 

@@ -20,35 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientClassPairs
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.core.client import ClientClassPairs, PrivateClientView
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation import matching
 
-
-class PrivateSums(Protocol):
-    """The interface of objects that hold private records and release noisy sums.
-
-    The records belong to clients in a run (`PrivateClientView`) or to one `DataOwner`.
-    """
-
-    def class_sums(
-        self,
-        series: Sequence[GaussianSumMechanism],
-        rows: Callable[[Tensor, Tensor], Tensor],
-        /,
-        *,
-        start_over_row: float = 4.0,
-    ) -> Released:
-        """Samples records, computes a vector for each record, and returns a noisy sum for each
-        class."""
-
+PrivateSums = PrivateClientView | DataOwner
+"""The type of objects that hold private records and release noisy sums."""
 
 Cotangents = Callable[[Tensor, Tensor], Tensor]
 """The type of functions that compute the gradient of each record's loss with respect to synthetic
