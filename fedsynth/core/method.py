@@ -189,8 +189,15 @@ class Method:
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
-        """Returns the server's message to the clients of this round."""
-        raise NotImplementedError  # abstract
+        """Returns the server's message to the clients of this round.
+
+        By default, the message has the model, and the fields of the state that `downlink` has too.
+        """
+        message: dict[str, Any] = {"weight": 1.0}
+        for field in fields(self.downlink):
+            if field.name != "weight":
+                message[field.name] = getattr(state, field.name)
+        return self.downlink(**message)
 
     def client_step(
         self,

@@ -281,7 +281,6 @@ def averaged(
     present = [upload.present for upload in sent]
     V, has_logits = losses.average_over_holders([upload.logits for upload in sent], present)
     R, has_labels = losses.average_over_holders(soft, present)
-    if state.logits is not None and state.has_logits is not None:
-        V = torch.where(has_logits[:, None], V, state.logits)
-        has_logits = has_logits | state.has_logits
+    V = torch.where(has_logits[:, None], V, state.logits)
+    has_logits = has_logits | state.has_logits
     return replace(state, logits=V, has_logits=has_logits), R, has_labels

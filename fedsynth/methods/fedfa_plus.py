@@ -139,9 +139,6 @@ class FedFAPlus(TrainsLocally):
                 "augment. Set method.parts=alignment for a network without it",
             )
 
-    def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:
-        return StatisticsDown(state.parameters, 1.0, state.statistics)
-
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:

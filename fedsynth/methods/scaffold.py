@@ -103,9 +103,6 @@ class Scaffold(TrainsLocally):
         rule = Named.like(dict(context.architecture.named_parameters()))
         return {**super().upload_rules(phase, client, context), "control": rule}
 
-    def broadcast(self, state: ControlState, context: RoundContext) -> Message:
-        return ControlDown(state.parameters, 1.0, state.control)
-
     def task(
         self, client: int, message: ControlDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:

@@ -34,7 +34,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -138,19 +138,19 @@ class Block:
     """Settings that apply to some cells, with their source.
 
     Args:
-        sections: the sections of settings.
         source: where the paper states the settings, or a statement that we chose them.
+        sections: the sections of settings.
         why: the reason for our choice. It may be empty.
         when: a mapping from columns to values, which selects the cells to which the block applies.
             If it is empty, the block applies to all cells.
         variant: the final model to which the numbers refer, if a run has several. Otherwise empty.
     """
 
-    sections: Mapping[str, Mapping[str, Any]]
     source: str
-    why: str
-    when: When
-    variant: str
+    sections: Mapping[str, Mapping[str, Any]]
+    why: str = ""
+    when: When = field(default_factory=dict)
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,6 @@ def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
 
 DATA = files("fedsynth.reproduction")
 _TABLES = DATA / "tables"
-_BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 
 @functools.cache
@@ -448,8 +447,8 @@ def preset(name: str) -> Preset:
         source,
         table,
         file["title"],
-        tuple(_block(name, block) for block in blocks),
-        tuple((_when(name, entry.get("when", {})), str(entry["reason"])) for entry in refusals),
+        tuple(map(_block, blocks)),
+        tuple((_when(entry.get("when", {})), str(entry["reason"])) for entry in refusals),
         (*_published_cells(name, rows), *_cells_without_number(name, file.get("cells", []))),
     )
 
@@ -477,30 +476,17 @@ def _table_order(name: str) -> tuple[str, int, str]:
     return paper, int(digits or 0), table
 
 
-def _when(name: str, columns: Mapping[str, Any]) -> When:
-    if unknown := set(columns) - set(COLUMNS):
-        raise PresetError(
-            f"preset {name}: the columns in `when` must be among {', '.join(COLUMNS)}, got "
-            f"{min(unknown)}"
-        )
+def _when(columns: Mapping[str, Any]) -> When:
     when = {}
     for column, values in columns.items():
         when[column] = tuple(values) if isinstance(values, list) else (values,)
     return when
 
 
-def _block(name: str, entry: Mapping[str, Any]) -> Block:
-    if unknown := set(entry) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a [[settings]] block has the unknown key {min(unknown)}")
-    if not entry.get("source"):
-        raise PresetError(f"preset {name}: every [[settings]] block must have the key `source`")
-    return Block(
-        {section: entry[section] for section in SECTIONS if section in entry},
-        entry["source"],
-        entry.get("why", ""),
-        _when(name, entry.get("when", {})),
-        entry.get("variant", ""),
-    )
+def _block(entry: Mapping[str, Any]) -> Block:
+    facts = dict(entry)
+    sections = {section: facts.pop(section) for section in SECTIONS if section in facts}
+    return Block(sections=sections, when=_when(facts.pop("when", {})), **facts)
 
 
 def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
@@ -525,7 +511,7 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
     An entry may list several values of a column. There is one cell for each combination of values.
     """
     for entry in entries:
-        columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
+        columns = _when({key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
             texts = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, Presets, ReleasePlan, State, Upload
+from fedsynth.core.messages import Message
+from fedsynth.core.method import Method, Presets, ReleasePlan, Upload
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.class_sums import image_plan
 from fedsynth.models.layers import has_batch_norm
@@ -67,9 +67,6 @@ class TrainsOnUnion(Method):
         """Returns the settings of SGD for the server's training on the uploaded images."""
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
-
-    def broadcast(self, state: State, context: RoundContext) -> Message:
-        return ModelParameters(state.parameters, 1.0)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -85,8 +86,8 @@ class KnowledgeState(ServerState):
             computed them. Otherwise None.
     """
 
-    logits: Tensor | None = None
-    has_logits: Tensor | None = None
+    logits: Tensor
+    has_logits: Tensor
     soft: Tensor | None = None
     present: Tensor | None = None
 
@@ -172,6 +173,11 @@ class FedAFSettings(CondensingMethod):
     server_matching: str = one_of("minibatch", "union")
     matching_reduction: str = one_of(*REDUCTIONS)
 
+    def initial_state(self, parameters: Mapping[str, Tensor]) -> KnowledgeState:
+        C = len(parameters["classifier.weight"])
+        V = parameters["classifier.weight"].new_zeros(C, C)
+        return KnowledgeState(parameters, V, V.new_zeros(C, dtype=torch.bool))
+
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, GlobalLogits):  # not the plain model of the first exchange
             classes = context.spec.classes
@@ -214,12 +220,3 @@ class FedAFSettings(CondensingMethod):
         if self.knowledge_from == "first-phase":
             return ModelParameters(state.parameters, 1.0)
         return None
-
-    def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
-        """Returns the message with the model w_r and the logits V. V is empty in round 1."""
-        V, has_logits = state.logits, state.has_logits
-        if V is None or has_logits is None:
-            C = context.spec.classes
-            V = torch.zeros(C, C, device=context.device)
-            has_logits = torch.zeros(C, dtype=torch.bool, device=context.device)
-        return GlobalLogits(state.parameters, 1.0, V, has_logits)

@@ -124,9 +124,6 @@ class TrainsLocally(Method):
                 )
                 raise SettingError("method", key, reason)
 
-    def broadcast(self, state: State, context: RoundContext) -> Message:
-        return ModelParameters(state.parameters, 1.0)
-
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
     ) -> client_training.LocalObjective:

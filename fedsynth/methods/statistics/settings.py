@@ -394,6 +394,3 @@ class PlansStatistics(DistributedNoise, MakesImages):
         if context.round > 1:
             return None
         return ModelParameters(state.parameters, 1.0)
-
-    def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
-        return ModelParameters(state.parameters, 1.0)

@@ -205,7 +205,7 @@ class FeatureSumMatcher(matching.MatchingObjective):
         clients: the private records.
         series: for each client, a series that is charged for M releases.
         count_series: for each client, a series that is charged for one release of sensitivity 1.
-        period: the number of networks M.
+        networks: the number of networks M.
         floor: a public lower bound of the divisor. The images of a class whose noisy count is below
             this bound are not `uploaded`.
 
@@ -216,19 +216,20 @@ class FeatureSumMatcher(matching.MatchingObjective):
     clients: PrivateSums
     series: Sequence[GaussianSumMechanism]
     count_series: Sequence[GaussianSumMechanism]
-    period: int
+    networks: int
     floor: float
 
     def __post_init__(self) -> None:
+        self.period = self.networks
         self.counts: Tensor = self.clients.class_sums(self.count_series, ones)[:, 0]
         self.uploaded = self.counts >= self.floor
         self._divisors = self.counts.clamp_min(self.floor)[:, None]
         self._targets: list[Tensor] = []
 
     def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
-        if step < self.period:
+        if step < self.networks:
             self._targets.append(self._release(features, synthetic))
-        return matching.matching_gradient(features, synthetic, self._targets[step % self.period])
+        return matching.matching_gradient(features, synthetic, self._targets[step % self.networks])
 
     def _release(self, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
         """Releases one noisy sum for each class and returns the estimated class means, [S, D]."""
