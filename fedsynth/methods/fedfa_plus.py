@@ -149,8 +149,8 @@ class FedFAPlus(TrainsLocally):
         layers: dict[str, feature_statistics.Augmentation] = {}
         for stage in self._stages(context):
             names = f"mean.{stage}", f"std.{stage}"
-            gammas = [message.statistics.get(name) for name in names]
-            accumulated = [memory.get(name) for name in names]
+            gammas = map(message.statistics.get, names)
+            accumulated = map(memory.get, names)
             layer = feature_statistics.Augmentation(
                 self.probability, coin, noise, *gammas, *accumulated
             )

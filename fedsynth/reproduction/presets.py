@@ -36,6 +36,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from fedsynth.config.resolve import resolve
@@ -335,7 +336,7 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
         PresetError: no cell matches the filters.
     """
     matching = table.select(**filters)
-    runnable = [cell for cell in matching if not table.refusal(cell)] or list(matching)
+    runnable = list(itertools.filterfalse(table.refusal, matching)) or list(matching)
     paper = table.name.partition(":")[0]
     return min(runnable, key=lambda cell: (cell.method != paper, not cell.method.startswith(paper)))
 
@@ -422,8 +423,9 @@ def load_preset(
 
 def preset_names() -> tuple[str, ...]:
     """Returns the names of all presets, sorted by paper and table."""
-    stems = [file.name.removesuffix(".toml") for file in _TABLES.iterdir() if file.is_file()]
-    return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_table_order))
+    files = filter(Traversable.is_file, _TABLES.iterdir())
+    names = [file.name.removesuffix(".toml").replace("-", ":", 1) for file in files]
+    return tuple(sorted(names, key=_table_order))
 
 
 @functools.cache

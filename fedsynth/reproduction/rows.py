@@ -151,7 +151,7 @@ def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
     """
     if folder is None or not (folder / METRICS).exists():
         return []
-    return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]
+    return list(map(decode_json, read_text(folder / METRICS).splitlines()))
 
 
 def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def jobs_of(
         FedsynthError: the changes are invalid, as for `resolve`.
     """
     changes = changes or {}
-    runnable = [cell for cell in cells if not table.refusal(cell)]
+    runnable = list(filterfalse(table.refusal, cells))
     jobs = []
     for seed in seeds:
         for cell in runnable:

@@ -246,7 +246,7 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 def _rows(file: Path) -> Rows:
     try:
         text = read_text(file) if file.exists() else ""
-        rows = [decode_json(line) for line in text.splitlines()]
+        rows = list(map(decode_json, text.splitlines()))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):

@@ -239,7 +239,7 @@ class RunRecord:
         self.rows = list(rows)
         completed = len(rows)
         rounds = self.settings.rounds
-        folder.rewrite_metrics([self._disclosed(row) for row in rows])
+        folder.rewrite_metrics(list(map(self._disclosed, rows)))
         self.observer.note(f"the run resumes after {completed} of {rounds} rounds")
         if completed < rounds:
             folder.note_resumption(completed)

@@ -169,7 +169,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
     end, the figures of this event are taken from the report.
     """
     run = charges.run
-    stated = [Event.model_validate(event) for event in report["events"]]
+    stated = list(map(Event.model_validate, report["events"]))
     if run.networked:
         events = []
         for number in charges.absent:

@@ -174,7 +174,7 @@ def generated_facts(tallies: Tensor) -> dict[str, float]:
     Args:
         tallies: the tallies of at least one epoch, [epochs, C, C].
     """
-    epochs = [describe(tally) for tally in tallies]
+    epochs = list(map(describe, tallies))
     tenth = ceil(len(epochs) / 10)
     last = [{"student": epoch["student"]} for epoch in epochs[-tenth:]]
     return {**average_facts(epochs), **average_facts(last)}
