@@ -11,7 +11,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -34,10 +33,10 @@ class UnknownNameError(FedsynthError):
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
         self.section = section
         self.key = key
-        super().__init__(text)
+        super().__init__(text, section, key)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.section, self.key)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SettingError(NamedSettingError, FedsynthError):
@@ -112,18 +111,14 @@ class UploadRejectedError(FedsynthError):
         diverged: whether an honest client could send such an upload after diverged training.
     """
 
-    def __init__(self, field: str, reason: str, *, diverged: bool = False) -> None:
+    def __init__(self, field: str, reason: str, diverged: bool = False) -> None:
         self.field = field
         self.reason = reason
         self.diverged = diverged
-        super().__init__(f"{field:.200} {reason}")
+        super().__init__(field, reason, diverged)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rejected, (self.field, self.reason, self.diverged)
-
-
-def _rejected(field: str, reason: str, diverged: bool) -> UploadRejectedError:
-    return UploadRejectedError(field, reason, diverged=diverged)
+    def __str__(self) -> str:
+        return f"{self.field:.200} {self.reason}"
 
 
 class DeviceError(FedsynthError):

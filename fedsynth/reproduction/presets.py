@@ -36,7 +36,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from fedsynth.config.resolve import resolve
@@ -423,8 +422,10 @@ def load_preset(
 
 def preset_names() -> tuple[str, ...]:
     """Returns the names of all presets, sorted by paper and table."""
-    files = filter(Traversable.is_file, _TABLES.iterdir())
-    names = [file.name.removesuffix(".toml").replace("-", ":", 1) for file in files]
+    names = []
+    for file in _TABLES.iterdir():
+        if file.is_file():
+            names.append(file.name.removesuffix(".toml").replace("-", ":", 1))
     return tuple(sorted(names, key=_table_order))
 
 

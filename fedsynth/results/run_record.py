@@ -159,23 +159,6 @@ def summarise(
     return summary
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """The report and the summary that `RunRecord.end` returns when a run has ended.
-
-    Attributes:
-        accuracy: the accuracy of the final model, or None if it was not tested.
-        report: the privacy report, or None without differential privacy.
-        summary: the part of the summary that may be shown.
-        folder: the run folder, or None if no files were written.
-    """
-
-    accuracy: float | None
-    report: dict[str, Any] | None
-    summary: dict[str, Any]
-    folder: Path | None
-
-
 @dataclass
 class RunRecord:
     """Collects the metrics of a run, and writes the metrics and the results into the run folder.
@@ -265,10 +248,7 @@ class RunRecord:
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
-        declared = method.metric_privacy if self.plan is not None else None
-
-        def checked(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-            return disclosed.check_facts(facts, declared)
+        checked = disclosed.without_reserved
 
         def client_facts() -> Mapping[str, Any]:
             return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
@@ -364,7 +344,7 @@ class RunRecord:
         histories: Sequence[History],
         *,
         secret: bool = True,
-    ) -> RunOutcome:
+    ) -> RunResult:
         """Writes the privacy report, the results and the summary, and renames the run folder.
 
         Args:
@@ -391,11 +371,23 @@ class RunRecord:
         )
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)
-        if self.folder is None:
-            return RunOutcome(accuracy, report, public, None)
-        report = self._write_results(self.folder, server, context, uploads, report)
-        folder = self.folder.finish(allowed)
-        return RunOutcome(accuracy, report, {**public, "folder": str(folder)}, folder)
+        folder = None
+        if self.folder is not None:
+            report = self._write_results(self.folder, server, context, uploads, report)
+            folder = self.folder.finish(allowed)
+            public["folder"] = str(folder)
+        return RunResult(
+            self.settings,
+            accuracy,
+            self.rows,
+            context.load(server.final_parameters()),
+            dict(uploads),
+            report,
+            folder,
+            public,
+            self.settings.method.artefacts(server.state),
+            self.deviations,
+        )
 
     def _write_results(
         self,

@@ -361,7 +361,7 @@ class Simulation:
             self.server.end(self._plain_context(len(rows)))
         histories = self.exchange.histories() if self._private else []
         budgets = [client.budget for client in self.exchange.clients]
-        ended = self.record.end(
+        result = self.record.end(
             self.server,
             self.context,
             self.uploads,
@@ -371,18 +371,7 @@ class Simulation:
         if self.folder is not None:
             # not earlier: without its checkpoint, a run that is killed here would start again
             shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
-        return RunResult(
-            self.settings,
-            ended.accuracy,
-            rows,
-            self.context.load(self.server.final_parameters()),
-            self.uploads,
-            ended.report,
-            ended.folder,
-            ended.summary,
-            self.method.artefacts(self.server.state),
-            self.record.deviations,
-        )
+        return result
 
     def _draw_round(self, number: int) -> None:
         """Draws a picture of the synthetic images that the clients sent in this round.
