@@ -255,6 +255,19 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     return network.eval()
 
 
+def restored(network: nn.Module, file: Path) -> nn.Module:
+    """Loads the weights in a file into a network, and returns the network.
+
+    Raises:
+        OutputError: the file cannot be read, or its weights do not fit the network.
+    """
+    try:
+        restore(network, _read(file)[0])
+    except ValueError as error:
+        raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
+    return network
+
+
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         return read_tensors(file)
@@ -368,12 +381,7 @@ def model_of_run(
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} has no {MODEL}, so it is not the folder of a finished run")
     architecture = _architecture(folder, spec, method)
-    network = architecture.network()
-    try:
-        restore(network, _read(folder / MODEL)[0])
-    except ValueError as error:
-        raise OutputError(f"{folder / MODEL} cannot be used: {one_line(error)}") from None
-    return network.eval(), architecture
+    return restored(architecture.network(), folder / MODEL).eval(), architecture
 
 
 def _architecture(

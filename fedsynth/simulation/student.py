@@ -13,15 +13,13 @@ from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.files import one_line, read_tensors, save_tensors
+from fedsynth.data.files import save_tensors
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import (
-    DataFilesCorruptError,
-    DataFilesMissingError,
     FedsynthError,
     OutputError,
     SettingError,
@@ -34,7 +32,7 @@ from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.models import registry
-from fedsynth.models.flat import require_finite, restore
+from fedsynth.models.flat import require_finite
 from fedsynth.results import saved_model
 from fedsynth.results.run_folder import MODEL
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
@@ -361,9 +359,8 @@ def distil_files(
 
     Raises:
         SettingError: the method needs data, or the numbers of files and architectures differ.
-        DataFilesMissingError, DataFilesCorruptError: a file does not exist, or it does not contain
-            a model of the given architecture.
-        OutputError: the student cannot be written, or its training has diverged.
+        OutputError: a file does not contain a model of the given architecture, the student cannot
+            be written, or its training has diverged.
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
@@ -390,7 +387,7 @@ def distil_files(
     networks = []
     uploads = {}
     for number, (file, name) in enumerate(zip(files, architectures, strict=True)):
-        model = _read(file, network_of(name)).to(torch_device).eval()
+        model = saved_model.restored(network_of(name), file).to(torch_device).eval()
         networks.append(model)
         uploads[number] = ModelParameters(model.state_dict(), 1.0)
     network = network_of(student).to(torch_device)
@@ -422,15 +419,3 @@ def distil_files(
         output.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), output, {})
     yield f"student: {output}"
-
-
-def _read(file: Path, network: nn.Module) -> nn.Module:
-    if not file.is_file():
-        raise DataFilesMissingError(f"the model file {file} does not exist")
-    try:
-        restore(network, read_tensors(file)[0])
-    except (OSError, ValueError) as error:
-        raise DataFilesCorruptError(
-            f"{file} is not a model of the given architecture: {one_line(error, 300)}"
-        ) from None
-    return network
