@@ -40,6 +40,9 @@ from fedsynth.validation import check_fields, from_mapping
 Memory = Mapping[str, torch.Tensor]
 """The tensors that a client keeps between rounds. They never leave the client."""
 
+Memories = Sequence[Memory]
+"""The memory of each client, in the group's order."""
+
 Results = list[tuple[Message, Memory]]
 """The type of a step's results: the message and the new memory of each client, in the group's
 order."""
@@ -200,11 +203,7 @@ class Method:
         return self.downlink(**message)
 
     def client_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> Results:
         """Returns each client's upload and new memory, in the group's order."""
         raise NotImplementedError  # abstract
@@ -289,11 +288,7 @@ class Method:
         return None
 
     def first_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the clients' replies to the server's message of the first exchange.
 

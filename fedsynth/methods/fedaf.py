@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memories, Results
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, feature_width, private_matching
 from fedsynth.methods.shared.fedaf_settings import (
@@ -81,7 +81,7 @@ class FedAF(FedAFSettings):
         self,
         message: ModelParameters,
         clients: ClientGroup,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
@@ -90,11 +90,7 @@ class FedAF(FedAFSettings):
         return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
 
     def _class_logits(
-        self,
-        w_r: nn.Module,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, w_r: nn.Module, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> list[dict[str, Tensor]]:
         """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
         "present"."""
@@ -114,11 +110,7 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
 
     def client_step(
-        self,
-        message: GlobalLogits,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: GlobalLogits, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> Results:
         """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
         all (client, class) pairs."""

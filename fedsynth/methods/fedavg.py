@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +52,12 @@ class FedAvg(TrainsLocally):
 
 
 @dataclass(frozen=True)
-class VelocityState(AveragingState):
-    """The server's state in FedAvgM, with the velocity v. An empty mapping means that v is zero."""
-
-    velocity: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class FedAvgM(TrainsLocally):
     """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
     The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
+
+    The memory of the server's state is the velocity v.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -83,24 +78,23 @@ class FedAvgM(TrainsLocally):
     summary = "FedAvg with momentum on the server"
     reference = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
     one_pass = True
-    state = VelocityState
 
     server_momentum: float = in_range(0.9, 0, 1)
     server_lr: float = in_range(1.0, 0)
 
     def combine(
-        self, state: VelocityState, uploads: Mapping[int, ModelParameters], context: RoundContext
-    ) -> VelocityState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         parameters = average(uploads)
         velocity: dict[str, Tensor] = {}
         for name in trainable(context):
             w = state.parameters[name]
             v = w - parameters[name]
-            if state.velocity:
-                v = self.server_momentum * state.velocity[name] + v
+            if state.memory:
+                v = self.server_momentum * state.memory[name] + v
             velocity[name] = v
             parameters[name] = w - self.server_lr * v
-        return replace(state, parameters=parameters, velocity=velocity)
+        return replace(state, parameters=parameters, memory=velocity)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
+from fedsynth.core.method import Memories, Presets, ReleasePlan, Results
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import (
     IMAGES,
@@ -130,7 +130,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         self,
         message: ModelParameters,
         clients: ClientGroup,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.

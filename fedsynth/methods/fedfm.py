@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memories, Memory, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -213,7 +213,7 @@ class FedFM(TrainsLocally):
         self,
         message: ModelParameters,
         clients: ClientGroup,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()

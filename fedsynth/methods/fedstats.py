@@ -28,7 +28,7 @@ scattering features by DP-SGD (arXiv 2011.11660).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memories, Results
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
@@ -89,7 +89,7 @@ class FedStats(PlansStatistics):
         self,
         message: ModelParameters,
         clients: ClientGroup,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
@@ -153,7 +153,7 @@ class FedStats(PlansStatistics):
         self,
         message: ModelParameters,
         clients: ClientGroup,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
+from fedsynth.core.method import Memories, Presets, ReleasePlan, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
@@ -181,11 +181,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     # ----------------------------------------------------------------------------------- the client
 
     def client_step(
-        self,
-        message: SumsRequest,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: SumsRequest, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 

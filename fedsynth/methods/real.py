@@ -5,7 +5,7 @@ The control shows how much condensation improves on real images. It protects not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters, unprotected
-from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.method import Memories, Presets, Results
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.synthesizer.condensation import sets
@@ -72,7 +72,7 @@ class Real(TrainsInBall):
         self,
         message: ModelParameters,
         clients: ExactClientView,
-        memories: Sequence[Memory],
+        memories: Memories,
         context: RoundContext,
     ) -> Results:
         pairs = clients.segments(self.min_examples)

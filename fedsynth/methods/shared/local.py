@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
+from fedsynth.core.method import Memories, Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared import client_training
@@ -148,11 +148,7 @@ class TrainsLocally(Method):
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
     ) -> Results:
         straggler_epochs = self.straggler_epochs(context)
         models: list[nn.Module] = []

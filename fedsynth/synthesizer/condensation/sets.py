@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
-from fedsynth.core.method import Memory
+from fedsynth.core.method import Memories
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
@@ -105,7 +105,7 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 def start_images(
     clients: ClientGroup,
     segments: ClientClassPairs,
-    memories: Sequence[Memory],
+    memories: Memories,
     context: RoundContext,
     ipc: int,
     average: int = 1,
@@ -139,9 +139,7 @@ def start_images(
     return start
 
 
-def restore_images(
-    start_SICHW: Tensor, segments: ClientClassPairs, memories: Sequence[Memory]
-) -> None:
+def restore_images(start_SICHW: Tensor, segments: ClientClassPairs, memories: Memories) -> None:
     """Replaces, in place, the start images of clients by the images that they made in their last
     round."""
     for position, memory in enumerate(memories):
