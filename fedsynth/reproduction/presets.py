@@ -386,25 +386,20 @@ def published() -> tuple[Mapping[str, str], ...]:
 def load_preset(
     name: str,
     *,
-    dataset: str | None = None,
-    partition: str | None = None,
-    alpha: float | None = None,
-    clients: int | None = None,
-    rounds: int | None = None,
-    method: str | None = None,
-    note: str | None = None,
     seed: int = 0,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
+    **filters: str | float | None,
 ) -> RunSettings:
     """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
     Args:
         name: the name of the preset, such as "feddm:table2". The command `fedsynth reproduce
             --list` prints all names.
-        dataset, partition, alpha, clients, rounds, method, note: filters that select a cell of the
-            table. If several cells match, the first cell with the paper's method is used.
         seed: the seed of the run.
         changes: sections of settings that override those of the preset, as for `resolve`.
+        filters: values of dataset, partition, alpha, clients, rounds, method and note, which select
+            a cell of the table. If several cells match, the first cell with the paper's method is
+            used.
 
     Raises:
         UnknownNameError: there is no preset with this name.
@@ -415,9 +410,7 @@ def load_preset(
     ('feddm', 10, 20, 0.1)
     """
     table = preset(name)
-    filters = {"dataset": dataset, "partition": partition, "alpha": alpha, "clients": clients}
-    cell = main_cell(table, **filters, rounds=rounds, method=method, note=note)
-    return table.settings(cell, seed, changes)
+    return table.settings(main_cell(table, **filters), seed, changes)
 
 
 def preset_names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, Presets, ReleasePlan, Upload
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.class_sums import image_plan
+from fedsynth.methods.shared import class_sums
 from fedsynth.models.layers import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
@@ -153,19 +153,40 @@ class CondensingMethod(TrainsOnUnion):
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[ReleasePlan, ...]:
-        """Returns the release plan of the images.
+        """Returns the plan of the T releases by which a round moves the synthetic images.
 
-        A method with more releases appends their plans.
+        Each release moves the images by one step. A method with more releases appends their plans.
         """
         self.check_private(context)
-        plan = image_plan(
-            privacy.mechanism or self.dp_mechanisms[0],
-            privacy,
-            context,
-            ipc=self.ipc,
+        mechanism = privacy.mechanism or self.dp_mechanisms[0]
+        classes = context.spec.classes
+        coordinates = self.ipc * math.prod(context.spec.image_shape)
+        if mechanism == "residual":
+            coordinates = class_sums.feature_width(context, self.matches_logits)
+            clip = class_sums.default_clip(coordinates)
+            clipped = "residual h(S) − h(x) of each example's embedding"
+            if self.matches_logits:
+                clipped = (
+                    "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits "
+                    "jointly"
+                )
+        elif mechanism == "gradient":
+            clip, clipped = 1.0, "image gradient g̃(x) of each example (FedDM, Eq. 15)"
+        elif mechanism == "paper":
+            clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
+        else:
+            raise class_sums.unsupported(mechanism)
+        rate = min(1.0, self.batch * classes / context.nominal_size)
+        plan = ReleasePlan(
+            name=class_sums.IMAGES,
+            quantity="synthetic images",
+            mechanism=mechanism,
+            clipped=clipped,
+            clip=privacy.clip or clip,
+            sample_rate=privacy.sample_rate or rate,
             steps=self.iterations,
-            batch=self.batch,
-            logits=self.matches_logits,
+            dimension=classes * coordinates,
+            groups=classes,
         )
         return (plan,)
 
