@@ -39,14 +39,7 @@ from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.privacy.files import (
-    MAX_TENSORS_BYTES,
-    decode_json,
-    read_regular,
-    read_text,
-    sync_folder,
-    write_whole,
-)
+from fedsynth.privacy import files
 from fedsynth.results.run_folder import CONFIG, RunFolder
 from fedsynth.training.loop import LoopCheckpointer, Tensors
 from fedsynth.validation import read_sections
@@ -125,11 +118,11 @@ class CheckpointFolder:
         """
         number = checkpoint.round
         contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
-        files: dict[str, str] = {}
+        hashes: dict[str, str] = {}
         memory_files = self._memories()
         unchanged = (stored | checkpoint.memories.keys() - changed) & memory_files.keys()
         for client in sorted(unchanged):
-            files[memory_files[client]] = self._files[memory_files[client]]
+            hashes[memory_files[client]] = self._files[memory_files[client]]
         for client, memory in checkpoint.memories.items():
             if client not in unchanged:
                 contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
@@ -139,18 +132,18 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             for name, packed in contents.items():
                 content = packed.to_bytes()
-                write_whole(self.path / name, content, lasting=False)
-                files[name] = hashlib.sha256(content).hexdigest()
-            sync_folder(self.path)  # all files at once, before the pointer names them
+                files.write_whole(self.path / name, content, lasting=False)
+                hashes[name] = hashlib.sha256(content).hexdigest()
+            files.sync_folder(self.path)  # all files at once, before the pointer names them
             pointer: dict[str, Any] = {
                 "format": FORMAT,
                 "identity": self.identity,
                 "rows": list(checkpoint.rows),
-                "files": files,
+                "files": hashes,
             }
             pointer["sha256"] = _hash_of(pointer)
-            write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
-            self._files = files
+            files.write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
+            self._files = hashes
             self._prune()
 
     def read(self, method: Method) -> Checkpoint | None:
@@ -186,7 +179,9 @@ class CheckpointFolder:
         return Checkpoint(tuple(pointer["rows"]), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
-        pointer: dict[str, Any] = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
+        pointer: dict[str, Any] = files.decode_json(
+            files.read_text(self.path / POINTER, MAX_POINTER_BYTES)
+        )
         if pointer["format"] != FORMAT:
             raise self._damaged(f"{POINTER} does not have format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
@@ -201,7 +196,7 @@ class CheckpointFolder:
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
-        content = read_regular(self.path / name, MAX_TENSORS_BYTES)
+        content = files.read_regular(self.path / name, files.MAX_TENSORS_BYTES)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise self._damaged(f"the content of {name} does not match its hash")
         return content
@@ -384,7 +379,7 @@ class LoopCheckpoints(LoopCheckpointer):
         with writing(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             for path, state in states.items():
-                write_whole(path, _with_hash(state, self._folder.identity))
+                files.write_whole(path, _with_hash(state, self._folder.identity))
         self._finished = {}
         self._next_write = time.monotonic() + self._seconds
 
@@ -394,7 +389,7 @@ def read_loop_state(path: Path, identity: str) -> LoopState | None:
     another run.
     """
     try:
-        content = read_regular(path, MAX_TENSORS_BYTES)
+        content = files.read_regular(path, files.MAX_TENSORS_BYTES)
         if _loop_hash(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
             return None
         return LoopState.from_bytes(content[HASH_BYTES:])
