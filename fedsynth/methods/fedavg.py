@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
@@ -170,13 +169,7 @@ class Solo(TrainsLocally):
         "computed from private data"
     )
     robust_refusal = "the clients send no models that the server could average"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.final == "oca":
-            raise SettingError(
-                "method", "final", "must be 'aca' for solo, because solo has no global model"
-            )
+    oca_refusal = "it has no global model"
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext

@@ -56,6 +56,7 @@ from fedsynth.reproduction.rows import (
 )
 from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import trains_together
+from fedsynth.validation import flattened
 
 EXAMPLES = 50
 """The average number of examples per client that a scaled run keeps at least."""
@@ -95,10 +96,7 @@ class Job:
 
 def changed_settings(changes: Changes) -> str:
     """Formats changed settings as one line, such as "method.lr=0.1, run.rounds=5"."""
-    texts = []
-    for section, values in changes.items():
-        texts += [f"{section}.{key}={value}" for key, value in values.items()]
-    return ", ".join(texts)
+    return ", ".join(f"{key}={value}" for key, value in flattened(changes).items())
 
 
 def jobs_of(

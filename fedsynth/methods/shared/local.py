@@ -97,6 +97,8 @@ class TrainsLocally(Method):
         "stragglers_dropped": public("a setting", bool),
     }
     variant_names = ("aca", "oca")
+    oca_refusal: ClassVar[str] = ""
+    """The reason why a run cannot end with the average of all clients' last models, or empty."""
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
     """Whether all tasks of the method are plain (`LocalObjective.plain`). Several clients with a
@@ -123,6 +125,9 @@ class TrainsLocally(Method):
                     "number of steps. Set method.local_steps=0"
                 )
                 raise SettingError("method", key, reason)
+        if self.final == "oca" and self.oca_refusal:
+            reason = f"must be 'aca' for {self.name}, because {self.oca_refusal}"
+            raise SettingError("method", "final", reason)
 
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
