@@ -143,7 +143,7 @@ def student_of_set(
         OutputError: the teacher cannot be read, or the training has diverged.
 
     >>> import tempfile
-    >>> from fedsynth import StudentSettings, owner_settings, synthesize
+    >>> from fedsynth import ModelSettings, StudentSettings, owner_settings, synthesize
     >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
     >>> place = tempfile.mkdtemp()
     >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
