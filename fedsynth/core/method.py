@@ -32,7 +32,8 @@ from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure, mechanism_facts
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, charge_round
-from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface
+from fedsynth.privacy.plans import Plans as Plans  # part of this interface
+from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
@@ -253,9 +254,7 @@ class Method:
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot use this network architecture."""
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of all private releases that each client makes in a round, the main
         release first.
 
@@ -355,7 +354,7 @@ class Method:
 
     same_releases_every_round: ClassVar[bool] = True
 
-    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, plans: Plans, round: int) -> Plans:
         """Selects the plans whose releases are made in this round, in the order of `plans`.
 
         By default these are all plans. A method overrides this hook if `same_releases_every_round`
@@ -367,9 +366,7 @@ class Method:
         """
         return plans
 
-    def client_plans(
-        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns this client's release plans in this round.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or

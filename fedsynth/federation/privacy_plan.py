@@ -36,7 +36,7 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
-from fedsynth.privacy.plans import ReleasePlan, check_plans
+from fedsynth.privacy.plans import Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
@@ -64,7 +64,7 @@ class PrivacyPlan:
     spec: DatasetSpec
     nominal_size: float
     privacy: PrivacySettings
-    plans: tuple[ReleasePlan, ...]
+    plans: Plans
     max_records: int
     histories: tuple[History, ...] = ()
 
@@ -179,7 +179,7 @@ class PrivacyPlan:
             return self.run.rounds * self.releases
         return sum(row.steps for row in self.planned())
 
-    def round_plans(self, number: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, number: int) -> Plans:
         """Returns the plans of the releases that are made in the round with this number.
 
         Raises:
@@ -255,7 +255,7 @@ class PrivacyPlan:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
-    def client_plans(self, client: int, context: RoundContext) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, client: int, context: RoundContext) -> Plans:
         """Returns the plans of the releases that one client makes in the round of the context.
 
         They include the exceptions that the method makes for this client.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memories, Presets, ReleasePlan, Results
+from fedsynth.core.method import Memories, Plans, Presets, Results
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import (
     IMAGES,
@@ -217,9 +217,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)
         return super().client_bytes(context) + 4 * means
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plan of the releases: T per round.
 
         For the mechanism `features`, returns the plans of M releases and of the class counts. M is

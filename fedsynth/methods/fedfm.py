@@ -41,7 +41,7 @@ from fedsynth.methods.shared.class_sums import (
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
-from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_embedding, in_range, one_of
 
@@ -261,9 +261,7 @@ class FedFM(TrainsLocally):
 
         return LocalObjective(loss=loss)
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of DP-SGD, of the feature sums, and of the class counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memories, Presets, ReleasePlan, Results
+from fedsynth.core.method import Memories, Plans, Presets, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
@@ -335,9 +335,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
         return {"sums": IMAGES, "counts": COUNTS}
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of M releases of sums in each round, and of one release of the
         counts."""
         refuse_batch_norm(context.architecture)

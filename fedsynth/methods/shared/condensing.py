@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Method, Presets, ReleasePlan, Upload
+from fedsynth.core.method import Method, Plans, Presets, ReleasePlan, Upload
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared import class_sums
 from fedsynth.models.layers import has_batch_norm
@@ -150,9 +150,7 @@ class CondensingMethod(TrainsOnUnion):
     matching: str = one_of(*losses.MATCHINGS)
     blur: float = in_range(0.25, 1e-6)
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plan of the T releases by which a round moves the synthetic images.
 
         Each release moves the images by one step. A method with more releases appends their plans.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Presets, ReleasePlan
+from fedsynth.core.method import Plans, Presets
 from fedsynth.core.uploads import Array, Rule, check_tensor
 from fedsynth.methods.shared.class_sums import sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod
@@ -197,9 +197,7 @@ class FedAFSettings(CondensingMethod):
         soft = Array((rows, classes), low=0.0, high=1.0, sums_to_one=True)
         return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of all releases of a client in a round.
 
         They are the T releases of the images, the sums of logits, and the class counts.

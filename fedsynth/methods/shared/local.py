@@ -38,7 +38,7 @@ from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
 from fedsynth.privacy.dpsgd import check_model
-from fedsynth.privacy.plans import ReleasePlan
+from fedsynth.privacy.plans import Plans, ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
@@ -266,9 +266,7 @@ class TrainsLocally(Method):
             return {}
         return {"aca": state.parameters, "oca": state.overall}
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         for architecture in (context.architecture, *(context.client_architectures or ())):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
@@ -284,9 +282,7 @@ class TrainsLocally(Method):
         )
         return (plan,)
 
-    def client_plans(
-        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns the plans with this client's number of steps and this client's model dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.

@@ -30,7 +30,7 @@ from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_d
 from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, white_signal
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, Plans, ReleasePlan
 from fedsynth.privacy.products import grams_width
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
@@ -274,9 +274,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         facts["constants of the features"] = f"{bounds}: {features.source}"
         return facts
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of the releases in round 1 and of the later steps.
 
         The expected signals assume C equally frequent classes, in which all examples of a class are
@@ -349,7 +347,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
             (STEP, steps, "p − y of each example, and z", self.step_clip, by_class),
         ]
 
-    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, plans: Plans, round: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
