@@ -24,7 +24,7 @@ from torch import nn
 
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -38,7 +38,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
-Memory = Mapping[str, torch.Tensor]
+Memory = Tensors
 """The tensors that a client keeps between rounds. They never leave the client."""
 
 Memories = Sequence[Memory]
@@ -148,7 +148,7 @@ class Method:
             return cls.first_downlink, cls.first_upload
         return cls.downlink, cls.upload
 
-    def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
+    def initial_state(self, parameters: Tensors) -> ServerState:
         """Returns the server's state before the first round.
 
         Args:
@@ -234,12 +234,12 @@ class Method:
         """
         return state
 
-    def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
+    def final_parameters(self, state: State) -> Tensors:
         """Returns the model that a run ends with.
 
         By default this is the model in the state, from which the clients start each round.
         """
-        parameters: Mapping[str, torch.Tensor] = state.parameters
+        parameters: Tensors = state.parameters
         return parameters
 
     def client_bytes(self, context: RoundContext) -> int | None:
@@ -434,16 +434,14 @@ class Method:
         """
         return build_network(model, spec, seed)
 
-    def personal_parameters(
-        self, parameters: Mapping[str, torch.Tensor], memory: Memory
-    ) -> Mapping[str, torch.Tensor]:
+    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
         """Returns the model that a client with this memory uses instead of the global model.
 
         The engine calls it only if `personal` is True.
         """
         return parameters
 
-    def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def variants(self, state: State) -> Mapping[str, Tensors]:
         """Returns further models of the run, which are evaluated in addition to the global model.
 
         The keys are names in `variant_names`.
@@ -480,7 +478,7 @@ class Method:
         """Combines the `client_metrics` of a round's clients into metrics of the round."""
         return {}
 
-    def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
+    def artefacts(self, state: State) -> Tensors:
         """Returns the server's matrices that are saved in the run folder, by name.
 
         Each matrix has the shape [classes, clients].

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
+from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Memories, Results
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, feature_width, private_matching
@@ -150,9 +150,7 @@ class FedAF(FedAFSettings):
             results.append((self._upload(S_k, V_k, context), {"images": S_k.images}))
         return results
 
-    def _upload(
-        self, S_k: sets.SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
-    ) -> CondensedSet:
+    def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
         """Returns the upload of a client: S_k as uint8 pixels, V_k and R_k (Eq. 11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it

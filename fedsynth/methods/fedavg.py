@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Memory
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
@@ -189,7 +189,5 @@ class Solo(TrainsLocally):
     ) -> ServerState:
         return state
 
-    def personal_parameters(
-        self, parameters: Mapping[str, Tensor], memory: Memory
-    ) -> Mapping[str, Tensor]:
+    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
         return memory or parameters

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public, unprotected
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
@@ -56,7 +56,7 @@ class StatisticsDown(ModelParameters):
     γ and π are missing in round 1.
     """
 
-    statistics: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    statistics: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StatisticsUp(ModelParameters):
     client's training, and the histogram π_k [D, bins].
     """
 
-    statistics: Mapping[str, Tensor] = unprotected()
+    statistics: Tensors = unprotected()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StatisticsState(AveragingState):
     """The server's state in FedFA+, with γ of each layer and the histogram π. The mapping is empty
     before the first round."""
 
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -32,7 +32,7 @@ from fedsynth.validation import in_range
 class TeacherDown(ModelParameters):
     """The message to the clients of FedGKD: the model w_t, and the average of the last M models."""
 
-    teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    teacher: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

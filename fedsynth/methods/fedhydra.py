@@ -17,7 +17,7 @@ U is saved in the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Presets
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.synthesizer.distillation import ensemble, stratification
@@ -150,5 +151,5 @@ class FedHydra(DataFreeEnsembleDistillation):
             weigh = stratification.stratified_probabilities
         return partial(weigh, by_class_CM=U_r, by_client_CM=U_c)
 
-    def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
+    def artefacts(self, state: EnsembleState) -> Tensors:
         return state.matrices

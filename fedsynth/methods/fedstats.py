@@ -28,7 +28,7 @@ scattering features by DP-SGD (arXiv 2011.11660).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
+from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Memories, Results
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
@@ -262,5 +262,5 @@ class FedStats(PlansStatistics):
         return clients.feature_sums(features, rows, embedding).float()
 
 
-def _with_parameters(state: FedStatsState, changed: Mapping[str, Tensor]) -> FedStatsState:
+def _with_parameters(state: FedStatsState, changed: Tensors) -> FedStatsState:
     return replace(state, parameters={**state.parameters, **changed})

@@ -34,14 +34,14 @@ from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, Packed
+from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy import files
 from fedsynth.results.run_folder import CONFIG, RunFolder
-from fedsynth.training.loop import LoopCheckpointer, Tensors
+from fedsynth.training.loop import LoopCheckpointer, MakeTensors
 from fedsynth.validation import read_sections
 
 FORMAT = 1
@@ -59,7 +59,7 @@ class ClientMemory(Packed):
         memory: the tensors by name.
     """
 
-    memory: Mapping[str, Tensor]
+    memory: Tensors
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class LoopState(Packed):
         seconds: the time that these steps took, in seconds.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     step: int
     seconds: float
 
@@ -327,7 +327,7 @@ class LoopCheckpoints(LoopCheckpointer):
         self._started: dict[str, float] = {}
         self._finished: dict[Path, LoopState] = {}
 
-    def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+    def load(self, name: str) -> tuple[int, Tensors] | None:
         """Returns the step and the tensors from which a loop resumes, or None if nothing was saved.
 
         The call also starts the clock that measures the duration of the loop.
@@ -346,7 +346,7 @@ class LoopCheckpoints(LoopCheckpointer):
         self.resumed_seconds += state.seconds
         return int(state.step), state.tensors
 
-    def offer(self, name: str, step: int, tensors: Tensors) -> None:
+    def offer(self, name: str, step: int, tensors: MakeTensors) -> None:
         """Writes a checkpoint of a loop if enough time has passed since the last write.
 
         The states of finished loops that still wait to be written are written at the same time.
@@ -358,7 +358,7 @@ class LoopCheckpoints(LoopCheckpointer):
             state = LoopState(tensors(), step, time.monotonic() - self._started[name])
             self._write({**self._finished, self._paths[name]: state})
 
-    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
+    def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
         """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
 
         The result is written at once if enough time has passed since the last write. Otherwise, it

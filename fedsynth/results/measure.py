@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct, local_metrics
@@ -93,7 +92,7 @@ class Measure:
         return accuracy
 
     def _rows(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext, figures: Figures
+        self, models: Mapping[str, Tensors], context: RoundContext, figures: Figures
     ) -> dict[str, dict[str, Any]]:
         """Returns the metrics of each model on the test set and on the clients' own test splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
@@ -108,9 +107,7 @@ class Measure:
                 rows[name][LOCAL] = metrics
         return rows
 
-    def _on_splits(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> dict[str, Any]:
+    def _on_splits(self, models: Mapping[str, Tensors], context: RoundContext) -> dict[str, Any]:
         """Returns the metrics of each model on the clients' own test splits.
 
         The dictionary is empty if no client has a test record.
@@ -126,7 +123,7 @@ class Measure:
         return metrics_by_name
 
     def _on_test(
-        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+        self, context: RoundContext, parameters: Tensors, test: ImageData
     ) -> dict[str, Any]:
         """Returns the accuracy of a model on the test set.
 
@@ -143,6 +140,6 @@ class Measure:
         return row
 
 
-def _is(parameters: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _is(parameters: Tensors, other: Tensors) -> bool:
     """Returns True if two models are the same one, because their tensors are the same objects."""
     return all(parameters[key] is value for key, value in other.items())

@@ -30,7 +30,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +40,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsynth.core.messages import Tensors
 from fedsynth.data import picture
 from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
@@ -248,7 +249,7 @@ class RunFolder:
             picture.partition_png(counts_KC, folder / "partial.png")
             (folder / "partial.png").rename(self.path / PARTITION)
 
-    def write_model(self, parameters: Mapping[str, Tensor]) -> None:
+    def write_model(self, parameters: Tensors) -> None:
         with writing(self.path):
             save_tensors(parameters, self.path / MODEL, {})
 
@@ -316,7 +317,7 @@ class RunFolder:
         """Draws the synthetic images of one round as one picture, with a row for each class."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
-    def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+    def write_artefacts(self, matrices: Tensors) -> None:
         """Writes the matrices that the server computed into artefacts.json.
 
         Each matrix has the shape [classes, clients].

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message
+from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
 from fedsynth.evaluation.generated import GENERATOR
@@ -79,7 +79,7 @@ class RunResult:
     privacy: dict[str, object] | None
     folder: Path | None
     summary: dict[str, Any]
-    artefacts: Mapping[str, Tensor] = field(default_factory=dict)
+    artefacts: Tensors = field(default_factory=dict)
     deviations: tuple[str, ...] = ()
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
@@ -373,9 +373,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     return problems + differences("sources", expected, sources)
 
 
-def _model_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> list[str]:
+def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
     """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(run_folder.MODEL, expected, _shapes(tensors))
@@ -400,13 +398,11 @@ def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> 
     ]
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _shapes(tensors: Tensors) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _images_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> list[str]:
+def _images_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
     """Returns the problems with the file of synthetic images.
 
     A problem is a wrong shape or type, or images of clients that cannot have sent any.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-Tensors = Callable[[], Mapping[str, Tensor]]
+MakeTensors = Callable[[], Mapping[str, Tensor]]
 """A function that returns the tensors of a loop's state, by name."""
 
 
@@ -36,7 +36,7 @@ class LoopCheckpointer:
         """
         return None
 
-    def offer(self, name: str, completed: int, tensors: Tensors) -> None:
+    def offer(self, name: str, completed: int, tensors: MakeTensors) -> None:
         """Saves a checkpoint of a loop after a step, if a checkpoint is due.
 
         Args:
@@ -45,7 +45,7 @@ class LoopCheckpointer:
             tensors: returns the tensors to save. It is called only if a checkpoint is due.
         """
 
-    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
+    def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
         """Keeps the tensors of a finished loop for the next checkpoint.
 
         The run may be interrupted in a later loop of the same round, and must then not repeat the

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
+from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe
 from fedsynth.evaluation.generated import average as average_facts
@@ -47,7 +47,7 @@ class EnsembleState(AveragingState):
     """
 
     tallies: Tensor | None = None
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
+    matrices: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

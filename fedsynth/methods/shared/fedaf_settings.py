@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.messages import Message, ModelParameters, Tensors, released
 from fedsynth.core.method import Plans, Presets
 from fedsynth.core.uploads import Array, Rule, check_tensor
 from fedsynth.methods.shared.class_sums import sums_plans
@@ -173,7 +172,7 @@ class FedAFSettings(CondensingMethod):
     server_matching: str = one_of("minibatch", "union")
     matching_reduction: str = one_of(*REDUCTIONS)
 
-    def initial_state(self, parameters: Mapping[str, Tensor]) -> KnowledgeState:
+    def initial_state(self, parameters: Tensors) -> KnowledgeState:
         C = len(parameters["classifier.weight"])
         V = parameters["classifier.weight"].new_zeros(C, C)
         return KnowledgeState(parameters, V, V.new_zeros(C, dtype=torch.bool))

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Memories, Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
@@ -245,7 +245,7 @@ class TrainsLocally(Method):
             return combined
         return update_cache(combined, state, uploads, context, all_slots=self.oca == "all")
 
-    def final_parameters(self, state: AveragingState) -> Mapping[str, Tensor]:
+    def final_parameters(self, state: AveragingState) -> Tensors:
         if self.final == "oca" and state.overall:
             return state.overall
         return state.parameters
@@ -261,7 +261,7 @@ class TrainsLocally(Method):
         by_name = {str(client): count for client, count in epochs.items()}
         return {"stragglers": by_name, "stragglers_dropped": self.drop_stragglers}
 
-    def variants(self, state: AveragingState) -> Mapping[str, Mapping[str, Tensor]]:
+    def variants(self, state: AveragingState) -> Mapping[str, Tensors]:
         if not state.overall:
             return {}
         return {"aca": state.parameters, "oca": state.overall}
