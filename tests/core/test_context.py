@@ -52,8 +52,9 @@ def full_context() -> RoundContext:
 
 
 def test_context_survives_pickling() -> None:
-    """Networks, proxy images and privacy settings reach another process."""
+    """Networks, proxy images, privacy settings and notes reach another process."""
     context = full_context()
+    context.note("before")
     unpickled = pickle.loads(pickle.dumps(context))
     for field in fields(RoundContext):
         value, unpickled_value = getattr(context, field.name), getattr(unpickled, field.name)
