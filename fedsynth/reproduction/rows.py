@@ -41,6 +41,7 @@ from fedsynth.results.finished import run_folders
 from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS
 from fedsynth.version import __version__
 
+Row = Mapping[str, Any]
 NEEDED = {
     *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
     *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
@@ -89,7 +90,7 @@ class Rows:
                 ) from None
         return rows_by_settings
 
-    def append(self, preset: str, row: Mapping[str, Any]) -> None:
+    def append(self, preset: str, row: Row) -> None:
         """Appends the row of a finished run to the file of its table.
 
         Raises:
@@ -154,7 +155,7 @@ def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
     return list(map(decode_json, read_text(folder / METRICS).splitlines()))
 
 
-def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
+def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
     """Returns the entries of a result row that summarise the rounds of a finished run.
 
     Args:
@@ -162,7 +163,7 @@ def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str,
         domains: True if each client has the images of one domain. The accuracy of each client is
             then kept.
     """
-    last: Mapping[str, Any] = {"upload_floats": 0, "client_upload_bytes": [0]}
+    last: Row = {"upload_floats": 0, "client_upload_bytes": [0]}
     if rows:
         last = rows[-1]
     return {
@@ -217,7 +218,7 @@ bytes."""
 FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
-def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
+def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:
     """Converts the metrics of each round to a curve, which has one list for each metric.
 
     Args:
@@ -233,7 +234,7 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
     return curve
 
 
-def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, float]:
+def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
     """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for name, accuracy in row.get("domain_accuracy", {}).items():
@@ -250,12 +251,7 @@ def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, fl
 
 
 def measured(
-    number: Number,
-    row: Mapping[str, Any],
-    *,
-    variant: str,
-    dataset: str,
-    fedavg: Mapping[str, Any] | None = None,
+    number: Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
 ) -> float | None:
     """Returns the value with which a finished run reproduces a published number.
 
@@ -319,7 +315,7 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     return sum(values) / len(names) if len(values) == len(names) else None
 
 
-def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
+def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
     """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
 
     Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is

@@ -100,8 +100,8 @@ def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
 
 def train_together(
     learners: Sequence[Learner],
-    images: Callable[[Tensor], Tensor],
-    labels: Callable[[Tensor], Tensor],
+    images: sgd.LookUp,
+    labels: sgd.LookUp,
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
     """Trains the models of all learners together, in place.
@@ -204,11 +204,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 
 
 def _finish(
-    queue: _Queue,
-    flat: Tensor,
-    state: tuple[Tensor, ...],
-    images: Callable[[Tensor], Tensor],
-    labels: Callable[[Tensor], Tensor],
+    queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
 ) -> None:
     """Trains a single learner for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
