@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from rich.console import Console
@@ -47,32 +47,6 @@ class SyntheticRecords(NamedTuple):
 
     x: Tensor
     y: Tensor
-
-
-class Objective(Protocol):
-    """The interface of the objectives that `condense` minimises.
-
-    Attributes:
-        classes: the number of classes.
-        steps: the number of steps.
-        bounds: the smallest and the largest value in a record.
-    """
-
-    classes: int
-    steps: int
-    bounds: tuple[float, float]
-
-    def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns the synthetic records before the first step, [classes, per_class, ...]."""
-
-    def begin(self) -> None:
-        """Prepares the first step. A private objective charges its owner here."""
-
-    def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of the loss with respect to the synthetic records.
-
-        A private objective returns a private estimate of this gradient.
-        """
 
 
 def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
@@ -116,15 +90,8 @@ def sliced_wasserstein(
     return (widths[:, None] * differences.abs()).sum(dim=0).mean()
 
 
-class ModuleFeatures:
-    """The features that a module computes from records of any shape.
-
-    It implements the interface `FeatureMap`.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.mixes = False
-        self._network = network
+class ModuleFeatures(matching.NetworkFeatures):
+    """The features that a module computes from records of any shape."""
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         features: Tensor = self._network(x_NCHW)
@@ -156,7 +123,7 @@ class ModuleFeatures:
 
 def _step_features(
     networks: Networks, seed: int, step: int, device: torch.device
-) -> matching.FeatureMap:
+) -> matching.NetworkFeatures:
     """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
         raise TypeError(
@@ -297,10 +264,10 @@ class _PrivateMatching:
         )
         self._series = [self.owner.charge(plan, self.total_epsilon)]
 
-    def _features(self, step: int) -> matching.FeatureMap:
+    def _features(self, step: int) -> matching.NetworkFeatures:
         return _step_features(self.networks, self.seed, step, self.owner.device)
 
-    def _width(self, features: matching.FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         """Returns the number of coordinates that a step releases for each class."""
         raise NotImplementedError  # abstract
 
@@ -329,7 +296,7 @@ class ResidualMatching(_PrivateMatching):
 
     mechanism = "residual"
 
-    def _width(self, features: matching.FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         x = self.owner.public_records(2)
         return features.real(x, _segment(x)).shape[1]
 
@@ -370,7 +337,7 @@ class GradientMatching(_PrivateMatching):
         self.owner.check_independent(gradients)
         super().begin()
 
-    def _width(self, features: matching.FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         return self._per_class * math.prod(self.owner.record_shape)
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
@@ -396,6 +363,10 @@ def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
             )
         (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
+
+
+Objective = FeatureMatching | ResidualMatching | GradientMatching
+"""The type of the objectives that `condense` minimises."""
 
 
 def condense(

@@ -99,7 +99,7 @@ def point_factor(dimension: int) -> float:
 
 
 def logits_gradient(
-    features: matching.FeatureMap,
+    features: matching.NetworkFeatures,
     synthetic_SICHW: Tensor,
     classes: int,
     distance: Callable[[Tensor], Tensor],
@@ -224,7 +224,7 @@ class DistributionMatcher(matching.MatchingObjective):
         if kind == "gaussian":
             self._factor *= blur**2
 
-    def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         rows, weights = _padded(*self._exact.real_rows(step, features))
         rows = rows[..., : self._columns]
         ipc = synthetic.shape[1]

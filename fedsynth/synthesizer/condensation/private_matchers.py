@@ -70,7 +70,7 @@ class ResidualMatcher(matching.MatchingObjective):
     divisor: float
     columns: int | None = None
 
-    def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         fixed = matching.frozen_means(features, synthetic)[:, : self.columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class GradientMatcher(matching.MatchingObjective):
     divisor: float
     cotangents: Cotangents | None = None
 
-    def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N, self.cotangents)
 
@@ -118,7 +118,7 @@ class GradientMatcher(matching.MatchingObjective):
 
 
 def per_example_gradients(
-    features: matching.FeatureMap,
+    features: matching.NetworkFeatures,
     synthetic_SICHW: Tensor,
     x_NCHW: Tensor,
     segment_N: Tensor,
@@ -175,7 +175,9 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
     return gradient_RD[:, None].expand(-1, len(made_MD), -1)
 
 
-def vectors_at_once(features: matching.FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
+def vectors_at_once(
+    features: matching.NetworkFeatures, synthetic_SICHW: Tensor, expected: float
+) -> int:
     """Returns how many vectors of a (client, class) pair one backward pass handles.
 
     It is a power of two. On average half of the last pass is padding.
@@ -226,12 +228,12 @@ class FeatureSumMatcher(matching.MatchingObjective):
         self._divisors = self.counts.clamp_min(self.floor)[:, None]
         self._targets: list[Tensor] = []
 
-    def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         if step < self.networks:
             self._targets.append(self._release(features, synthetic))
         return matching.matching_gradient(features, synthetic, self._targets[step % self.networks])
 
-    def _release(self, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def _release(self, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         """Releases one noisy sum for each class and returns the estimated class means, [S, D]."""
         centre = matching.frozen_means(features, synthetic)
 
@@ -255,7 +257,7 @@ class PaperMatcher(matching.MatchingObjective):
     pairs: ClientClassPairs
     noise: Sequence[UnaccountedNoise]
 
-    def gradient(self, step: int, features: matching.FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         gradient = self.exact.gradient(step, features, synthetic)
         first = self.noise[0]
         deviation = first.noise_std / self.exact.batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
