@@ -128,8 +128,6 @@ class FedProx(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        if not self.mu:
-            return LocalObjective()
         center = flatten_named(message.parameters, context.architecture)
         return LocalObjective(penalty=Pull(self.mu, center, torch.zeros_like(center)))
 

@@ -69,8 +69,6 @@ class FedDyn(TrainsLocally):
                 g[name] = g[name] - self.alpha * (w_k.detach() - w_t[name])
             return ModelParameters(model.state_dict(), trained.weight), g
 
-        if not self.alpha:
-            return LocalObjective(make_upload=make_upload)
         return LocalObjective(penalty=penalty, make_upload=make_upload)
 
     def combine(

@@ -397,8 +397,8 @@ def test_full_disks_keep_the_last_checkpoint_intact(
         original(path, content, **values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="then resume the run"):
+        patch.setattr(checkpoints.files, "write_whole", full)
+        with pytest.raises(OutputError, match="cannot write"):
             run(settings, tmp_path / "cut")
     assert_same(uninterrupted, resume(settings, tmp_path / "cut"))
 
