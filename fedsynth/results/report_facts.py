@@ -26,7 +26,7 @@ from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
@@ -140,7 +140,7 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
 
 def start_facts(
     plan: PrivacyPlan,
-    histories: Sequence[History],
+    histories: Histories,
     test: str,
     began: figures.RunStart,
     warnings: Sequence[str] = (),
@@ -177,7 +177,7 @@ def start_facts(
 
 
 def privacy_section(
-    plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True
+    plan: PrivacyPlan, histories: Histories, *, simulated: bool = True
 ) -> figures.Promise:
     """Returns the section "privacy" of summary.json, which states the privacy guarantee of a run.
 

@@ -28,7 +28,7 @@ from fedsynth.methods import own_source
 from fedsynth.models.registry import model_source
 from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
@@ -192,7 +192,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
 
-    def begin(self, histories: Sequence[History]) -> None:
+    def begin(self, histories: Histories) -> None:
         """Writes the initial state of a private run into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
@@ -208,7 +208,7 @@ class RunRecord:
             start = self._start(self.plan, histories, self.folder.final.name)
         self.folder.write_private_start(start)
 
-    def _start(self, plan: PrivacyPlan, histories: Sequence[History], name: str | None) -> Start:
+    def _start(self, plan: PrivacyPlan, histories: Histories, name: str | None) -> Start:
         run, test = RunStart.today(name), self.test
         return start_facts(plan, histories, test, run, self.warnings, simulated=self.simulated)
 
@@ -341,7 +341,7 @@ class RunRecord:
         server: Server,
         context: RoundContext,
         uploads: Mapping[int, Message],
-        histories: Sequence[History],
+        histories: Histories,
         *,
         secret: bool = True,
     ) -> RunResult:
@@ -429,9 +429,7 @@ class RunRecord:
             self.missing("picture", error)
         return report
 
-    def _report(
-        self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
-    ) -> dict[str, Any]:
+    def _report(self, plan: PrivacyPlan, histories: Histories, *, secret: bool) -> dict[str, Any]:
         start = self._start(plan, plan.histories, None)
         if self.folder is not None:  # a resumed run was begun by another process
             start = private_start(self.folder.path)

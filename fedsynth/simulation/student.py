@@ -19,13 +19,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import (
-    FedsynthError,
-    OutputError,
-    SettingError,
-    unknown_value,
-    writing,
-)
+from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value, writing
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.context import resolve_device

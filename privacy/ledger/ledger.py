@@ -487,6 +487,10 @@ class History:
         return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))
 
 
+Histories = Sequence[History]
+"""The type of the contents of several clients' ledgers."""
+
+
 @dataclass(frozen=True)
 class Repair:
     """The result of `repair_ledger`.
