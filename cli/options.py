@@ -384,13 +384,13 @@ def takes_settings(
         names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = [(place, setting_parameter(place, names or {})) for place in _settings(places)]
+    options = {place: setting_parameter(place, names or {}) for place in _settings(places)}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
             sections: Sections = {section: {} for section in KEYS}
-            for place, parameter in options:
+            for place, parameter in options.items():
                 section, _, key = place.partition(".")
                 value = values.pop(parameter.name)
                 if value is not None:
@@ -400,7 +400,7 @@ def takes_settings(
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
-        parameters = [parameter for _, parameter in options]
+        parameters = list(options.values())
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         if set_option:
             parameters.append(_parameter("settings", Set))

@@ -194,7 +194,7 @@ class InProcess:
         self._max_group = len(self.clients)  # halved when the device's memory runs out
 
     def join(self) -> list[ClientInfo]:
-        return [client.join() for client in self.clients]
+        return list(map(ClientRuntime.join, self.clients))
 
     def start(self, terms: RunTerms) -> None:
         for client in self.clients:

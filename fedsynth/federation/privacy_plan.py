@@ -117,7 +117,7 @@ class PrivacyPlan:
         """
         plan = replace(cls.checked(settings, context), histories=tuple(histories))
         privacy = plan.privacy
-        reasons = plan.reasons(plan.histories)
+        reasons = reasons_in_ledgers(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
                 f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
@@ -302,16 +302,12 @@ class PrivacyPlan:
         """The public schedule that states which clients take part in each round."""
         return self.run.schedule()
 
-    def reasons(self, histories: Sequence[History]) -> list[str]:
-        """Returns the reasons why releases in the ledgers have no guarantee, if there are any."""
-        return reasons_in_ledgers({history.client: history.releases for history in histories})
-
     def guaranteed(self, histories: Sequence[History]) -> bool:
         """Returns True if the mechanism and all releases in the ledgers have a privacy guarantee.
 
         Otherwise no ε can be stated for the run.
         """
-        return self.facts.guaranteed and not self.reasons(histories)
+        return self.facts.guaranteed and not reasons_in_ledgers(histories)
 
     def epsilon(self, histories: Sequence[History]) -> float:
         """Returns the largest ε of all clients, computed from the contents of their ledgers."""

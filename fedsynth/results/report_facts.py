@@ -31,6 +31,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import figures
+from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.version import __version__
@@ -55,7 +56,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     if not facts.guaranteed:
         return [f"no differential privacy guarantee: {facts.reasons[0]}"]
     chief = plan.chief
-    reasons = plan.reasons(plan.histories)
+    reasons = reasons_in_ledgers(plan.histories)
     if reasons:
         reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
         noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
