@@ -31,7 +31,7 @@ from fedsynth.privacy.files import expand_home
 Sections = dict[str, dict[str, Any]]
 
 
-def set_options(texts: list[str], given: Sections | None = None) -> Sections:
+def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
     """Parses the values of the option --set, and adds them to the settings of the other options.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
@@ -42,7 +42,7 @@ def set_options(texts: list[str], given: Sections | None = None) -> Sections:
     Raises:
         OptionError: a text has another form, or a setting is given twice.
     """
-    sections = copy.deepcopy(given or {})
+    sections = copy.deepcopy(chosen or {})
     sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
