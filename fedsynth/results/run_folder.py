@@ -80,6 +80,10 @@ METRICS = "metrics.jsonl"
 HIDDEN = "simulation_only/rounds.jsonl"
 
 
+Sets = Sequence[tuple[int, Tensor, Tensor]]
+"""The type of synthetic sets: the client, the images and the labels of each set."""
+
+
 class RunFolder:
     """The folder into which a run writes its files. When the run has ended, `finish` renames the
     folder.
@@ -254,10 +258,7 @@ class RunFolder:
             save_tensors(parameters, self.path / MODEL, {})
 
     def write_synthetic(
-        self,
-        sets: Sequence[tuple[int, Tensor, Tensor]],
-        spec: DatasetSpec,
-        soft: Sequence[Tensor | None] = (),
+        self, sets: Sets, spec: DatasetSpec, soft: Sequence[Tensor | None] = ()
     ) -> None:
         """Writes the synthetic images of the last round and their labels.
 
@@ -289,12 +290,7 @@ class RunFolder:
                 soft_labels=soft_labels,
             )
 
-    def draw_synthetic(
-        self,
-        sets: Sequence[tuple[int, Tensor, Tensor]],
-        spec: DatasetSpec,
-        name: str = "synthetic.png",
-    ) -> None:
+    def draw_synthetic(self, sets: Sets, spec: DatasetSpec, name: str = "synthetic.png") -> None:
         """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
 
         Draws nothing unless the images have 1 or 3 channels.
@@ -311,9 +307,7 @@ class RunFolder:
             (self.path / name).parent.mkdir(exist_ok=True)
             picture.image_grid_png(rows, self.path / name, columns, names)
 
-    def draw_round(
-        self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
-    ) -> None:
+    def draw_round(self, number: int, sets: Sets, spec: DatasetSpec) -> None:
         """Draws the synthetic images of one round as one picture, with a row for each class."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
@@ -343,7 +337,7 @@ class RunFolder:
         return self.final
 
 
-def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(sets: Sets) -> tuple[Tensor, Tensor]:
     """Concatenates the images and the labels of several sets. The results are on the CPU."""
     return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
 
