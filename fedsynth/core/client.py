@@ -488,4 +488,4 @@ class PrivateClientView(_ClientView):
         dp_sgd(model, images, labels, mechanism, settings, units, factors, self._note)
 
 
-ClientGroup = ExactClientView | PrivateClientView
+Group = ExactClientView | PrivateClientView

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
@@ -204,7 +204,7 @@ class Method:
         return self.downlink(**message)
 
     def client_step(
-        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Returns each client's upload and new memory, in the group's order."""
         raise NotImplementedError  # abstract
@@ -287,7 +287,7 @@ class Method:
         return None
 
     def first_step(
-        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the clients' replies to the server's message of the first exchange.
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Memories, Results
@@ -78,11 +78,7 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Memories,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         V = self._class_logits(w_r, clients, memories, context)
@@ -90,7 +86,7 @@ class FedAF(FedAFSettings):
         return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
 
     def _class_logits(
-        self, w_r: nn.Module, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, w_r: nn.Module, clients: Group, memories: Memories, context: RoundContext
     ) -> list[dict[str, Tensor]]:
         """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
         "present"."""
@@ -110,7 +106,7 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
 
     def client_step(
-        self, message: GlobalLogits, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, message: GlobalLogits, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
         all (client, class) pairs."""
@@ -159,7 +155,7 @@ class FedAF(FedAFSettings):
         return CondensedSet(pixels, S_k.labels, v, losses.soft_labels(v, self.temperature), present)
 
     def _matcher(
-        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
+        self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> matching.MatchingObjective:
         """Returns the matching loss of embeddings, without logits, which gives ∇_S L_DM (Eq. 4)."""
         width = feature_width(context, logits=False)

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memories, Plans, Presets, Results
@@ -127,11 +127,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Memories,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.
 
@@ -170,7 +166,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         ]
 
     def _matcher(
-        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
+        self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> matching.MatchingObjective:
         """Returns the matching loss of the condensation (lines 13 to 17)."""
         if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memories, Memory, Results
@@ -210,11 +210,7 @@ class FedFM(TrainsLocally):
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Memories,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
@@ -281,9 +277,7 @@ class FedFM(TrainsLocally):
             phase=self.sums_phase,
         )
 
-    def feature_sums(
-        self, model: nn.Module, client: ClientGroup, context: RoundContext
-    ) -> ClassSums:
+    def feature_sums(self, model: nn.Module, client: Group, context: RoundContext) -> ClassSums:
         """Computes the features of a client's examples with `model`, and adds them for each class."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
@@ -332,11 +326,7 @@ class FedFMLite(FedFM):
         return None
 
     def finalize_upload(
-        self,
-        upload: ModelParameters,
-        client: ClientGroup,
-        message: AnchorsDown,
-        context: RoundContext,
+        self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext
     ) -> ModelAndSums:
         trained = context.load(upload.parameters).requires_grad_(False).eval()
         computed = self.feature_sums(trained, client, context)

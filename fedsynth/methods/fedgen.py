@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, ExactClientView
+from fedsynth.core.client import ExactClientView, Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory
@@ -234,11 +234,7 @@ class FedGen(TrainsLocally):
         )
 
     def finalize_upload(
-        self,
-        upload: ModelParameters,
-        client: ClientGroup,
-        message: GeneratorDown,
-        context: RoundContext,
+        self, upload: ModelParameters, client: Group, message: GeneratorDown, context: RoundContext
     ) -> ModelAndCounts:
         counts = torch.ones(context.spec.classes, device=context.device)
         if isinstance(client, ExactClientView):

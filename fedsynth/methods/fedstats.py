@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Memories, Results
@@ -86,11 +86,7 @@ class FedStats(PlansStatistics):
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Memories,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
@@ -150,11 +146,7 @@ class FedStats(PlansStatistics):
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Memories,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.
 
@@ -253,7 +245,7 @@ class FedStats(PlansStatistics):
         name: str,
         features: FeatureMap,
         rows: Callable[[Tensor, Tensor], Products],
-        clients: ClientGroup,
+        clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
         """Computes what each client releases for the plan with this name, [clients, D]."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
+from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memories, Plans, Presets, Results
@@ -181,7 +181,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     # ----------------------------------------------------------------------------------- the client
 
     def client_step(
-        self, message: SumsRequest, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, message: SumsRequest, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 
@@ -350,7 +350,7 @@ class FedSum(TrainsInBall, DistributedNoise):
 
 
 def centred_sums(
-    clients: ClientGroup,
+    clients: Group,
     charged: Sequence[GaussianSumMechanism],
     u: matching.NetworkFeatures,
     s_CD: Tensor,
@@ -386,7 +386,7 @@ def centred_sums(
     return sums.float()
 
 
-def class_counts(clients: ClientGroup) -> Tensor:
+def class_counts(clients: Group) -> Tensor:
     """Counts the examples of each class at each client, [K, C].
 
     With differential privacy, the counts are noisy.

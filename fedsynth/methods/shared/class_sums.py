@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
+from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.errors import SettingError
@@ -162,7 +162,7 @@ def sums_rules(
 
 
 def class_sums(
-    client: ClientGroup, vectors: Vectors, width: int, plan: str, context: RoundContext
+    client: Group, vectors: Vectors, width: int, plan: str, context: RoundContext
 ) -> ClassSums:
     """Computes the class sums and the class counts of one client.
 
@@ -193,7 +193,7 @@ def class_sums(
 
 
 def class_means(
-    clients: ClientGroup,
+    clients: Group,
     vectors: Vectors,
     width: int,
     plan: str,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, Plans, Presets, ReleasePlan, Upload
@@ -227,7 +227,7 @@ class CondensingMethod(TrainsOnUnion):
 
     # ------------------------------------------------------------- housekeeping of a client's step
 
-    def pairs(self, clients: ClientGroup) -> ClientClassPairs:
+    def pairs(self, clients: Group) -> ClientClassPairs:
         """Returns the (client, class) pairs for which images are made.
 
         With differential privacy, these are all pairs, because it is private which classes a client
@@ -239,7 +239,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def features(
         self,
-        clients: ClientGroup,
+        clients: Group,
         pairs: ClientClassPairs,
         context: RoundContext,
         logit_weight: float = 1.0,
@@ -271,7 +271,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def steps(
         self,
-        clients: ClientGroup,
+        clients: Group,
         images_SICHW: Tensor,
         velocity: Tensor,
         context: RoundContext,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Memories, Memory, Method, Presets, Request, Results, State, Upload
@@ -153,7 +153,7 @@ class TrainsLocally(Method):
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
-        self, message: Request, clients: ClientGroup, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         straggler_epochs = self.straggler_epochs(context)
         models: list[nn.Module] = []
@@ -199,7 +199,7 @@ class TrainsLocally(Method):
 
         Args:
             upload: the upload that the client's objective made.
-            client: a `ClientGroup` that contains only this client.
+            client: a `Group` that contains only this client.
             message: the server's message.
             context: the context of the round.
         """

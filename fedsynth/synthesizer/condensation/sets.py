@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memories
@@ -104,7 +104,7 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 
 
 def start_images(
-    clients: ClientGroup,
+    clients: Group,
     segments: ClientClassPairs,
     memories: Memories,
     context: RoundContext,
