@@ -6,7 +6,7 @@ With differential privacy, they are written only to the folder `simulation_only`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, correct, local_metrics
 from fedsynth.federation.protocol import Exchange
 from fedsynth.results.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
+from fedsynth.results.finished import Rows
 
 FINAL = "model"
 
@@ -72,11 +73,7 @@ class Measure:
         return {**row, MODELS: rows}
 
     def final_accuracy(
-        self,
-        metrics: Sequence[Mapping[str, Any]],
-        state: ServerState,
-        context: RoundContext,
-        figures: Figures,
+        self, metrics: Rows, state: ServerState, context: RoundContext, figures: Figures
     ) -> float | None:
         """Returns the test accuracy after the last round.
 

@@ -153,17 +153,15 @@ def restore_images(start_SICHW: Tensor, segments: ClientClassPairs, memories: Me
 
 
 def _class_pools(
-    clients: ExactClientView,
-    segments: ClientClassPairs,
-    generator_of: Callable[[int], torch.Generator],
+    clients: ExactClientView, segments: ClientClassPairs, draws: Callable[[int], torch.Generator]
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
     """Yields the examples of each (client, class) pair, with the client's random generator.
 
-    The examples are positions [n] in `clients.data`. `generator_of` returns the random generator
-    for a client's index.
+    The examples are positions [n] in `clients.data`. `draws` returns the random generator for a
+    client's index.
     """
     for position, client in enumerate(clients.ids):
-        generator = generator_of(client)
+        generator = draws(client)
         for label in segments.label[segments.of(position)].tolist():
             yield clients.examples(position, label), generator
 
