@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memories, Plans, Presets, Results
+from fedsynth.core.method import Memories, Plans, Presets, Results, Upload
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
@@ -204,12 +204,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     # ----------------------------------------------------------------------------------- the server
 
     def from_sum(
-        self,
-        phase: str,
-        state: CondensedState,
-        total: NetworkSums,
-        clients: int,
-        context: RoundContext,
+        self, phase: str, state: CondensedState, total: Upload, clients: int, context: RoundContext
     ) -> CondensedState:
         """Condenses one synthetic set S towards the class means of all clients, and trains the
         model on S."""
