@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
-from fedsynth.core.method import Memory
+from fedsynth.core.method import Memory, Request
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -182,11 +182,7 @@ class FedFAPlus(TrainsLocally):
         return LocalObjective(loss=loss, state=state, make_upload=make_upload)
 
     def finalize_upload(
-        self,
-        upload: StatisticsUp,
-        client: ExactClientView,
-        message: StatisticsDown,
-        context: RoundContext,
+        self, upload: StatisticsUp, client: ExactClientView, message: Request, context: RoundContext
     ) -> StatisticsUp:
         if self.parts == "augmentation" or not len(client.examples(0)):
             return upload

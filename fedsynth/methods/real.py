@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import ModelParameters, unprotected
-from fedsynth.core.method import Memories, Presets, Results
+from fedsynth.core.messages import unprotected
+from fedsynth.core.method import Memories, Presets, Request, Results
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.synthesizer.condensation import sets
@@ -69,11 +69,7 @@ class Real(TrainsInBall):
         sets.check_set(upload, self.ipc)
 
     def client_step(  # type: ignore[override]
-        self,
-        message: ModelParameters,
-        clients: ExactClientView,
-        memories: Memories,
-        context: RoundContext,
+        self, message: Request, clients: ExactClientView, memories: Memories, context: RoundContext
     ) -> Results:
         pairs = clients.segments(self.min_examples)
         images = sets.real_start(clients, pairs, self.ipc, context.seed)

@@ -177,12 +177,7 @@ def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- files
 
 
-def write_model(
-    file: Path,
-    network: nn.Module,
-    architecture: Architecture,
-    facts: Mapping[str, str] | None = None,
-) -> None:
+def write_model(file: Path, network: nn.Module, architecture: Architecture, **facts: str) -> None:
     """Writes a network's weights and architecture to a file.
 
     The file also contains the network's outputs for public images, so that `read_model` can check
@@ -198,7 +193,7 @@ def write_model(
         OutputError: the file cannot be written.
     """
     metadata = {
-        **(facts or {}),
+        **facts,
         "format": FORMAT,
         "teaches": json.dumps(architecture.teaches),
         "logits": json.dumps(_probe(network, architecture.spec)),

@@ -80,7 +80,8 @@ class Student:
             "epsilon": json.dumps(epsilon),
             "delta": json.dumps(delta),
         }
-        saved_model.write_model(require_place(Path(file)), self.network, self.architecture, facts)
+        place = require_place(Path(file))
+        saved_model.write_model(place, self.network, self.architecture, **facts)
 
     def accuracy_on(self, test: ImageData) -> float:
         """Computes the accuracy on test images, which may be on any device."""
