@@ -384,11 +384,7 @@ def published() -> tuple[Mapping[str, str], ...]:
 
 
 def load_preset(
-    name: str,
-    *,
-    seed: int = 0,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
-    **filters: str | float | None,
+    name: str, *, seed: int = 0, changes: Changes | None = None, **filters: str | float | None
 ) -> RunSettings:
     """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
