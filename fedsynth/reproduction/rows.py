@@ -109,6 +109,18 @@ class Rows:
         """
         return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
 
+    @property
+    def trained(self) -> Path | None:
+        """The folder in which runs of one round share their trained clients.
+
+        It is None if the code is not a git commit without changes, because trained clients of
+        another version must not be used.
+        """
+        version = commit()
+        if version is None or version.endswith("+"):
+            return None
+        return self.folder / "runs" / f"trained-{version}"
+
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:

@@ -341,6 +341,7 @@ class Runner:
                     output=None if resume else folder,
                     observer=BudgetObserver(inner, self.clock, settings.rounds, checkpointed),
                     resume=resume,
+                    trained=self.rows.trained,
                 )
             except OutOfTimeError:
                 rounds = len(metrics_of(unfinished(folder)))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy import files
 from fedsynth.results.run_folder import CONFIG, RunFolder
-from fedsynth.training.loop import LoopCheckpointer, MakeTensors
+from fedsynth.training.loop import TRAINED, LoopCheckpointer, MakeTensors
 from fedsynth.validation import read_sections
 
 FORMAT = 1
@@ -311,14 +312,20 @@ class LoopCheckpoints(LoopCheckpointer):
         folder: the folder with the run's checkpoint.
         number: the round number.
         seconds: the minimum time between two writes.
+        trained: a folder in which runs share finished trainings, or None. The name of a training,
+            which begins with `TRAINED`, must determine its result.
 
     Attributes:
         resumed_seconds: the time in seconds that other processes have spent on the loops that were
             resumed. It includes earlier processes of the same run.
     """
 
-    def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
+    def __init__(
+        self, folder: CheckpointFolder, number: int, seconds: float, trained: Path | None = None
+    ) -> None:
         self.resumed_seconds = 0.0
+        self.shares_trainings = trained is not None
+        self._trained = trained
         self._folder = folder
         self._number = number
         self._seconds = seconds
@@ -340,6 +347,8 @@ class LoopCheckpoints(LoopCheckpointer):
         self._paths[name] = path
         self._started[name] = time.monotonic()
         state = read_loop_state(path, self._folder.identity)
+        if state is None and self._trained is not None and name.startswith(TRAINED):
+            state = read_loop_state(self._trained / name, "")
         if state is None:
             return None
         self._started[name] -= state.seconds
@@ -362,13 +371,21 @@ class LoopCheckpoints(LoopCheckpointer):
         """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
 
         The result is written at once if enough time has passed since the last write. Otherwise, it
-        is written together with the next checkpoint of another loop.
+        is written together with the next checkpoint of another loop. A finished training is also
+        shared, if the folder for it can be written.
 
         Raises:
             OutputError: the files cannot be written.
         """
         state = LoopState(tensors(), steps, time.monotonic() - self._started[name])
         self._finished[self._paths[name]] = state
+        if self._trained is not None and name.startswith(TRAINED):
+            with suppress(OSError):
+                self._trained.mkdir(parents=True, exist_ok=True)
+                # another process may write the same training
+                own_file = self._trained / f"{name}.{os.getpid()}"
+                files.write_whole(own_file, _with_hash(state, ""))
+                os.replace(own_file, self._trained / name)
         if self._is_due():
             self._write(self._finished)
 
@@ -407,7 +424,16 @@ def _loop_hash(content: bytes, identity: str) -> bytes:
 
 
 class RunCheckpoints(CheckpointFolder):
-    """Reads and writes the checkpoints of one simulation."""
+    """Reads and writes the checkpoints of one simulation.
+
+    Args:
+        path, identity: as for `CheckpointFolder`.
+        trained: the folder in which runs share finished trainings, or None.
+    """
+
+    def __init__(self, path: Path, identity: str, trained: Path | None = None) -> None:
+        super().__init__(path, identity)
+        self._trained = trained
 
     def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
         """Returns the checkpoint from which a run resumes, or None if the run starts from the
@@ -465,7 +491,7 @@ class RunCheckpoints(CheckpointFolder):
 
     def steps_of(self, number: int) -> LoopCheckpoints:
         """Returns the object that reads and writes the checkpoints of loops within one round."""
-        return LoopCheckpoints(self, number, STEP_SECONDS)
+        return LoopCheckpoints(self, number, STEP_SECONDS, self._trained)
 
     def _store(self, client: ClientRuntime, device: torch.device) -> None:
         """Removes a client's memory from RAM. The memory stays in its file."""

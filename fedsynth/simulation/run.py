@@ -38,6 +38,8 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import PRIVATE, Clients, divided, new_ledgers
 from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
+from fedsynth.methods import is_own_method
+from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
@@ -66,6 +68,7 @@ class Simulation:
         output: the parent folder of run folders. None writes nothing.
         download: True lets torchvision download missing public images.
         resumed: the folder of the run to resume. None begins a new run.
+        trained: the folder in which runs of one round share trained clients, or None.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Simulation:
         output: Path | None = None,
         download: bool = False,
         resumed: RunFolder | None = None,
+        trained: Path | None = None,
     ) -> None:
         self.settings = settings
         self.method = settings.method
@@ -88,10 +92,11 @@ class Simulation:
         self.context = with_proxy(context, settings, download=download)
         warnings = check_private_steps(settings, self.context)  # before anything is opened
         self._identity = partial(run_identity, settings, train, test[0], parts)
+        self._trained = trained if _may_share(settings) else None
         self.checkpoints: RunCheckpoints | None = None
         checkpoint = None
         if resumed is not None:
-            self.checkpoints = RunCheckpoints(resumed.checkpoints, self._identity())
+            self.checkpoints = self._checkpoints_of(resumed)
             checkpoint = self.checkpoints.resume(resumed, settings)
         self.exchange = self._make_clients(clients, train, parts, resumed)
         planned = self._original_plan(resumed, checkpoint)
@@ -331,8 +336,11 @@ class Simulation:
             ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
-        self.checkpoints = RunCheckpoints(folder.checkpoints, self._identity())
+        self.checkpoints = self._checkpoints_of(folder)
         return folder
+
+    def _checkpoints_of(self, folder: RunFolder) -> RunCheckpoints:
+        return RunCheckpoints(folder.checkpoints, self._identity(), self._trained)
 
     # ------------------------------------------------------------------ results
 
@@ -387,3 +395,13 @@ class Simulation:
             self.folder.draw_round(number, sets, self.context.spec)
         except Exception as error:
             self.record.missing("picture", error)
+
+
+def _may_share(settings: RunSettings) -> bool:
+    """Returns True if a run with these settings can share trained clients with other runs.
+
+    The run must have one round, and neither differential privacy nor custom code. The settings then
+    identify the trained clients.
+    """
+    custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
+    return settings.rounds == 1 and settings.privacy is None and not custom

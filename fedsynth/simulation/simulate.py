@@ -53,6 +53,7 @@ def simulate(
     download: bool = False,
     resume: Path | str | None = None,
     quiet: bool = False,
+    trained: Path | str | None = None,
 ) -> RunResult:
     """Simulates a federation on one machine.
 
@@ -80,6 +81,10 @@ def simulate(
             run. An interrupted round is repeated, and with differential privacy it is charged
             again. `output` is then ignored.
         quiet: True prints nothing if there is no observer.
+        trained: a folder in which runs share their trained clients. It is used only for runs of one
+            round without differential privacy and with `output`. A run loads a client that another
+            run has trained from the same weights on the same data in the same order. The recorded
+            seconds of the round include the original training time.
 
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
@@ -145,6 +150,7 @@ def simulate(
             None if output is None else Path(output),
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
+            None if trained is None else Path(trained),
         ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+TRAINED = "trained-"
 MakeTensors = Callable[[], Mapping[str, Tensor]]
 """A function that returns the tensors of a loop's state, by name."""
 
@@ -25,7 +26,12 @@ class LoopCheckpointer:
     Checkpoints are saved for the loops of clients without differential privacy and for the loops of
     the server. The loops of a private client are never saved, because its releases must not be
     repeated.
+
+    Attributes:
+        shares_trainings: whether runs share finished trainings, whose names begin with `TRAINED`.
     """
+
+    shares_trainings = False
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Loads the checkpoint of the loop with this name.

@@ -18,6 +18,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.protocol import Observer
+from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.comparison import lines
 from fedsynth.reproduction.presets import preset, preset_names
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
@@ -165,20 +166,25 @@ def test_condensation_stops_within_round(tmp_path: Path, data_root: Path) -> Non
     assert run_jobs(rows, short) == ["finished"]
 
 
-def test_one_shot_methods_stop_within_round(
+def test_one_shot_methods_stop_within_round_and_share_training(
     tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A time budget must end an hour of training."""
+    """A time budget must end an hour of training, and other methods must not repeat it."""
     table = preset("fedhydra:table1")
-    cells = table.select(dataset="mnist", alpha=0.1, method="fedavg")[:1]
-    changes = {"partition": {"subset": 1.0}, "method": {"local_epochs": 2, "batch": 8}}
+    few = {"local_epochs": 2, "batch": 8}
+    small = {"server_epochs": 1, "generator_steps": 2, "generator_batch": 4, "generator_width": 4}
     speed = {"data": {"data_root": str(data_root)}}
-    jobs = jobs_of(table, cells, [0], scale=0.05, changes=changes, speed=speed)
+    jobs = []
+    for method, more in (("fedavg", {}), ("dense", small)):
+        cells = table.select(dataset="mnist", alpha=0.1, method=method)
+        changes = {"partition": {"subset": 1.0}, "method": {**few, **more}}
+        jobs += jobs_of(table, cells[:1], [0], scale=0.05, changes=changes, speed=speed)
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
     clock = Clock()
     stops = Recorder(act=lambda: end(clock))
     rows = Rows(tmp_path, 0.05)
-    assert run_jobs(rows, jobs, clock=clock, observer=stops) == ["stopped"]
+    assert run_jobs(rows, jobs, clock=clock, observer=stops) == ["stopped", "not begun"]
     assert [phase for phase, _ in stops.steps] == ["local training"]
     training: list[str] = []
     offer = LoopCheckpoints.offer
@@ -188,8 +194,13 @@ def test_one_shot_methods_stop_within_round(
         offer(self, name, *rest)
 
     monkeypatch.setattr(LoopCheckpoints, "offer", record)
-    assert run_jobs(rows, jobs) == ["finished"]
-    assert set(training) == {"train"}
+    assert run_jobs(rows, jobs[:1]) == ["finished"]
+    assert set(training) == {"trained"}
+    training.clear()
+    assert run_jobs(rows, jobs[1:]) == ["finished"]
+    assert set(training) == {"distillation"}
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
+    assert rows.trained is None  # the code has uncommitted changes
 
 
 def test_checkpoints_within_rounds_depend_on_method() -> None:

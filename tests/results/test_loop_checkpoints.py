@@ -1,20 +1,39 @@
-"""Tests of checkpoints of long loops within a round."""
+"""Tests of checkpoints of long loops within a round, and of their use by other runs."""
 
 from __future__ import annotations
 
+import multiprocessing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from fedsynth import resolve, simulate
+from fedsynth.methods.shared import client_training
+from fedsynth.methods.shared.client_training import training_digest
+from fedsynth.models.registry import own_model
 from fedsynth.results import checkpoint
-from fedsynth.results.checkpoint import CheckpointFolder, LoopCheckpoints
+from fedsynth.results.checkpoint import (
+    HASH_BYTES,
+    CheckpointFolder,
+    LoopCheckpoints,
+    LoopState,
+    read_loop_state,
+)
+from fedsynth.seeding import forked_rng
+from fedsynth.training.loop import TRAINED
+from fedsynth.training.many_clients import Learner
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
+from tests.simulation.test_resume import assert_same, run, sections
 
 WEIGHTS = {"w": torch.ones(3)}
 
 
-def checkpoints(folder: Path, seconds: float = 60.0) -> LoopCheckpoints:
-    return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds)
+def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
+    return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds, shared)
 
 
 class Clock:
@@ -23,6 +42,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
         monkeypatch.setattr(checkpoint.time, "monotonic", lambda: self.seconds)
+
+
+# -------------------------------------------------------------------------------------------- times
 
 
 def test_finished_loops_are_written_every_minute(
@@ -72,3 +94,189 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
     path.write_bytes(intact)
     monkeypatch.setattr(checkpoint, "FORMAT", 0)
     assert checkpoints(tmp_path).load("train-0") is None
+
+
+# ------------------------------------------------------------------------------------------ shared
+
+
+NAME = f"{TRAINED}x"
+
+
+def test_damaged_shared_files_are_replaced(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / NAME).write_bytes(b"damaged")
+    writer = checkpoints(tmp_path / "run", 0.0, shared)
+    assert writer.load(NAME) is None
+    writer.finish(NAME, 3, lambda: WEIGHTS)
+    state = read_loop_state(shared / NAME, "")
+    assert state is not None
+    assert state.step == 3
+
+
+def test_unwritable_shared_folder_is_tolerated(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.write_text("a file")
+    writer = checkpoints(tmp_path / "run", 0.0, shared)
+    writer.load(NAME)
+    writer.finish(NAME, 3, lambda: WEIGHTS)  # falls back to the run folder
+    assert checkpoints(tmp_path / "run").load(NAME) is not None
+
+
+def finish_many(folder: Path, shared: Path) -> None:
+    writer = checkpoints(folder, 0.0, shared)
+    for number in range(20):
+        writer.load(f"{TRAINED}{number}")
+        writer.finish(f"{TRAINED}{number}", 1, lambda: {"w": torch.ones(2000)})
+
+
+def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
+    assert len(list(shared.iterdir())) == 20
+    assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
+
+
+def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of the loops that make a step."""
+    monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
+    names: list[str] = []
+    offer = LoopCheckpoints.offer
+
+    def recorded_offer(self: LoopCheckpoints, name: str, *rest: Any) -> None:
+        names.append(name.split("-")[0])
+        offer(self, name, *rest)
+
+    monkeypatch.setattr(LoopCheckpoints, "offer", recorded_offer)
+    return names
+
+
+def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
+    settings = sections(
+        method,
+        run={"rounds": 1, "participation": 1.0},
+        method={"local_epochs": 2, "batch": 16, "momentum": 0.5},
+    )
+    settings["model"] = {"width": 4, "depth": 2, "norm": "batch"}
+    return settings
+
+
+def test_methods_with_equal_training_share_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results equal those without sharing; a round's seconds include shared training."""
+    expected = run(batch_norm_sections("dense"), tmp_path / "alone")
+    trained = record_steps(monkeypatch)
+    shared = tmp_path / "shared"
+    run(batch_norm_sections("fedavg"), tmp_path / "first", trained=shared)
+    assert trained == ["trained"] * (2 * 4)
+    assert len(list(shared.iterdir())) == 4
+    for path in shared.iterdir():
+        state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
+        path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
+    trained.clear()
+    actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
+    assert set(trained) == {"distillation"}
+    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"trained"}
+    assert_same(expected, actual)
+    assert 4000.0 < actual.metrics[0]["seconds"] < 4100.0
+
+
+def test_multi_round_runs_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of all rounds would fill a disk."""
+    record_steps(monkeypatch)
+    run(sections("fedavg"), tmp_path / "runs", trained=tmp_path / "shared")
+    assert not (tmp_path / "shared").exists()
+
+
+def test_custom_or_private_clients_are_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dependencies of a custom network are unknown."""
+    record_steps(monkeypatch)
+    monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
+    model = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
+    simulate(settings, output=tmp_path / "own", trained=tmp_path / "shared", quiet=True)
+    private = batch_norm_sections("fedavg")
+    private["model"]["norm"] = "instance"
+    private["privacy"] = {"noise_multiplier": 1.0}
+    run(private, tmp_path / "private", trained=tmp_path / "shared")
+    assert not (tmp_path / "shared").exists()
+
+
+# ------------------------------------------------------------------------------------------ digest
+
+
+class Images(NamedTuple):
+    """The data of clients that a digest reads."""
+
+    x: Tensor
+    y: Tensor
+
+    def images(self, indices: Tensor) -> Tensor:
+        return self.x[indices]
+
+    def labels(self, indices: Tensor) -> Tensor:
+        return self.y[indices]
+
+
+def small_network(changed: str = "", *extra: nn.Module) -> nn.Module:
+    """Returns a network with fixed weights and buffers, except for the changed one."""
+    with forked_rng(0, "a network"):
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10), *extra)
+    if changed:
+        network.state_dict()[changed].add_(1)
+    return network
+
+
+def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each single change yields a different digest."""
+    x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6)
+    sgd = SgdSettings(2, 3, MomentumSgd(0.1, 0.9))
+    pull = Pull(0.5, torch.zeros(20), torch.ones(20))
+    base: dict[str, Any] = {
+        "network": small_network(),
+        "where": torch.arange(5),
+        "settings": sgd,
+        "seed": 0,
+        "penalty": pull,
+        "data": Images(x, y),
+        "precision": torch.float32,
+    }
+
+    def digest(**changed: Any) -> str:
+        inputs = {**base, **changed}
+        *arguments, seed, penalty, data, precision = inputs.values()
+        generator = torch.Generator().manual_seed(seed)
+        learner = Learner(*arguments, generator, penalty)
+        return training_digest(learner, data, torch.device("cpu"), precision)
+
+    base_digest = digest()
+    assert digest() == base_digest
+    pixel, label = x.clone(), y.clone()
+    pixel[4, 0, 7, 7] += 1
+    label[4] = 0
+    networks = [small_network(name) for name in small_network().state_dict()]
+    changes: dict[str, list[Any]] = {
+        "network": [*networks, small_network("", nn.Identity())],
+        "where": [torch.arange(4), torch.tensor([1, 0, 2, 3, 4])],
+        "settings": [
+            *(replace(sgd, **{name: 3}) for name in ("epochs", "steps")),
+            *(replace(sgd, batch=2), replace(sgd, radius=1.0)),
+            replace(sgd, optimiser=MomentumSgd(0.1, 0.9, 0.1)),
+        ],
+        "seed": [1],
+        "penalty": [
+            *(None, replace(pull, weight=0.6)),
+            *(replace(pull, center=torch.ones(20)), replace(pull, linear=torch.zeros(20))),
+        ],
+        "data": [Images(pixel, y), Images(x, label)],
+        "precision": [torch.bfloat16],
+    }
+    digests = [digest(**{name: value}) for name, values in changes.items() for value in values]
+    monkeypatch.setattr(client_training, "__version__", "another")
+    digests.append(digest())
+    assert len({base_digest, *digests}) == 1 + len(digests)

@@ -6,9 +6,11 @@ SGD, without differential privacy. `train_privately` trains by DP-SGD.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -20,11 +22,14 @@ from fedsynth.core.method import Memory
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
 from fedsynth.training import sgd
-from fedsynth.training.loop import State
+from fedsynth.training.loop import TRAINED, State
 from fedsynth.training.many_clients import Learner, train_together
+from fedsynth.version import __version__
 
 MODEL = "model"
 """The name of the release plan of the trained model."""
+DIGEST_IMAGES = 4096
+"""Number of images that are loaded at a time to compute a digest."""
 PROGRESS_PARTS = 100
 """Number of parts of a client's training after which progress is reported."""
 
@@ -181,8 +186,13 @@ def _train_one(
     """
     examples = learner.examples
     keeper = None
+    name = f"train-{client.ids[0]}"
     if objective.plain or objective.state:
         keeper = context.keeper
+        # the digest does not cover penalties of other types
+        digestible = objective.plain and type(objective.penalty) in (sgd.Pull, type(None))
+        if keeper.shares_trainings and digestible:
+            name = TRAINED + training_digest(learner, client, context.device, context.precision)
 
     def report(completed: int, total: int) -> None:
         share = PROGRESS_PARTS * completed // total
@@ -202,10 +212,51 @@ def _train_one(
         before_step=objective.before_step,
         state=objective.state,
         keeper=keeper,
-        name=f"train-{client.ids[0]}",
+        name=name,
         precision=context.precision,
     )
     report(1, 1)
+
+
+def training_digest(
+    learner: Learner, client: ExactClientView, device: torch.device, precision: torch.dtype
+) -> str:
+    """Computes a hash of everything that determines the result of a client's plain training.
+
+    The digest covers the initial model, the data and their order, the optimiser, the penalty, the
+    hardware and the versions of the software. Equal digests mean equal results for the networks of this
+    package, whose `repr` and values define them completely, as long as the version of the package
+    is the same.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    model = learner.model
+    pull = learner.penalty if isinstance(learner.penalty, sgd.Pull) else None
+    hardware = str(device.type)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    description = (
+        type(model).__qualname__,
+        repr(model),
+        repr(learner.settings),
+        repr(pull and pull.weight),
+        __version__,
+        torch.__version__,
+        hardware,
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+        torch.get_float32_matmul_precision(),
+        str(precision),
+    )
+    digest.update("\n".join(description).encode())
+    tensors = [*model.parameters(), *model.buffers()]
+    if pull is not None:
+        tensors += [pull.center, pull.linear]
+    tensors += [learner.generator.get_state(), client.labels(learner.examples)]
+    images = map(client.images, learner.examples.split(DIGEST_IMAGES))
+    for tensor in chain(tensors, images):
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
