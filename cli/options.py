@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Sections = dict[str, dict[str, Any]]
 
 
-def set_options(texts: list[str], initial: Sections | None = None) -> Sections:
+def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
     """Parses the values of the option --set, and adds them to the settings of the other options.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
@@ -45,7 +45,7 @@ def set_options(texts: list[str], initial: Sections | None = None) -> Sections:
     Raises:
         OptionError: a text has another form, or a setting is given twice.
     """
-    sections = copy.deepcopy(initial or {})
+    sections = copy.deepcopy(chosen or {})
     sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
@@ -410,13 +410,13 @@ def takes_settings(
         names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = [(place, setting_parameter(place, names or {})) for place in _settings(places)]
+    options = {place: setting_parameter(place, names or {}) for place in _settings(places)}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
             sections: Sections = {section: {} for section in KEYS}
-            for place, parameter in options:
+            for place, parameter in options.items():
                 section, _, key = place.partition(".")
                 value = values.pop(parameter.name)
                 if value is not None:
@@ -426,7 +426,7 @@ def takes_settings(
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
-        parameters = [parameter for _, parameter in options]
+        parameters = list(options.values())
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         if set_option:
             parameters.append(_parameter("settings", Set))

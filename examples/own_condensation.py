@@ -32,7 +32,7 @@ from fedsynth import (
     RunSettings,
     simulate,
 )
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import released
 from fedsynth.core.method import Memory, ReleasePlan, Results
@@ -94,7 +94,7 @@ class ProtoDM(FedDM):
     def client_step(
         self,
         message: ModelParameters,
-        clients: ClientGroup,
+        clients: Group,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:

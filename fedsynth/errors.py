@@ -8,8 +8,11 @@ privacy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
 
@@ -30,10 +33,10 @@ class UnknownNameError(FedsynthError):
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
         self.section = section
         self.key = key
-        super().__init__(text)
+        super().__init__(text, section, key)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.section, self.key)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SettingError(NamedSettingError, FedsynthError):
@@ -80,6 +83,16 @@ class OutputError(FedsynthError):
     """Raised if a run folder or another file of results cannot be written or used."""
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Converts errors of the operating system, such as a full disk, to OutputError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write {path}: {reason}") from None
+
+
 class CheckpointError(FedsynthError):
     """Raised if a run cannot be resumed, because its checkpoint is damaged or belongs to a run with
     other settings or data."""
@@ -98,18 +111,14 @@ class UploadRejectedError(FedsynthError):
         diverged: whether an honest client could send such an upload after diverged training.
     """
 
-    def __init__(self, field: str, reason: str, *, diverged: bool = False) -> None:
+    def __init__(self, field: str, reason: str, diverged: bool = False) -> None:
         self.field = field
         self.reason = reason
         self.diverged = diverged
-        super().__init__(f"{field:.200} {reason}")
+        super().__init__(field, reason, diverged)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rejected, (self.field, self.reason, self.diverged)
-
-
-def _rejected(field: str, reason: str, diverged: bool) -> UploadRejectedError:
-    return UploadRejectedError(field, reason, diverged=diverged)
+    def __str__(self) -> str:
+        return f"{self.field:.200} {self.reason}"
 
 
 class DeviceError(FedsynthError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,32 +65,19 @@ def is_label(name: str) -> bool:
     return "@" in name
 
 
-def unloaded_file(
-    section: str, key: str, label: str, labels: Iterable[str], register: str
-) -> SettingError:
+def unloaded_file(section: str, key: str, label: str, register: str) -> SettingError:
     """Returns the error for a custom file that this process has not loaded.
-
-    The message differs if the process has loaded another version of the file.
 
     Args:
         section, key: the setting that names the file.
         label: the value of the setting.
-        labels: the registered names.
         register: the name of the Python function that registers a class or function of a file.
     """
-    file = label.partition("@")[0]
-    for other in labels:
-        if other.partition("@")[0] == file:
-            return SettingError(
-                section, key, f"must be {label}, but the file you named has the code {other}"
-            )
-    setting = {"features": "model.features"}.get(key, f"{section}.{key}")
-    return SettingError(
-        section,
-        key,
-        f"is {label} from a custom file that is not loaded. Set {setting}=PATH/{file}, or call "
-        f"{register}",
+    reason = (
+        f"is {label} from a custom file that is not loaded, or has changed. Set "
+        f"{section}.{key}=PATH/{label.partition('@')[0]}, or call {register}"
     )
+    return SettingError(section, key, reason)
 
 
 def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:

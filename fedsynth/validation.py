@@ -261,6 +261,19 @@ def read_sections(path: Path) -> Sections:
     return sections
 
 
+def flattened(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the settings of all sections, with keys such as "run.rounds".
+
+    >>> flattened({"run": {"rounds": 2}, "model": {"width": 32}})
+    {'run.rounds': 2, 'model.width': 32}
+    """
+    settings = {}
+    for section, values in sections.items():
+        for key, value in values.items():
+            settings[f"{section}.{key}"] = value
+    return settings
+
+
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """Writes settings as the text of a TOML file. The values are strings, numbers and booleans.
 

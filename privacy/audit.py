@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.privacy.accounting import delta_of, epsilon_of, merge
-from fedsynth.privacy.releases import ADD_REMOVE, Release, is_real, require
+from fedsynth.privacy.releases import ADD_REMOVE, Release, require
 
 GUESSES = 400  # of 1000 canaries: gives about the highest bound for ε from 1 to 3
+FALSE_POSITIVE_RATES = (0.001, 0.01)
 CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 
@@ -127,11 +128,7 @@ def down(value: float) -> str:
     return f"{floor(value * 100) / 100:.2f}"
 
 
-def attack_success(
-    releases: Sequence[Release],
-    false_positive_rates: Sequence[float] = (0.001, 0.01),
-    adjacency: str = ADD_REMOVE,
-) -> dict[float, float]:
+def attack_success(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[float, float]:
     """Bounds the true-positive rate of *any* membership inference test.
 
     The releases are (ε, δ(ε))-DP for every ε ≥ 0. Hence the true-positive rate (TPR) of a test with
@@ -144,24 +141,21 @@ def attack_success(
 
     Args:
         releases: the rows of a ledger.
-        false_positive_rates: the values of α.
         adjacency: one of `ADJACENCIES`.
 
     Returns:
-        A mapping from each α to the bound on the true-positive rate.
+        A mapping from each α in `FALSE_POSITIVE_RATES` to the bound on the true-positive rate.
     """
     from scipy.special import ndtr, ndtri
 
-    for rate in false_positive_rates:
-        require(is_real(rate) and 0 < rate < 1, "false_positive_rates", "must be in (0, 1)", rate)
     merged = merge(releases, adjacency)
     if merged is None:
-        return dict.fromkeys(false_positive_rates, 1.0)
+        return dict.fromkeys(FALSE_POSITIVE_RATES, 1.0)
     if merged.interval is None:
-        return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in false_positive_rates}
+        return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in FALSE_POSITIVE_RATES}
     curve = lru_cache(maxsize=None)(lambda e: delta_of(merged, e))
     furthest = epsilon_of(merged, 1e-8)
-    return {a: _largest_power(curve, a, furthest) for a in false_positive_rates}
+    return {a: _largest_power(curve, a, furthest) for a in FALSE_POSITIVE_RATES}
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
@@ -185,7 +179,7 @@ def _largest_power(curve: Callable[[float], float], alpha: float, furthest: floa
     return min(1.0, first, second)
 
 
-def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) -> float:
+def _golden(bound: Callable[[float], float], high: float) -> float:
     """Searches the minimum of a unimodal function on [0, high] by golden sections.
 
     Returns the smallest value of the function that the search found.
@@ -195,7 +189,7 @@ def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) 
     lower, upper = high - ratio * high, ratio * high
     at_lower, at_upper = bound(lower), bound(upper)
     best = min(bound(0.0), at_lower, at_upper)
-    for _ in range(iterations):
+    for _ in range(16):
         if at_lower <= at_upper:
             high, upper, at_upper = upper, lower, at_lower
             lower = high - ratio * (high - low)

@@ -60,7 +60,7 @@ class GlobalGenerators:
     def position(self) -> tuple[Any, ...]:
         """Returns a value that changes when one of the generators is used."""
         legacy, python, *torch_states = self._states()
-        torch_bytes = torch.cat([state.cpu() for state in torch_states]).numpy().tobytes()
+        torch_bytes = torch.cat(list(map(Tensor.cpu, torch_states))).numpy().tobytes()
         return legacy[1].tobytes(), legacy[2:], python, torch_bytes
 
     def rewind(self) -> None:

@@ -161,7 +161,7 @@ PAPER = MechanismFacts(
     ),
     randomness="noise from the operating system's entropy; batches from the run's seed",
 )
-_LISTED = {facts.name: facts for facts in (PAPER,)}
+_LISTED = {PAPER.name: PAPER}
 
 
 def mechanism_facts(name: str) -> MechanismFacts:

@@ -256,7 +256,7 @@ def _public_gradient(
         gradients = torch.autograd.grad(
             penalty(model), parameters, allow_unused=True, materialize_grads=True
         )
-    return torch.cat([gradient.flatten() for gradient in gradients])
+    return torch.cat(list(map(torch.flatten, gradients)))
 
 
 @contextmanager

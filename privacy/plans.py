@@ -153,6 +153,10 @@ class ReleasePlan:
         )
 
 
+Plans = tuple[ReleasePlan, ...]
+"""The type of the plans of a client's releases."""
+
+
 def check_plans(plans: Sequence[ReleasePlan]) -> None:
     """Checks that a round has at least one plan and that all its plans have different names.
 

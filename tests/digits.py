@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method, charge_for
 from fedsynth.data.images import ImageData, from_arrays
@@ -78,7 +78,7 @@ def private_clients(
 def client_uploads(
     method: Method,
     ctx: RoundContext,
-    clients: ClientGroup,
+    clients: Group,
     memories: Sequence[Any] | None = None,
     state: Any = None,
 ) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, Results
@@ -13,14 +13,14 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy.plans import FIRST, PHASES
 
 
-def uploads_of(clients: ClientGroup, results: Results) -> dict[int, Message]:
+def uploads_of(clients: Group, results: Results) -> dict[int, Message]:
     """Returns the messages of a group's step by client number."""
     return {k: message for k, (message, _) in zip(clients.ids, results, strict=True)}
 
 
 def play_round(
     server: Server,
-    groups: Sequence[ClientGroup] | Callable[[str], Sequence[ClientGroup]],
+    groups: Sequence[Group] | Callable[[str], Sequence[Group]],
     memories: MutableMapping[int, Memory],
     context: RoundContext,
 ) -> dict[int, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fedsynth import FedAvg, ModelSettings, PartitionSettings, RunSettings
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
@@ -47,7 +47,7 @@ class LiedTo(FedAvg):
     def client_step(
         self,
         message: ModelParameters,
-        clients: ClientGroup,
+        clients: Group,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:

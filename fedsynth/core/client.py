@@ -174,7 +174,7 @@ class ExactClientView(_ClientView):
 
     def sizes(self) -> list[int]:
         """Returns the number of examples n_k of each client."""
-        return [len(part) for part in self._parts]
+        return list(map(len, self._parts))
 
     def segments(self, min_examples: int) -> ClientClassPairs:
         """Returns the (client, class) pairs that have at least `min_examples` examples.
@@ -284,7 +284,7 @@ class PrivateClientView(_ClientView):
         self._allowances = allowances
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
-        self._records = [part.cpu() for part in parts]
+        self._records = list(map(Tensor.cpu, parts))
         self._labels = data.labels.cpu()
         self._inputs = _inputs(network, data, self._parts, self._note)
         self._units = [Units(len(records)) for records in self._records]
@@ -488,4 +488,4 @@ class PrivateClientView(_ClientView):
         dp_sgd(model, images, labels, mechanism, settings, units, factors, self._note)
 
 
-ClientGroup = ExactClientView | PrivateClientView
+Group = ExactClientView | PrivateClientView

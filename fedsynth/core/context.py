@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fedsynth.data.images import ProxyImages
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, resumable
+from fedsynth.training.loop import LoopCheckpointer, State, resumable
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class RoundContext:
     participants: tuple[int, ...] | None = None
     report: Callable[..., None] = _ignore
     note: Callable[[str], None] = _ignore
-    keeper: LoopCheckpointer = field(default_factory=NullCheckpointer)
+    keeper: LoopCheckpointer = field(default_factory=LoopCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False
@@ -141,7 +140,10 @@ class RoundContext:
 
         After an interruption the loop resumes after the last checkpoint (`resumable`).
         """
-        report = partial(self.report, name, total=steps)
+
+        def report(completed: int) -> None:
+            self.report(name, completed, steps)
+
         return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:

@@ -40,6 +40,10 @@ the others for dtypes that it does not have and for sizes beyond its limits."""
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
+Tensors = Mapping[str, Tensor]
+"""The type of tensors by name, such as the parameters of a model."""
+
+
 def released() -> Any:
     """Declares a dataclass field that holds only values released by a privacy mechanism."""
     return field(metadata={"dp": "released"})

@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -32,13 +32,17 @@ from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure, mechanism_facts
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, charge_round
-from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface
+from fedsynth.privacy.plans import Plans as Plans  # part of this interface
+from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
-Memory = Mapping[str, torch.Tensor]
+Memory = Tensors
 """The tensors that a client keeps between rounds. They never leave the client."""
+
+Memories = Sequence[Memory]
+"""The memory of each client, in the group's order."""
 
 Results = list[tuple[Message, Memory]]
 """The type of a step's results: the message and the new memory of each client, in the group's
@@ -144,7 +148,7 @@ class Method:
             return cls.first_downlink, cls.first_upload
         return cls.downlink, cls.upload
 
-    def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
+    def initial_state(self, parameters: Tensors) -> ServerState:
         """Returns the server's state before the first round.
 
         Args:
@@ -189,15 +193,18 @@ class Method:
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
-        """Returns the server's message to the clients of this round."""
-        raise NotImplementedError  # abstract
+        """Returns the server's message to the clients of this round.
+
+        By default, the message has the model, and the fields of the state that `downlink` has too.
+        """
+        message: dict[str, Any] = {"weight": 1.0}
+        for field in fields(self.downlink):
+            if field.name != "weight":
+                message[field.name] = getattr(state, field.name)
+        return self.downlink(**message)
 
     def client_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Returns each client's upload and new memory, in the group's order."""
         raise NotImplementedError  # abstract
@@ -227,12 +234,12 @@ class Method:
         """
         return state
 
-    def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
+    def final_parameters(self, state: State) -> Tensors:
         """Returns the model that a run ends with.
 
         By default this is the model in the state, from which the clients start each round.
         """
-        parameters: Mapping[str, torch.Tensor] = state.parameters
+        parameters: Tensors = state.parameters
         return parameters
 
     def client_bytes(self, context: RoundContext) -> int | None:
@@ -247,9 +254,7 @@ class Method:
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot use this network architecture."""
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of all private releases that each client makes in a round, the main
         release first.
 
@@ -282,11 +287,7 @@ class Method:
         return None
 
     def first_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the clients' replies to the server's message of the first exchange.
 
@@ -353,7 +354,7 @@ class Method:
 
     same_releases_every_round: ClassVar[bool] = True
 
-    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, plans: Plans, round: int) -> Plans:
         """Selects the plans whose releases are made in this round, in the order of `plans`.
 
         By default these are all plans. A method overrides this hook if `same_releases_every_round`
@@ -365,9 +366,7 @@ class Method:
         """
         return plans
 
-    def client_plans(
-        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns this client's release plans in this round.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or
@@ -435,16 +434,14 @@ class Method:
         """
         return build_network(model, spec, seed)
 
-    def personal_parameters(
-        self, parameters: Mapping[str, torch.Tensor], memory: Memory
-    ) -> Mapping[str, torch.Tensor]:
+    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
         """Returns the model that a client with this memory uses instead of the global model.
 
         The engine calls it only if `personal` is True.
         """
         return parameters
 
-    def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def variants(self, state: State) -> Mapping[str, Tensors]:
         """Returns further models of the run, which are evaluated in addition to the global model.
 
         The keys are names in `variant_names`.
@@ -481,7 +478,7 @@ class Method:
         """Combines the `client_metrics` of a round's clients into metrics of the round."""
         return {}
 
-    def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
+    def artefacts(self, state: State) -> Tensors:
         """Returns the server's matrices that are saved in the run folder, by name.
 
         Each matrix has the shape [classes, clients].

@@ -181,8 +181,8 @@ class NetworkedRun:
         if completed:
             self.server.end(self._round_context(completed))
         self.histories = self._charged_histories()
-        ended = self.record.end(self.server, self.context, self.uploads, self.histories)
-        self.report = ended.report
+        result = self.record.end(self.server, self.context, self.uploads, self.histories)
+        self.report = result.privacy
         # the run folder has another name now
         shutil.rmtree(self.folder.path / "checkpoint", ignore_errors=True)
         return self.folder.path

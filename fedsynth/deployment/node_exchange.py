@@ -28,7 +28,7 @@ from fedsynth.deployment.frames import (
     read_clients,
     write_clients,
 )
-from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.proposal import Proposal, agreement
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.protocol import (
@@ -40,7 +40,6 @@ from fedsynth.federation.protocol import (
     Refusal,
     Replies,
     RunTerms,
-    agreement,
     declared,
 )
 from fedsynth.federation.server import needed_uploads

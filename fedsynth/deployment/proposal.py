@@ -35,7 +35,6 @@ from fedsynth.data.registry import (
 )
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import agreement
 from fedsynth.privacy.files import load_toml, read_text
 
 LOCAL_SETTINGS = {
@@ -173,6 +172,12 @@ def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
             if key not in LOCAL_SETTINGS.get(section, ()):
                 shared.setdefault(section, {})[key] = value
     return shared
+
+
+def agreement(settings: RunSettings) -> str:
+    """Returns a hash of all settings that must be the same for the server and its clients."""
+    text = json.dumps(shared_sections(settings.to_mapping()), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _stored_proposal(stated: Any) -> Proposal:

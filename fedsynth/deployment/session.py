@@ -39,6 +39,7 @@ from fedsynth.deployment.proposal import (
     STATE,
     Proposal,
     State,
+    agreement,
     damage_is_named,
     with_hash,
     without_hash,
@@ -62,7 +63,7 @@ from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_alone
-from fedsynth.federation.protocol import Refusal, RunTerms, agreement, declared
+from fedsynth.federation.protocol import Refusal, RunTerms, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole

@@ -106,7 +106,7 @@ class EncoderSettings:
         if self.encoder not in feature_names():
             if is_label(self.encoder):
                 register = "fedsynth.features.register_file"
-                raise unloaded_file("data", "encoder", self.encoder, feature_names(), register)
+                raise unloaded_file("data", "encoder", self.encoder, register)
             raise unknown_name("encoder", self.encoder, feature_names(), "data", "encoder")
 
     @property

@@ -174,7 +174,7 @@ def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
     if not is_label(name):
         names = (*other_names, *feature_names())
         raise unknown_name("feature map", name, names, section, "features")
-    raise unloaded_file(section, "features", name, _CUSTOM, "fedsynth.features.register_file")
+    raise unloaded_file(section, "features", name, "fedsynth.features.register_file")
 
 
 @dataclass(eq=False)

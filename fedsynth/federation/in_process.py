@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
-from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.uploads import check_numbers
@@ -45,7 +45,7 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
 
 
-def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
+def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> Group:
     """Returns the object through which a method's step reads the data of these clients.
 
     In a private run, this charges each client for the exchange.
@@ -194,7 +194,7 @@ class InProcess:
         self._max_group = len(self.clients)  # halved when the device's memory runs out
 
     def join(self) -> list[ClientInfo]:
-        return [client.join() for client in self.clients]
+        return list(map(ClientRuntime.join, self.clients))
 
     def start(self, terms: RunTerms) -> None:
         for client in self.clients:

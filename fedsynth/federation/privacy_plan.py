@@ -36,7 +36,7 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
-from fedsynth.privacy.plans import ReleasePlan, check_plans
+from fedsynth.privacy.plans import Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
@@ -64,7 +64,7 @@ class PrivacyPlan:
     spec: DatasetSpec
     nominal_size: float
     privacy: PrivacySettings
-    plans: tuple[ReleasePlan, ...]
+    plans: Plans
     max_records: int
     histories: tuple[History, ...] = ()
 
@@ -117,7 +117,7 @@ class PrivacyPlan:
         """
         plan = replace(cls.checked(settings, context), histories=tuple(histories))
         privacy = plan.privacy
-        reasons = plan.reasons(plan.histories)
+        reasons = reasons_in_ledgers(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
                 f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
@@ -179,7 +179,7 @@ class PrivacyPlan:
             return self.run.rounds * self.releases
         return sum(row.steps for row in self.planned())
 
-    def round_plans(self, number: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, number: int) -> Plans:
         """Returns the plans of the releases that are made in the round with this number.
 
         Raises:
@@ -255,7 +255,7 @@ class PrivacyPlan:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
-    def client_plans(self, client: int, context: RoundContext) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, client: int, context: RoundContext) -> Plans:
         """Returns the plans of the releases that one client makes in the round of the context.
 
         They include the exceptions that the method makes for this client.
@@ -302,16 +302,12 @@ class PrivacyPlan:
         """The public schedule that states which clients take part in each round."""
         return self.run.schedule()
 
-    def reasons(self, histories: Sequence[History]) -> list[str]:
-        """Returns the reasons why releases in the ledgers have no guarantee, if there are any."""
-        return reasons_in_ledgers({history.client: history.releases for history in histories})
-
     def guaranteed(self, histories: Sequence[History]) -> bool:
         """Returns True if the mechanism and all releases in the ledgers have a privacy guarantee.
 
         Otherwise no ε can be stated for the run.
         """
-        return self.facts.guaranteed and not self.reasons(histories)
+        return self.facts.guaranteed and not reasons_in_ledgers(histories)
 
     def epsilon(self, histories: Sequence[History]) -> float:
         """Returns the largest ε of all clients, computed from the contents of their ledgers."""

@@ -17,8 +17,6 @@ An `Observer` receives the events of a run. The command line uses an observer to
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,23 +212,6 @@ class Exchange(Protocol):
 Side = Literal["downlink", "upload"]
 MAX_FACTS_BYTES = 2**20
 """The maximum size of the header of an answer to a step. The header has only a few small values."""
-
-
-def agreement(settings: RunSettings) -> str:
-    """Returns a hash of all settings that must be the same for the server and its clients.
-
-    The hash does not include the device and folders of a party, or where a client keeps its
-    ledgers.
-    """
-    shared = settings.to_mapping()
-    for key in ("device", "memory_gb", "compile"):
-        shared["run"].pop(key, None)
-    shared["data"].pop("data_root", None)
-    shared.get("privacy", {}).pop("ledger", None)
-    if not shared.get("privacy", True):  # one side of an open run keeps a ledger
-        del shared["privacy"]
-    text = json.dumps(shared, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def declared(method: Method, phase: str, side: Side) -> type[Message]:

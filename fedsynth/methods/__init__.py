@@ -76,19 +76,14 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
     """
     from fedsynth.core.method import Method
 
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise SettingError(
-            "run",
-            "method",
-            f"must be a class that inherits from fedsynth.Method, got {method!r:.80}",
-        )
     name = str(getattr(method, "name", "")).lower()
-    if not name or name in METHODS:
-        raise SettingError(
-            "run",
-            "method",
-            f"must be a class with a name that no built-in method has, got the name {name!r}",
+    is_method = isinstance(method, type) and issubclass(method, Method)
+    if not is_method or not name or name in METHODS:
+        reason = (
+            "must be a class that inherits from fedsynth.Method and has a name that no built-in "
+            f"method has, got {method!r:.80} with the name {name!r}"
         )
+        raise SettingError("run", "method", reason)
     _CUSTOM[name] = (method, source)
     return name
 

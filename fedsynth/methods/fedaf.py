@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.messages import ModelParameters, Tensors
+from fedsynth.core.method import Memories, Results
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, feature_width, private_matching
 from fedsynth.methods.shared.fedaf_settings import (
@@ -52,24 +52,7 @@ from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.layers import with_grouped_statistics
 from fedsynth.seeding import forked_rng, torch_generator
-from fedsynth.synthesizer.condensation.losses import (
-    DistributionMatcher,
-    average_over_holders,
-    collaborative_distance,
-    knowledge_matching,
-    logits_gradient,
-    mean_logits,
-    soft_labels,
-    unit_directions,
-)
-from fedsynth.synthesizer.condensation.matching import ExactMatcher, MatchingObjective
-from fedsynth.synthesizer.condensation.sets import (
-    BatchIndices,
-    SyntheticSet,
-    split_uploads,
-    start_images,
-    train_on_union,
-)
+from fedsynth.synthesizer.condensation import losses, matching, sets
 
 
 @dataclass(frozen=True)
@@ -95,11 +78,7 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         V = self._class_logits(w_r, clients, memories, context)
@@ -107,11 +86,7 @@ class FedAF(FedAFSettings):
         return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
 
     def _class_logits(
-        self,
-        w_r: nn.Module,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, w_r: nn.Module, clients: Group, memories: Memories, context: RoundContext
     ) -> list[dict[str, Tensor]]:
         """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
         "present"."""
@@ -124,24 +99,20 @@ class FedAF(FedAFSettings):
     def first_aggregate(
         self, state: KnowledgeState, replies: Mapping[int, LocalKnowledge], context: RoundContext
     ) -> KnowledgeState:
-        R = [soft_labels(reply.logits, self.temperature) for reply in replies.values()]
+        R = [losses.soft_labels(reply.logits, self.temperature) for reply in replies.values()]
         state, mean_R, present = averaged(state, list(replies.values()), R)
         return replace(state, soft=mean_R, present=present)
 
     # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
 
     def client_step(
-        self,
-        message: GlobalLogits,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: GlobalLogits, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
         all (client, class) pairs."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
-        S = start_images(
+        S = sets.start_images(
             clients, pairs, memories, context, self.ipc, self.start_average, self.restart
         )
         V = self._class_logits(w_r, clients, memories, context)  # Eq. 5
@@ -150,7 +121,7 @@ class FedAF(FedAFSettings):
         slicing = torch_generator(
             context.seed, "slicing directions", context.round, device=context.device
         )
-        thetas = unit_directions(self.directions, C, slicing)
+        thetas = losses.unit_directions(self.directions, C, slicing)
         u = self.features(clients, pairs, context)
         label = pairs.label.to(context.device)
         matched = message.has_logits[label].nonzero().flatten()  # pairs with a v_c; round 1: none
@@ -158,46 +129,46 @@ class FedAF(FedAFSettings):
 
         def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c): sliced Wasserstein, Eq. 10
             kind, theta = self.distance, next(thetas)
-            return collaborative_distance(u_SC[matched], v, k, distance=kind, directions_PC=theta)
+            return losses.collaborative_distance(
+                u_SC[matched], v, k, distance=kind, directions_PC=theta
+            )
 
         velocity = torch.zeros_like(S)
         for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1
             u.use(next(networks))  # w = γ·w_r + (1 − γ)·w̃, Eq. 17
             gradient = matcher.gradient(t, u, S)  # ∇_S L_DM of a minibatch, Eq. 4
             if self.local_weight and len(matched):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
-                gradient = gradient + logits_gradient(u, S, C, distance, self.local_weight)
+                gradient = gradient + losses.logits_gradient(u, S, C, distance, self.local_weight)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
         results: Results = []
-        for S_k, V_k in zip(split_uploads(S, pairs, len(clients.ids)), V, strict=True):
+        for S_k, V_k in zip(sets.split_uploads(S, pairs, len(clients.ids)), V, strict=True):
             results.append((self._upload(S_k, V_k, context), {"images": S_k.images}))
         return results
 
-    def _upload(
-        self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
-    ) -> CondensedSet:
+    def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
         """Returns the upload of a client: S_k, V_k and R_k (Eq. 11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
         images = S_k.images if context.spec.bounds else denormalise(S_k.images, context.spec)
-        return CondensedSet(images, S_k.labels, v, soft_labels(v, self.temperature), present)
+        return CondensedSet(images, S_k.labels, v, losses.soft_labels(v, self.temperature), present)
 
     def _matcher(
-        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
-    ) -> MatchingObjective:
+        self, clients: Group, pairs: ClientClassPairs, context: RoundContext
+    ) -> matching.MatchingObjective:
         """Returns the matching loss of embeddings, without logits, which gives ∇_S L_DM (Eq. 4)."""
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
         seed, r = context.seed, context.round
-        batches = BatchIndices(
+        batches = sets.BatchIndices(
             clients, pairs, self.batch, self.iterations, seed, r, self.small_class
         )
-        exact = ExactMatcher(clients, batches, width)
+        exact = matching.ExactMatcher(clients, batches, width)
         if self.matching == "mean":
             return exact
-        return DistributionMatcher(exact, self.matching, self.blur, width)
+        return losses.DistributionMatcher(exact, self.matching, self.blur, width)
 
     # ------------------------------------ the server: local-global knowledge matching (Eqs. 12-15)
 
@@ -233,9 +204,11 @@ class FedAF(FedAFSettings):
             return widened(logits)
 
         def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
-            T, has_images = mean_logits(logits_NC, labels_N)  # Eq. 13, before its softmax
+            T, has_images = losses.mean_logits(logits_NC, labels_N)  # Eq. 13, before its softmax
             usable = has_images & present
-            loss = knowledge_matching(T, R, usable, self.temperature, self.matching_reduction)
+            loss = losses.knowledge_matching(
+                T, R, usable, self.temperature, self.matching_reduction
+            )
             return self.global_weight * loss
 
         def union_matching(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
@@ -247,11 +220,11 @@ class FedAF(FedAFSettings):
 
         sgd = self.union_sgd()
         if self.global_weight == 0:
-            train_on_union(w, uploads, sgd, context)
+            sets.train_on_union(w, uploads, sgd, context)
         elif self.server_matching == "minibatch":
-            train_on_union(w, uploads, sgd, context, minibatch_loss)
+            sets.train_on_union(w, uploads, sgd, context, minibatch_loss)
         else:
-            train_on_union(w, uploads, sgd, context, on_all=union_matching)
+            sets.train_on_union(w, uploads, sgd, context, on_all=union_matching)
 
 
 def resampled(
@@ -292,9 +265,8 @@ def averaged(
     of the classes for which R is defined.
     """
     present = [upload.present for upload in sent]
-    V, has_logits = average_over_holders([upload.logits for upload in sent], present)
-    R, has_labels = average_over_holders(soft, present)
-    if state.logits is not None and state.has_logits is not None:
-        V = torch.where(has_logits[:, None], V, state.logits)
-        has_logits = has_logits | state.has_logits
+    V, has_logits = losses.average_over_holders([upload.logits for upload in sent], present)
+    R, has_labels = losses.average_over_holders(soft, present)
+    V = torch.where(has_logits[:, None], V, state.logits)
+    has_logits = has_logits | state.has_logits
     return replace(state, logits=V, has_logits=has_logits), R, has_labels

@@ -3,16 +3,16 @@ loss, and SOLO sends no models."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Memory
-from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
@@ -51,17 +51,12 @@ class FedAvg(TrainsLocally):
 
 
 @dataclass(frozen=True)
-class VelocityState(AveragingState):
-    """The server's state in FedAvgM, with the velocity v. An empty mapping means that v is zero."""
-
-    velocity: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class FedAvgM(TrainsLocally):
     """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
     The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
+
+    The memory of the server's state is the velocity v.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -82,24 +77,23 @@ class FedAvgM(TrainsLocally):
     summary = "FedAvg with momentum on the server"
     reference = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
     one_pass = True
-    state = VelocityState
 
     server_momentum: float = in_range(0.9, 0, 1)
     server_lr: float = in_range(1.0, 0)
 
     def combine(
-        self, state: VelocityState, uploads: Mapping[int, ModelParameters], context: RoundContext
-    ) -> VelocityState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         parameters = average(uploads)
         velocity: dict[str, Tensor] = {}
         for name in trainable(context):
             w = state.parameters[name]
             v = w - parameters[name]
-            if state.velocity:
-                v = self.server_momentum * state.velocity[name] + v
+            if state.memory:
+                v = self.server_momentum * state.memory[name] + v
             velocity[name] = v
             parameters[name] = w - self.server_lr * v
-        return replace(state, parameters=parameters, velocity=velocity)
+        return replace(state, parameters=parameters, memory=velocity)
 
 
 @dataclass(frozen=True)
@@ -134,8 +128,6 @@ class FedProx(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        if not self.mu:
-            return LocalObjective()
         center = flatten_named(message.parameters, context.architecture)
         return LocalObjective(penalty=Pull(self.mu, center, torch.zeros_like(center)))
 
@@ -175,13 +167,7 @@ class Solo(TrainsLocally):
         "computed from private data"
     )
     robust_refusal = "the clients send no models that the server could average"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.final == "oca":
-            raise SettingError(
-                "method", "final", "must be 'aca' for solo, because solo has no global model"
-            )
+    oca_refusal = "it has no global model"
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
@@ -192,7 +178,7 @@ class Solo(TrainsLocally):
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
+            return Nothing(), copy.deepcopy(model.state_dict())
 
         return LocalObjective(make_upload=make_upload)
 
@@ -201,7 +187,5 @@ class Solo(TrainsLocally):
     ) -> ServerState:
         return state
 
-    def personal_parameters(
-        self, parameters: Mapping[str, Tensor], memory: Memory
-    ) -> Mapping[str, Tensor]:
+    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
         return memory or parameters

@@ -10,13 +10,14 @@ keeps the initial batch-norm layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
@@ -34,7 +35,7 @@ def local_names(model: nn.Module) -> set[str]:
     return names
 
 
-def shared_values(values: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def shared_values(values: Tensors, model: nn.Module) -> dict[str, Tensor]:
     """Returns the entries of a state dict that do not belong to batch-norm layers."""
     local = local_names(model)
     return {name: value for name, value in values.items() if name not in local}
@@ -83,7 +84,7 @@ class FedBN(TrainsLocally):
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            state = {name: value.clone() for name, value in model.state_dict().items()}
+            state = copy.deepcopy(model.state_dict())
             batch_norms = {name: state[name] for name in local_names(model)}
             return ModelParameters(shared_values(state, model), trained.weight), batch_norms
 
@@ -100,7 +101,5 @@ class FedBN(TrainsLocally):
         """Averages the uploads with equal weights (Algorithm 1) and keeps the batch-norm layers."""
         return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
-    def personal_parameters(
-        self, parameters: Mapping[str, Tensor], memory: Memory
-    ) -> Mapping[str, Tensor]:
+    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
         return {**parameters, **memory}

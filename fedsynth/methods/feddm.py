@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar
@@ -25,10 +25,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
+from fedsynth.core.method import Memories, Plans, Presets, Results
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import (
     IMAGES,
@@ -41,21 +41,7 @@ from fedsynth.models.flat import FlatNetwork
 from fedsynth.models.layers import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations
-from fedsynth.synthesizer.condensation.losses import DistributionMatcher
-from fedsynth.synthesizer.condensation.matching import (
-    ExactMatcher,
-    MatchingObjective,
-    NetworkMeansMatcher,
-)
-from fedsynth.synthesizer.condensation.private_matchers import PaperMatcher
-from fedsynth.synthesizer.condensation.sets import (
-    BatchIndices,
-    SyntheticSet,
-    split_uploads,
-    start_images,
-    train_on_union,
-)
+from fedsynth.synthesizer.condensation import augmentation, losses, matching, private_matchers, sets
 from fedsynth.validation import in_range, one_of
 
 
@@ -111,7 +97,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     }
 
     perturbation: str = one_of("sphere", "ball")
-    augment: str = one_of(*AUGMENTATIONS)
+    augment: str = one_of(*augmentation.AUGMENTATIONS)
     flip: bool = False
     logit_weight: float = in_range(1.0, 0)
     image_clip: float = in_range(0.0, 0)
@@ -127,7 +113,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     # ------------------------------------------------------------------- server, lines 2 to 8
 
     def server_step(
-        self, state: ServerState, uploads: Mapping[int, SyntheticSet], context: RoundContext
+        self, state: ServerState, uploads: Mapping[int, sets.SyntheticSet], context: RoundContext
     ) -> ServerState:
         """Trains the global model on the union of the clients' synthetic images (lines 7 and 8, Eq.
         10).
@@ -135,17 +121,13 @@ class FedDM(CondensingMethod, TrainsInBall):
         The training starts from w_r and stays within the ball of radius ρ.
         """
         w = context.load(state.parameters)
-        train_on_union(w, uploads, self.union_sgd(), context)
+        sets.train_on_union(w, uploads, self.union_sgd(), context)
         return replace(state, parameters=w.state_dict())
 
     # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.
 
@@ -157,14 +139,14 @@ class FedDM(CondensingMethod, TrainsInBall):
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs = self.pairs(clients)
-        S = start_images(  # last round's S_k, or real images (Sec. 4.1)
+        S = sets.start_images(  # last round's S_k, or real images (Sec. 4.1)
             clients, pairs, memories, context, self.ipc, self.start_average, self.restart
         )
         matcher = self._matcher(clients, pairs, context)
         networks = perturbed(
             with_grouped_statistics(w_r), self.radius, self.perturbation, context, matcher.period
         )
-        augments = augmentations(
+        augments = augmentation.augmentations(
             self.augment, pairs.label, context, flip=self.flip, period=matcher.period
         )
         u = self.features(clients, pairs, context, self.logit_weight)
@@ -177,30 +159,33 @@ class FedDM(CondensingMethod, TrainsInBall):
                 gradient = clipped_by_client(gradient, client, self.image_clip)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
-        sets = split_uploads(S, pairs, len(clients.ids))  # S_k, the client's memory
-        uploads = split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
-        return [(sent, {"images": S_k.images}) for sent, S_k in zip(uploads, sets, strict=True)]
+        condensed = sets.split_uploads(S, pairs, len(clients.ids))  # S_k, the client's memory
+        uploads = sets.split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
+        return [
+            (sent, {"images": S_k.images}) for sent, S_k in zip(uploads, condensed, strict=True)
+        ]
 
     def _matcher(
-        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
-    ) -> MatchingObjective:
+        self, clients: Group, pairs: ClientClassPairs, context: RoundContext
+    ) -> matching.MatchingObjective:
         """Returns the matching loss of the condensation (lines 13 to 17)."""
         if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
             return private_matching(clients, context, min_examples=self.min_examples)
         if self.networks_per_round:
-            return NetworkMeansMatcher(
+            return matching.NetworkMeansMatcher(
                 clients, pairs, min(self.networks_per_round, self.iterations)
             )
         seed, r = context.seed, context.round
-        batches = BatchIndices(  # line 13: B_c ~ D_k for each class c; of S_k always all
+        batches = sets.BatchIndices(  # line 13: B_c ~ D_k for each class c; of S_k always all
             clients, pairs, self.batch, self.iterations, seed, r, self.small_class
         )
-        exact = ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
+        exact = matching.ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
         if context.privacy is not None:
             noise = clients.noise(IMAGES)
-            return PaperMatcher(exact, pairs, batches, noise)  # lines 15 to 17 as printed
+            # lines 15 to 17 as printed
+            return private_matchers.PaperMatcher(exact, pairs, noise)
         if self.matching != "mean":
-            return DistributionMatcher(exact, self.matching, self.blur)
+            return losses.DistributionMatcher(exact, self.matching, self.blur)
         return exact
 
     # --------------------------------------------------------------------------- declarations
@@ -228,9 +213,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)
         return super().client_bytes(context) + 4 * means
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plan of the releases: T per round.
 
         For the mechanism `features`, returns the plans of M releases and of the class counts. M is

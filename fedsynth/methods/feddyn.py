@@ -10,7 +10,7 @@ With differential privacy, g_k is computed from released weights and stays on th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,11 @@ from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
-class DriftState(AveragingState):
-    """The server's state in FedDyn, with the accumulated drift h. An empty mapping means h = 0."""
-
-    h: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class FedDyn(TrainsLocally):
     """FedDyn: local training with a regulariser that aligns the clients' optima with the global
     one.
+
+    The memory of the server's state is the accumulated drift h.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -59,7 +54,6 @@ class FedDyn(TrainsLocally):
     )
     reference = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass = True
-    state = DriftState
 
     alpha: float = in_range(0.01, 0)
 
@@ -75,13 +69,11 @@ class FedDyn(TrainsLocally):
                 g[name] = g[name] - self.alpha * (w_k.detach() - w_t[name])
             return ModelParameters(model.state_dict(), trained.weight), g
 
-        if not self.alpha:
-            return LocalObjective(make_upload=make_upload)
         return LocalObjective(penalty=penalty, make_upload=make_upload)
 
     def combine(
-        self, state: DriftState, uploads: Mapping[int, ModelParameters], context: RoundContext
-    ) -> DriftState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         parameters = average(uploads, uniform=True)
         if self.alpha == 0:
             return replace(state, parameters=parameters)
@@ -91,6 +83,6 @@ class FedDyn(TrainsLocally):
             drift = torch.zeros_like(w_t)
             for upload in uploads.values():
                 drift += upload.parameters[name] - w_t
-            h[name] = state.h.get(name, 0) - self.alpha / context.clients * drift
+            h[name] = state.memory.get(name, 0) - self.alpha / context.clients * drift
             parameters[name] -= h[name] / self.alpha
-        return replace(state, parameters=parameters, h=h)
+        return replace(state, parameters=parameters, memory=h)

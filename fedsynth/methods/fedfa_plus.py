@@ -33,22 +33,15 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public, unprotected
-from fedsynth.core.method import Memory
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
+from fedsynth.core.method import Memory, Request
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.seeding import torch_generator
-from fedsynth.training.feature_statistics import (
-    Augmentation,
-    augmented,
-    channels,
-    modulation,
-    soft_histogram,
-    symmetric_divergence,
-)
+from fedsynth.training import feature_statistics
 from fedsynth.validation import check_embedding, in_range, one_of
 
 HISTOGRAM = "histogram"
@@ -63,7 +56,7 @@ class StatisticsDown(ModelParameters):
     γ and π are missing in round 1.
     """
 
-    statistics: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    statistics: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class StatisticsUp(ModelParameters):
     client's training, and the histogram π_k [D, bins].
     """
 
-    statistics: Mapping[str, Tensor] = unprotected()
+    statistics: Tensors = unprotected()
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class StatisticsState(AveragingState):
     """The server's state in FedFA+, with γ of each layer and the histogram π. The mapping is empty
     before the first round."""
 
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,9 +139,6 @@ class FedFAPlus(TrainsLocally):
                 "augment. Set method.parts=alignment for a network without it",
             )
 
-    def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:
-        return StatisticsDown(state.parameters, 1.0, state.statistics)
-
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:
@@ -156,25 +146,27 @@ class FedFAPlus(TrainsLocally):
         coin = torch_generator(seed, "augmentation coin", number, client)
         noise = torch_generator(seed, "augmentation", number, client, device=device)
         state: dict[str, Any] = {"coin": coin, "noise": noise}
-        layers: dict[str, Augmentation] = {}
+        layers: dict[str, feature_statistics.Augmentation] = {}
         for stage in self._stages(context):
             names = f"mean.{stage}", f"std.{stage}"
-            gammas = [message.statistics.get(name) for name in names]
-            accumulated = [memory.get(name) for name in names]
-            layer = Augmentation(self.probability, coin, noise, *gammas, *accumulated)
+            gammas = map(message.statistics.get, names)
+            accumulated = map(memory.get, names)
+            layer = feature_statistics.Augmentation(
+                self.probability, coin, noise, *gammas, *accumulated
+            )
             layers[stage] = layer
             state[f"statistics.{stage}"] = layer.statistics
         histogram = message.statistics.get(HISTOGRAM)  # π; never sent by clients of FedFA-l
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            with augmented(network, layers):
+            with feature_statistics.augmented(network, layers):
                 f = network.embed(x)  # type: ignore[operator]
             logits = network.classifier(f)  # type: ignore[operator]
             cross_entropy = F.cross_entropy(logits, y, reduction="none")
             if histogram is None:
                 return cross_entropy
-            batch_histogram = soft_histogram(f, self.bins, self.bin_temperature)
-            divergence = symmetric_divergence(batch_histogram, histogram)
+            batch_histogram = feature_statistics.soft_histogram(f, self.bins, self.bin_temperature)
+            divergence = feature_statistics.symmetric_divergence(batch_histogram, histogram)
             return cross_entropy + self.align_weight * divergence
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
@@ -190,11 +182,7 @@ class FedFAPlus(TrainsLocally):
         return LocalObjective(loss=loss, state=state, make_upload=make_upload)
 
     def finalize_upload(
-        self,
-        upload: StatisticsUp,
-        client: ExactClientView,
-        message: StatisticsDown,
-        context: RoundContext,
+        self, upload: StatisticsUp, client: ExactClientView, message: Request, context: RoundContext
     ) -> StatisticsUp:
         if self.parts == "augmentation" or not len(client.examples(0)):
             return upload
@@ -216,7 +204,9 @@ class FedFAPlus(TrainsLocally):
         """Returns the rules for the arrays that a client with at least one example sends."""
         network = context.architecture
         rules: dict[str, Array] = {}
-        widths = channels(network, self._stages(context), context.spec.image_shape)
+        widths = feature_statistics.channels(
+            network, self._stages(context), context.spec.image_shape
+        )
         for stage, width in widths.items():
             rules[f"mean.{stage}"] = Array((width,))
             rules[f"std.{stage}"] = Array((width,), low=0.0)
@@ -236,7 +226,7 @@ class FedFAPlus(TrainsLocally):
             if name == HISTOGRAM:
                 statistics[name] = values.mean(dim=0)  # π
             else:
-                statistics[name] = modulation(values)  # γ
+                statistics[name] = feature_statistics.modulation(values)  # γ
         return replace(state, parameters=average(uploads, uniform=True), statistics=statistics)
 
     def _stages(self, context: RoundContext) -> tuple[str, ...]:
@@ -258,5 +248,7 @@ class FedFAPlus(TrainsLocally):
             for indices in examples.split(chunk(examples.device)):
                 f = embed(client.images(indices))
                 share = len(indices) / len(examples)
-                histogram = histogram + share * soft_histogram(f, self.bins, self.bin_temperature)
+                histogram = histogram + share * feature_statistics.soft_histogram(
+                    f, self.bins, self.bin_temperature
+                )
         return histogram

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memories, Memory, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -41,7 +41,7 @@ from fedsynth.methods.shared.class_sums import (
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
-from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_embedding, in_range, one_of
 
@@ -210,11 +210,7 @@ class FedFM(TrainsLocally):
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
@@ -261,9 +257,7 @@ class FedFM(TrainsLocally):
 
         return LocalObjective(loss=loss)
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of DP-SGD, of the feature sums, and of the class counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
@@ -283,9 +277,7 @@ class FedFM(TrainsLocally):
             phase=self.sums_phase,
         )
 
-    def feature_sums(
-        self, model: nn.Module, client: ClientGroup, context: RoundContext
-    ) -> ClassSums:
+    def feature_sums(self, model: nn.Module, client: Group, context: RoundContext) -> ClassSums:
         """Computes the features of a client's examples with `model`, and adds them for each class."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
@@ -334,11 +326,7 @@ class FedFMLite(FedFM):
         return None
 
     def finalize_upload(
-        self,
-        upload: ModelParameters,
-        client: ClientGroup,
-        message: AnchorsDown,
-        context: RoundContext,
+        self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext
     ) -> ModelAndSums:
         trained = context.load(upload.parameters).requires_grad_(False).eval()
         computed = self.feature_sums(trained, client, context)

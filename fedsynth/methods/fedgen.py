@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, ExactClientView
+from fedsynth.core.client import ExactClientView, Group
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Array, Rule, check_named, check_tensor, most_examples
 from fedsynth.errors import UploadRejectedError
@@ -62,7 +62,7 @@ class GeneratorDown(ModelParameters):
     The generator is empty in round 1.
     """
 
-    generator: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    generator: Tensors = public("sent to clients, never uploaded")
     seen_classes: Tensor = public("sent to clients, never uploaded")
 
 
@@ -102,7 +102,7 @@ class GeneratorState(AveragingState):
             first round.
     """
 
-    learner: Mapping[str, Tensor] = field(default_factory=dict)
+    learner: Tensors = field(default_factory=dict)
     seen_classes: Tensor | None = None
 
 
@@ -234,11 +234,7 @@ class FedGen(TrainsLocally):
         )
 
     def finalize_upload(
-        self,
-        upload: ModelParameters,
-        client: ClientGroup,
-        message: GeneratorDown,
-        context: RoundContext,
+        self, upload: ModelParameters, client: Group, message: GeneratorDown, context: RoundContext
     ) -> ModelAndCounts:
         counts = torch.ones(context.spec.classes, device=context.device)
         if isinstance(client, ExactClientView):
@@ -269,9 +265,7 @@ class FedGen(TrainsLocally):
             logits = context.load(state.parameters).classifier(h)  # type: ignore[operator]
         return {**facts, GENERATOR: describe(tally(logits, labels))}
 
-    def _generator(
-        self, context: RoundContext, learner: Mapping[str, Tensor] | None = None
-    ) -> LatentGenerator:
+    def _generator(self, context: RoundContext, learner: Tensors | None = None) -> LatentGenerator:
         """Returns a generator with the given tensors, or a newly initialised generator."""
         classifier: Any = context.architecture.classifier
         with forked_rng(context.seed, "latent generator initialisation"):

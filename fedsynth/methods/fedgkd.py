@@ -11,14 +11,14 @@ charges it like the cross-entropy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -32,20 +32,15 @@ from fedsynth.validation import in_range
 class TeacherDown(ModelParameters):
     """The message to the clients of FedGKD: the model w_t, and the average of the last M models."""
 
-    teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
-
-
-@dataclass(frozen=True)
-class PastState(AveragingState):
-    """The server's state in FedGKD, with the last M global models as one tensor [M, …] for each
-    parameter. The mapping is empty before the first round."""
-
-    past: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
     """FedGKD: local training in which the average of the last global models is the teacher.
+
+    The memory of the server's state has the last M global models as one tensor [M, …] for each
+    parameter.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -64,7 +59,6 @@ class FedGKD(TrainsLocally):
     name = "fedgkd"
     summary = "local training distilled from the average of the last global models"
     downlink = TeacherDown
-    state = PastState
     reference = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
     gamma: float = in_range(0.2, 0)
@@ -73,9 +67,9 @@ class FedGKD(TrainsLocally):
     def check_request(self, message: TeacherDown, context: RoundContext) -> None:
         check_named("teacher", message.teacher, context.architecture.state_dict())
 
-    def broadcast(self, state: PastState, context: RoundContext) -> Message:
+    def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = dict(state.parameters)
-        for name, values in state.past.items():
+        for name, values in state.memory.items():
             if values.is_floating_point():
                 teacher[name] = values.double().mean(dim=0).to(values.dtype)
         return TeacherDown(state.parameters, 1.0, teacher)
@@ -96,11 +90,11 @@ class FedGKD(TrainsLocally):
         return LocalObjective(loss=loss if self.gamma else cross_entropies)
 
     def combine(
-        self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext
-    ) -> PastState:
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
         parameters = average(uploads)
         past: dict[str, Tensor] = {}
         for name, value in parameters.items():
-            values = state.past.get(name, state.parameters[name][None])
+            values = state.memory.get(name, state.parameters[name][None])
             past[name] = torch.cat([values, value[None]])[-self.buffer :]
-        return replace(state, parameters=parameters, past=past)
+        return replace(state, parameters=parameters, memory=past)

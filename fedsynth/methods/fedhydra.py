@@ -17,7 +17,7 @@ U is saved in the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,20 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Presets
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
-from fedsynth.synthesizer.distillation.ensemble import (
-    Aggregate,
-    OneShotDistillation,
-    average_of_logits,
-)
-from fedsynth.synthesizer.distillation.stratification import (
-    guidance,
-    pair_losses,
-    stratified_aggregation,
-    stratified_probabilities,
-    stratified_weights,
-)
+from fedsynth.synthesizer.distillation import ensemble, stratification
 from fedsynth.validation import in_range, one_of
 
 
@@ -113,7 +103,7 @@ class FedHydra(DataFreeEnsembleDistillation):
 
         This is the server's part of Algorithm 1, lines 9 to 25.
         """
-        losses = pair_losses(  # Algorithm 2
+        losses = stratification.pair_losses(  # Algorithm 2
             models,
             context.spec,
             context.seed,
@@ -125,12 +115,14 @@ class FedHydra(DataFreeEnsembleDistillation):
             width=self.generator_width,
             loop=context.server_loop,
         )
-        U = guidance(losses, self.stratification_floor)  # Eqs. 1 to 3
-        U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
+        U = stratification.guidance(losses, self.stratification_floor)  # Eqs. 1 to 3
+        U_r, U_c = stratification.stratified_weights(
+            U, in_place=self.columns == "in-place"
+        )  # Eqs. 4 to 7
         targets = None  # P
         if self.lessons == "average":
-            targets = average_of_logits
-        training = OneShotDistillation(
+            targets = ensemble.average_of_logits
+        training = ensemble.OneShotDistillation(
             self,
             models,
             self.aggregate(U_r, U_c),  # Eqs. 8 to 12
@@ -148,16 +140,16 @@ class FedHydra(DataFreeEnsembleDistillation):
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
         return EnsembleState({}, tallies=training.tallies, matrices=matrices)
 
-    def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
+    def aggregate(self, U_r: Tensor, U_c: Tensor) -> ensemble.Aggregate:
         """Returns the function that computes the prediction P of the ensemble (Algorithm 3)."""
         if self.aggregation == "average":
-            return average_of_logits
+            return ensemble.average_of_logits
         if self.aggregation == "clients":
             U_c = torch.ones_like(U_c)
-        weigh = stratified_aggregation
+        weigh = stratification.stratified_aggregation
         if self.outputs == "probabilities":
-            weigh = stratified_probabilities
+            weigh = stratification.stratified_probabilities
         return partial(weigh, by_class_CM=U_r, by_client_CM=U_c)
 
-    def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
+    def artefacts(self, state: EnsembleState) -> Tensors:
         return state.matrices

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory, Presets
 from fedsynth.core.uploads import check_named
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
@@ -69,7 +69,7 @@ class TwoModels(ModelParameters):
     is the teacher.
     """
 
-    teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    teacher: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

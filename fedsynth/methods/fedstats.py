@@ -28,31 +28,21 @@ scattering features by DP-SGD (arXiv 2011.11660).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.messages import ModelParameters, Tensors
+from fedsynth.core.method import Memories, Results
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics.class_moments import (
-    PIXELS,
-    ClassMoments,
-    PixelMoments,
-    Spectrum,
-    crossed_rows,
-    first_gradient,
-    moment_rows,
-    pixel_rows,
-    step_rows,
-)
+from fedsynth.methods.statistics import class_moments
 from fedsynth.methods.statistics.images import class_means_of
 from fedsynth.methods.statistics.settings import (
     CENTRE,
@@ -96,11 +86,7 @@ class FedStats(PlansStatistics):
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
@@ -117,12 +103,14 @@ class FedStats(PlansStatistics):
             return covariance_rows(features_Nd, features)
 
         def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
-            return pixel_rows(u_ND, labels_N, context.spec.classes)
+            return class_moments.pixel_rows(u_ND, labels_N, context.spec.classes)
 
         sums = self._sums(CENTRE, features, rows, clients)
         small = covariances = torch.zeros(len(sums), 0, device=sums.device)
         if self.releases_pictures(context.spec):
-            small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
+            small = self._sums(
+                class_moments.PIXELS, low_pass(context.spec.image_shape), pictures, clients
+            )
         if self.has_covariances(context.privacy, context.spec):
             covariances = self._sums(COVARIANCES, features, products, clients)
         results: Results = []
@@ -150,19 +138,15 @@ class FedStats(PlansStatistics):
             state = _with_parameters(state, roots)
         if not self.releases_pictures(context.spec):
             return state
-        small = self.pooled(total.pictures, clients, PIXELS, context)
+        small = self.pooled(total.pictures, clients, class_moments.PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
-        moments = PixelMoments.unpacked(small, width, context.spec.classes)
+        moments = class_moments.PixelMoments.unpacked(small, width, context.spec.classes)
         return replace(state, picture_means=moments.means, picture_roots=moments.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.
 
@@ -176,9 +160,13 @@ class FedStats(PlansStatistics):
 
         def rows(z: Tensor, labels_N: Tensor) -> Products:
             if context.round == 1:
-                make = moment_rows if self.has_second(context.privacy) else crossed_rows
+                make = (
+                    class_moments.moment_rows
+                    if self.has_second(context.privacy)
+                    else class_moments.crossed_rows
+                )
                 return make(z, labels_N, classes)
-            return step_rows(z, labels_N, weight, self.step_clip)
+            return class_moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
         sums = self._sums(name, features, rows, clients, embedding)
@@ -209,14 +197,14 @@ class FedStats(PlansStatistics):
             return self._closed_form(state, pool)
         weight = state.parameters["classifier.weight"]
         state = _with_parameters(state, {"classifier.weight": torch.zeros_like(weight)})
-        return self._momentum_step(state, first_gradient(pool, len(weight)), context)
+        return self._momentum_step(state, class_moments.first_gradient(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
         """Returns the state with the classifier that ridge regression computes from the released
         moments."""
         classes, d = state.parameters["classifier.weight"].shape
-        moments = ClassMoments.unpacked(pool, d, classes)
-        spectrum = Spectrum.of(moments, self.ridge)
+        moments = class_moments.ClassMoments.unpacked(pool, d, classes)
+        spectrum = class_moments.Spectrum.of(moments, self.ridge)
         weight = (SCALE * spectrum.solve(moments.crossed)).float()
         return replace(
             _with_parameters(state, {"classifier.weight": weight}),
@@ -236,7 +224,7 @@ class FedStats(PlansStatistics):
             if self.has_second(context.privacy):  # round 1 was discarded
                 return state
             return self._momentum_step(state, gradient, context)
-        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
+        spectrum = class_moments.Spectrum(state.eigenvalues, state.eigenvectors)
         noise = pool.noise_std / pool.records * math.sqrt(weight.shape[1])
         direction = spectrum.step(gradient, self.step_floor * noise)
         weight = weight - self.step_size * direction
@@ -257,7 +245,7 @@ class FedStats(PlansStatistics):
         name: str,
         features: FeatureMap,
         rows: Callable[[Tensor, Tensor], Products],
-        clients: ClientGroup,
+        clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
         """Computes what each client releases for the plan with this name, [clients, D]."""
@@ -266,5 +254,5 @@ class FedStats(PlansStatistics):
         return clients.feature_sums(features, rows, embedding).float()
 
 
-def _with_parameters(state: FedStatsState, changed: Mapping[str, Tensor]) -> FedStatsState:
+def _with_parameters(state: FedStatsState, changed: Tensors) -> FedStatsState:
     return replace(state, parameters={**state.parameters, **changed})

@@ -20,46 +20,115 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
-from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.client import Group, PrivateClientView, chunk
+from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.method import Memories, Plans, Presets, Results, Upload
+from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.features.random_images import random_images
 from fedsynth.methods.fedaf import resampled
 from fedsynth.methods.feddm import perturbed
-from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
-from fedsynth.methods.shared.fedsum_settings import (
-    FRESH,
-    CondensedState,
-    NetworkSums,
-    SumsFeatures,
-    SumsRequest,
+from fedsynth.methods.shared.class_sums import (
+    COUNTS,
+    IMAGES,
+    feature_plans,
+    feature_width,
+    sums_rules,
 )
+from fedsynth.methods.shared.condensing import TrainsInBall
+from fedsynth.methods.shared.noise_shares import DistributedNoise
+from fedsynth.privacy.disclosure import Disclosure
+from fedsynth.privacy.disclosure import released as made_of_released
+from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.augmentation import augmentations
-from fedsynth.synthesizer.condensation.matching import (
-    NetworkFeatures,
-    frozen_means,
-    matching_gradient,
-)
-from fedsynth.synthesizer.condensation.private_matchers import ones
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
+from fedsynth.synthesizer.condensation import augmentation, matching, private_matchers, sets
+from fedsynth.validation import check_embedding, in_range, one_of
+
+FRESH = "fresh"
+"""The value of `perturbation` that selects newly initialised networks."""
 
 
 @dataclass(frozen=True)
-class FedSum(SumsFeatures):
+class SumsRequest(ModelParameters):
+    """The message to the clients of FedSum: the model w_r and the synthetic images S.
+
+    S has the shape [classes · ipc, channels, H, W].
+
+    Clients subtract the class means of the features of S from their own features before summing
+    them.
+    """
+
+    images: Tensor = public("sent to clients, never uploaded")
+
+
+@dataclass(frozen=True)
+class NetworkSums(Message):
+    """The upload of a client in FedSum: class sums of features under each network, and class
+    counts.
+
+    The sums have the shape [M, classes, D], and the counts [classes].
+
+    The class means of the features of S are subtracted from the features.
+    """
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CondensedState(ServerState):
+    """The server's state in FedSum, with the synthetic images S.
+
+    S is normalised, [classes · ipc, channels, H, W]. A boolean mask [classes] marks the classes
+    with enough data.
+
+    S and the mask are None before the first round.
+    """
+
+    images: Tensor | None = None
+    condensed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FedSum(TrainsInBall, DistributedNoise):
     """FedSum: the server condenses one synthetic set towards class sums of the features of all
     clients.
 
-    The settings are documented in `SumsFeatures`.
+    Settings that FedDM also has mean the same as there. The remaining settings are documented in
+    `TrainsInBall` and `DistributedNoise`.
+
+    Args:
+        networks: M, the number of networks in a round. A client makes one pass over its data for
+            each network.
+        ipc: number of synthetic images per class.
+        iterations: T, the number of condensation steps of the server in a round. Step t uses
+            network t mod M.
+        image_lr: η_c, the learning rate of the images.
+        image_momentum: momentum of the updates of the images.
+        min_examples: smallest number of examples over all clients with which a class is used. With
+            differential privacy, the released count must also be at least twice the standard
+            deviation of its noise.
+        start: what the images start from. "noise" and "random-process" images are both public.
+        restart: whether the images start again in each round. With False, the images of the last
+            round are improved further.
+        perturbation: how the networks are drawn. "sphere" draws them from the sphere of radius ρ
+            around w_r, and "ball" from the inside of the ball. "fresh" initialises new networks,
+            and the server then trains without the bound ρ.
+        augment: augmentation of real and synthetic images, "none" or "siamese".
+        flip: whether "siamese" may mirror images.
+        logit_weight: b, the weight of the logits relative to the embedding.
+        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
+            multiplier of the sums under all M networks together. The setting is used only with
+            differential privacy.
 
     >>> from fedsynth import FedSum, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedSum(networks=4, ipc=5, iterations=40, image_lr=5.0, server_epochs=50)
@@ -74,6 +143,35 @@ class FedSum(SumsFeatures):
     name = "fedsum"
     summary = "the server condenses one set of images from class sums of features over all clients"
     reference = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
+    downlink = SumsRequest
+    upload = NetworkSums
+    state = CondensedState
+    dp_mechanisms = ("features",)
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 100, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},
+    }
+    robust_refusal = (
+        "the server adds class sums. In a robust rule, clients without examples of a class would "
+        "outvote the clients that have examples"
+    )
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        "condensed_classes": made_of_released("how many released counts are above their noise")
+    }
+
+    networks: int = in_range(16, 1, 10_000)
+    ipc: int = in_range(10, 1, sets.MAX_IPC)
+    iterations: int = in_range(1000, 1)
+    image_lr: float = in_range(1.0, 0)
+    image_momentum: float = in_range(0.0, 0, 1)
+    min_examples: int = in_range(1, 0)
+    start: str = one_of("noise", "random-process")
+    restart: bool = False
+    perturbation: str = one_of("sphere", "ball", FRESH)
+    augment: str = one_of(*augmentation.AUGMENTATIONS)
+    flip: bool = False
+    logit_weight: float = in_range(1.0, 0)
+    count_noise: float = in_range(3.0, 0.01)
 
     # --------------------------------------------------------------------------------- the messages
 
@@ -83,11 +181,7 @@ class FedSum(SumsFeatures):
     # ----------------------------------------------------------------------------------- the client
 
     def client_step(
-        self,
-        message: SumsRequest,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: SumsRequest, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 
@@ -100,7 +194,7 @@ class FedSum(SumsFeatures):
         charged = clients.series(IMAGES) if isinstance(clients, PrivateClientView) else []
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
-            s_m = frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
+            s_m = matching.frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
             sums.append(centred_sums(clients, charged, u_m, s_m))
             context.report("sums", m + 1, self.networks)
         counts = class_counts(clients)
@@ -110,12 +204,7 @@ class FedSum(SumsFeatures):
     # ----------------------------------------------------------------------------------- the server
 
     def from_sum(
-        self,
-        phase: str,
-        state: CondensedState,
-        total: NetworkSums,
-        clients: int,
-        context: RoundContext,
+        self, phase: str, state: CondensedState, total: Upload, clients: int, context: RoundContext
     ) -> CondensedState:
         """Condenses one synthetic set S towards the class means of all clients, and trains the
         model on S."""
@@ -124,7 +213,7 @@ class FedSum(SumsFeatures):
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)
-        s = torch.stack([frozen_means(next(maps), S) for _ in range(self.networks)])
+        s = torch.stack([matching.frozen_means(next(maps), S) for _ in range(self.networks)])
         floor = self._floor(clients, context)
         condensed = total.counts >= floor
         # target_{m,c} = s_{m,c} + Σ_k R_{k,m,c} / n_c: the class means of all clients' data
@@ -132,7 +221,7 @@ class FedSum(SumsFeatures):
         velocity = torch.zeros_like(S)
         for t in range(self.iterations):  # S ← S − η_c ∇_S Σ_c ‖mean_{S_c} u_m − target_{m,c}‖²
             target = targets[t % self.networks]
-            gradient = matching_gradient(next(maps), S, target, condensed.to(target.dtype))
+            gradient = matching.matching_gradient(next(maps), S, target, condensed.to(target.dtype))
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
             context.report("condense", t + 1, self.iterations)
@@ -141,7 +230,7 @@ class FedSum(SumsFeatures):
         sgd = self.union_sgd()
         if self.perturbation == FRESH:
             sgd = replace(sgd, radius=None)
-        train_on_union(w, {0: self._set(state, context)}, sgd, context)
+        sets.train_on_union(w, {0: self._set(state, context)}, sgd, context)
         return replace(state, parameters=w.state_dict())
 
     def facts(self, state: CondensedState, context: RoundContext) -> Mapping[str, Any]:
@@ -172,7 +261,9 @@ class FedSum(SumsFeatures):
             rate = context.privacy.sample_rate
         return max(1.0, self.min_examples * (rate or 1.0), noise)
 
-    def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
+    def _feature_maps(
+        self, w_r: nn.Module, context: RoundContext
+    ) -> Iterator[matching.NetworkFeatures]:
         """Yields the features u_1, …, u_M under the round's networks, and then starts again with
         u_1.
 
@@ -184,10 +275,10 @@ class FedSum(SumsFeatures):
         else:
             networks = perturbed(w_r, self.radius, self.perturbation, context, self.networks)
         labels = torch.arange(context.spec.classes)
-        augments = augmentations(
+        augments = augmentation.augmentations(
             self.augment, labels, context, flip=self.flip, period=self.networks
         )
-        u = NetworkFeatures(
+        u = matching.NetworkFeatures(
             logit_weight=self.logit_weight,
             precision=context.precision,
             memory_bytes=context.memory_bytes // 2,
@@ -216,18 +307,48 @@ class FedSum(SumsFeatures):
         """Reshapes the images to [classes, ipc, channels, H, W]."""
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
-    def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
+    def _set(self, state: CondensedState, context: RoundContext) -> sets.SyntheticSet:
         """Returns the images and labels of the classes that have enough data."""
         if state.images is None or state.condensed is None:
             raise ValueError("the server's state has no images, because no round was completed")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
-        return SyntheticSet(state.images[condensed], labels[condensed])
+        return sets.SyntheticSet(state.images[condensed], labels[condensed])
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+
+    def check_request(self, message: SumsRequest, context: RoundContext) -> None:
+        rows = context.spec.classes * self.ipc
+        check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        shape = self.networks, context.spec.classes, feature_width(context, logits=True)
+        return sums_rules(client, shape, IMAGES, context, self.sum_dtype(IMAGES, context))
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        return {"sums": IMAGES, "counts": COUNTS}
+
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
+        """Returns the plans of M releases of sums in each round, and of one release of the
+        counts."""
+        refuse_batch_norm(context.architecture)
+        plans = feature_plans(
+            privacy, context, networks=self.networks, count_noise=self.count_noise
+        )
+        return self.sum_over_clients(plans, privacy, context)
+
+    def client_bytes(self, context: RoundContext) -> int:
+        numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
+        return 16 * numbers
 
 
 def centred_sums(
-    clients: ClientGroup, charged: Sequence[GaussianSumMechanism], u: NetworkFeatures, s_CD: Tensor
+    clients: Group,
+    charged: Sequence[GaussianSumMechanism],
+    u: matching.NetworkFeatures,
+    s_CD: Tensor,
 ) -> Tensor:
     """Adds the features of each client's examples for each class, after subtracting the class's
     mean s_c.
@@ -260,14 +381,14 @@ def centred_sums(
     return sums.float()
 
 
-def class_counts(clients: ClientGroup) -> Tensor:
+def class_counts(clients: Group) -> Tensor:
     """Counts the examples of each class at each client, [K, C].
 
     With differential privacy, the counts are noisy.
     """
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
-        noisy = clients.class_sums(clients.series(COUNTS), ones)
+        noisy = clients.class_sums(clients.series(COUNTS), private_matchers.ones)
         return noisy.view(len(clients.ids), classes)
     counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
     for k in range(len(clients.ids)):

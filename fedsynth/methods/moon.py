@@ -14,6 +14,7 @@ charges it like the cross-entropy.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,8 @@ class Moon(TrainsLocally):
             return cross_entropy + self.mu * contrastive(z, z_global, z_previous, self.temperature)
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            parameters = {name: value.clone() for name, value in model.state_dict().items()}
-            return ModelParameters(model.state_dict(), trained.weight), parameters
+            parameters = model.state_dict()
+            return ModelParameters(parameters, trained.weight), copy.deepcopy(parameters)
 
         if not self.mu:
             return LocalObjective(make_upload=make_upload)

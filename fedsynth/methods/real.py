@@ -5,7 +5,7 @@ The control shows how much condensation improves on real images. It protects not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,24 +13,16 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import ModelParameters, unprotected
-from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.messages import unprotected
+from fedsynth.core.method import Memories, Presets, Request, Results
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
-from fedsynth.synthesizer.condensation.sets import (
-    MAX_IPC,
-    SyntheticSet,
-    check_set,
-    real_start,
-    set_rules,
-    split_uploads,
-    train_on_union,
-)
+from fedsynth.synthesizer.condensation import sets
 from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
-class RealImages(SyntheticSet):
+class RealImages(sets.SyntheticSet):
     """The upload of a client in REAL: some of its real images, without any protection."""
 
     images: Tensor = unprotected()
@@ -65,32 +57,28 @@ class Real(TrainsInBall):
     refusal = "the clients send real images, which no mechanism protects"
     presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
-    ipc: int = in_range(10, 1, MAX_IPC)
+    ipc: int = in_range(10, 1, sets.MAX_IPC)
     min_examples: int = in_range(10, 0)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return set_rules(context.spec, self.ipc)
+        return sets.set_rules(context.spec, self.ipc)
 
     def check_upload(
         self, phase: str, upload: RealImages, client: int, context: RoundContext
     ) -> None:
-        check_set(upload, self.ipc)
+        sets.check_set(upload, self.ipc)
 
     def client_step(  # type: ignore[override]
-        self,
-        message: ModelParameters,
-        clients: ExactClientView,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: ExactClientView, memories: Memories, context: RoundContext
     ) -> Results:
         pairs = clients.segments(self.min_examples)
-        images = real_start(clients, pairs, self.ipc, context.seed)
-        sets = split_uploads(images, pairs, len(clients.ids))
-        return [(RealImages(S_k.images, S_k.labels), {}) for S_k in sets]
+        images = sets.real_start(clients, pairs, self.ipc, context.seed)
+        sampled = sets.split_uploads(images, pairs, len(clients.ids))
+        return [(RealImages(S_k.images, S_k.labels), {}) for S_k in sampled]
 
     def server_step(
         self, state: ServerState, uploads: Mapping[int, RealImages], context: RoundContext
     ) -> ServerState:
         w = context.load(state.parameters)
-        train_on_union(w, uploads, self.union_sgd(), context)
+        sets.train_on_union(w, uploads, self.union_sgd(), context)
         return replace(state, parameters=w.state_dict())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public, released
 from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Named, Rule, check_named
 from fedsynth.errors import SettingError
@@ -35,7 +35,7 @@ class ControlDown(ModelParameters):
     """The message to the clients of SCAFFOLD: the model x and the control variate c. An empty
     mapping means c = 0."""
 
-    control: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    control: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class ControlUp(ModelParameters):
     """The upload of a client in SCAFFOLD: the model y, and the change Δc of the client's control
     variate."""
 
-    control: Mapping[str, Tensor] = released()
+    control: Tensors = released()
 
 
 @dataclass(frozen=True)
 class ControlState(AveragingState):
     """The server's state in SCAFFOLD, with the control variate c. An empty mapping means c = 0."""
 
-    control: Mapping[str, Tensor] = field(default_factory=dict)
+    control: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,6 @@ class Scaffold(TrainsLocally):
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         rule = Named.like(dict(context.architecture.named_parameters()))
         return {**super().upload_rules(phase, client, context), "control": rule}
-
-    def broadcast(self, state: ControlState, context: RoundContext) -> Message:
-        return ControlDown(state.parameters, 1.0, state.control)
 
     def task(
         self, client: int, message: ControlDown, memory: Memory, context: RoundContext

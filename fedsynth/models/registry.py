@@ -159,7 +159,7 @@ class ModelSettings:
         if self.weights not in ("", PRETRAINED):
             object.__setattr__(self, "weights", str(expanded(self.weights).absolute()))
         if is_label(self.name) and self.name not in _MODELS:
-            raise unloaded_file("model", "name", self.name, _MODELS, "fedsynth.register_model")
+            raise unloaded_file("model", "name", self.name, "fedsynth.register_model")
         if self.name not in _MODELS:
             raise unknown_name("model", self.name, _MODELS, "model", "name")
         norms = _MODELS[self.name].norms

@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
-from fedsynth.reproduction.rows import measured, run_hash
+from fedsynth.reproduction.rows import Row, measured, run_hash
 from fedsynth.reproduction.runs import Job, jobs_of
 from fedsynth.results.finished import Spread
 
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

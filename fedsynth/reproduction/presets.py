@@ -34,7 +34,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -138,19 +138,19 @@ class Block:
     """Settings that apply to some cells, with their source.
 
     Args:
-        sections: the sections of settings.
         source: where the paper states the settings, or a statement that we chose them.
+        sections: the sections of settings.
         why: the reason for our choice. It may be empty.
         when: a mapping from columns to values, which selects the cells to which the block applies.
             If it is empty, the block applies to all cells.
         variant: the final model to which the numbers refer, if a run has several. Otherwise empty.
     """
 
-    sections: Mapping[str, Mapping[str, Any]]
     source: str
-    why: str
-    when: When
-    variant: str
+    sections: Mapping[str, Mapping[str, Any]]
+    why: str = ""
+    when: When = field(default_factory=dict)
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
         PresetError: no cell matches the filters.
     """
     matching = table.select(**filters)
-    runnable = [cell for cell in matching if not table.refusal(cell)] or list(matching)
+    runnable = list(itertools.filterfalse(table.refusal, matching)) or list(matching)
     paper = table.name.partition(":")[0]
     return min(runnable, key=lambda cell: (cell.method != paper, not cell.method.startswith(paper)))
 
@@ -374,7 +374,6 @@ def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
 
 DATA = files("fedsynth.reproduction")
 _TABLES = DATA / "tables"
-_BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 
 @functools.cache
@@ -385,27 +384,18 @@ def published() -> tuple[Mapping[str, str], ...]:
 
 
 def load_preset(
-    name: str,
-    *,
-    dataset: str | None = None,
-    partition: str | None = None,
-    alpha: float | None = None,
-    clients: int | None = None,
-    rounds: int | None = None,
-    method: str | None = None,
-    note: str | None = None,
-    seed: int = 0,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str, *, seed: int = 0, changes: Changes | None = None, **filters: str | float | None
 ) -> RunSettings:
     """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
     Args:
         name: the name of the preset, such as "feddm:table2". The command `fedsynth reproduce
             --list` prints all names.
-        dataset, partition, alpha, clients, rounds, method, note: filters that select a cell of the
-            table. If several cells match, the first cell with the paper's method is used.
         seed: the seed of the run.
         changes: sections of settings that override those of the preset, as for `resolve`.
+        filters: values of dataset, partition, alpha, clients, rounds, method and note, which select
+            a cell of the table. If several cells match, the first cell with the paper's method is
+            used.
 
     Raises:
         UnknownNameError: there is no preset with this name.
@@ -416,15 +406,16 @@ def load_preset(
     ('feddm', 10, 20, 0.1)
     """
     table = preset(name)
-    filters = {"dataset": dataset, "partition": partition, "alpha": alpha, "clients": clients}
-    cell = main_cell(table, **filters, rounds=rounds, method=method, note=note)
-    return table.settings(cell, seed, changes)
+    return table.settings(main_cell(table, **filters), seed, changes)
 
 
 def preset_names() -> tuple[str, ...]:
     """Returns the names of all presets, sorted by paper and table."""
-    stems = [file.name.removesuffix(".toml") for file in _TABLES.iterdir() if file.is_file()]
-    return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_table_order))
+    names = []
+    for file in _TABLES.iterdir():
+        if file.is_file():
+            names.append(file.name.removesuffix(".toml").replace("-", ":", 1))
+    return tuple(sorted(names, key=_table_order))
 
 
 @functools.cache
@@ -448,8 +439,8 @@ def preset(name: str) -> Preset:
         source,
         table,
         file["title"],
-        tuple(_block(name, block) for block in blocks),
-        tuple((_when(name, entry.get("when", {})), str(entry["reason"])) for entry in refusals),
+        tuple(map(_block, blocks)),
+        tuple((_when(entry.get("when", {})), str(entry["reason"])) for entry in refusals),
         (*_published_cells(name, rows), *_cells_without_number(name, file.get("cells", []))),
     )
 
@@ -477,30 +468,17 @@ def _table_order(name: str) -> tuple[str, int, str]:
     return paper, int(digits or 0), table
 
 
-def _when(name: str, columns: Mapping[str, Any]) -> When:
-    if unknown := set(columns) - set(COLUMNS):
-        raise PresetError(
-            f"preset {name}: the columns in `when` must be among {', '.join(COLUMNS)}, got "
-            f"{min(unknown)}"
-        )
+def _when(columns: Mapping[str, Any]) -> When:
     when = {}
     for column, values in columns.items():
         when[column] = tuple(values) if isinstance(values, list) else (values,)
     return when
 
 
-def _block(name: str, entry: Mapping[str, Any]) -> Block:
-    if unknown := set(entry) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a [[settings]] block has the unknown key {min(unknown)}")
-    if not entry.get("source"):
-        raise PresetError(f"preset {name}: every [[settings]] block must have the key `source`")
-    return Block(
-        {section: entry[section] for section in SECTIONS if section in entry},
-        entry["source"],
-        entry.get("why", ""),
-        _when(name, entry.get("when", {})),
-        entry.get("variant", ""),
-    )
+def _block(entry: Mapping[str, Any]) -> Block:
+    facts = dict(entry)
+    sections = {section: facts.pop(section) for section in SECTIONS if section in facts}
+    return Block(sections=sections, when=_when(facts.pop("when", {})), **facts)
 
 
 def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
@@ -525,7 +503,7 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
     An entry may list several values of a column. There is one cell for each combination of values.
     """
     for entry in entries:
-        columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
+        columns = _when({key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
             texts = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}

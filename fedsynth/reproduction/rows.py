@@ -34,13 +34,14 @@ import torch
 from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, writing
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.presets import Number
 from fedsynth.results.finished import run_folders
 from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS
 from fedsynth.version import __version__
 
+Row = Mapping[str, Any]
 NEEDED = {
     *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
     *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
@@ -89,19 +90,17 @@ class Rows:
                 ) from None
         return rows_by_settings
 
-    def append(self, preset: str, row: Mapping[str, Any]) -> None:
+    def append(self, preset: str, row: Row) -> None:
         """Appends the row of a finished run to the file of its table.
 
         Raises:
             OutputError: the file cannot be written.
         """
         path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
-        try:
+        with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
     def run_folder(self, settings: RunSettings) -> Path:
         """Returns the parent folder of the run folder for a run with these settings.
@@ -132,11 +131,9 @@ def claimed(folder: Path) -> Iterator[bool]:
     Raises:
         OutputError: the folder cannot be created.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open_regular(folder / ".claimed", writing=True, create=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,10 +164,10 @@ def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
     """
     if folder is None or not (folder / METRICS).exists():
         return []
-    return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]
+    return list(map(decode_json, read_text(folder / METRICS).splitlines()))
 
 
-def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
+def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
     """Returns the entries of a result row that summarise the rounds of a finished run.
 
     Args:
@@ -178,7 +175,7 @@ def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str,
         domains: True if each client has the images of one domain. The accuracy of each client is
             then kept.
     """
-    last: Mapping[str, Any] = {"upload_floats": 0, "client_upload_bytes": [0]}
+    last: Row = {"upload_floats": 0, "client_upload_bytes": [0]}
     if rows:
         last = rows[-1]
     return {
@@ -233,7 +230,7 @@ bytes."""
 FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
-def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
+def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:
     """Converts the metrics of each round to a curve, which has one list for each metric.
 
     Args:
@@ -249,7 +246,7 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
     return curve
 
 
-def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, float]:
+def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
     """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for name, accuracy in row.get("domain_accuracy", {}).items():
@@ -266,12 +263,7 @@ def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, fl
 
 
 def measured(
-    number: Number,
-    row: Mapping[str, Any],
-    *,
-    variant: str,
-    dataset: str,
-    fedavg: Mapping[str, Any] | None = None,
+    number: Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
 ) -> float | None:
     """Returns the value with which a finished run reproduces a published number.
 
@@ -335,7 +327,7 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     return sum(values) / len(names) if len(values) == len(names) else None
 
 
-def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
+def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
     """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
 
     Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is

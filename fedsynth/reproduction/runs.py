@@ -28,7 +28,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ from fedsynth.reproduction.rows import (
 )
 from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import trains_together
+from fedsynth.validation import flattened
 
 EXAMPLES = 50
 """The average number of examples per client that a scaled run keeps at least."""
@@ -94,10 +96,7 @@ class Job:
 
 def changed_settings(changes: Changes) -> str:
     """Formats changed settings as one line, such as "method.lr=0.1, run.rounds=5"."""
-    texts = []
-    for section, values in changes.items():
-        texts += [f"{section}.{key}={value}" for key, value in values.items()]
-    return ", ".join(texts)
+    return ", ".join(f"{key}={value}" for key, value in flattened(changes).items())
 
 
 def jobs_of(
@@ -125,7 +124,7 @@ def jobs_of(
         FedsynthError: the changes are invalid, as for `resolve`.
     """
     changes = changes or {}
-    runnable = [cell for cell in cells if not table.refusal(cell)]
+    runnable = list(filterfalse(table.refusal, cells))
     jobs = []
     for seed in seeds:
         for cell in runnable:
@@ -273,6 +272,7 @@ class Outcome:
         return f"{self.status}: {self.text}" if self.text else self.status
 
 
+@dataclass(eq=False)
 class Runner:
     """Runs jobs within a time budget, and stores the result of each finished run.
 
@@ -284,21 +284,13 @@ class Runner:
         download: True lets torchvision download missing data sets.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        clock: Clock,
-        *,
-        report: Callable[[str], None],
-        watch: Watch,
-        download: bool = False,
-    ) -> None:
-        self._rows = rows
-        self._clock = clock
-        self._report = report
-        self._watch = watch
-        self._download = download
-        self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
+    rows: Rows
+    clock: Clock
+    _: KW_ONLY
+    report: Callable[[str], None]
+    watch: Watch
+    download: bool = False
+    _data: tuple[str, tuple[ImageData, ImageData]] | None = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Runs the jobs one after another, and yields the outcome of each job.
@@ -310,23 +302,23 @@ class Runner:
                 outcome = self._run_unless_existing(job)
             except FedsynthError as error:
                 outcome = Outcome(job, "failed", str(error), error)
-            self._report(f"{job.name}: {outcome.description}")
+            self.report(f"{job.name}: {outcome.description}")
             yield outcome
 
     def _run_unless_existing(self, job: Job) -> Outcome:
-        if run_hash(job.settings) in self._rows.all():
+        if run_hash(job.settings) in self.rows.all():
             return Outcome(job, "existing")
-        if not self._clock.remaining:
+        if not self.clock.remaining:
             return Outcome(job, "not begun", "the time budget is exhausted")
-        with claimed(self._rows.run_folder(job.settings)) as free:
+        with claimed(self.rows.run_folder(job.settings)) as free:
             if not free:
                 return Outcome(job, "claimed", "another process runs this cell")
-            if run_hash(job.settings) in self._rows.all():  # finished in the meantime
+            if run_hash(job.settings) in self.rows.all():  # finished in the meantime
                 return Outcome(job, "existing")
             return self._resume_or_begin(job)
 
     def _resume_or_begin(self, job: Job) -> Outcome:
-        folder = self._rows.run_folder(job.settings)
+        folder = self.rows.run_folder(job.settings)
         complete = finished(folder)
         if complete is not None:  # a call was killed between the run's end and writing its row
             return self._append(job, metrics_of(complete))
@@ -334,22 +326,22 @@ class Runner:
         rounds = metrics_of(incomplete)
         seconds = rounds[-1]["seconds"] if rounds else 0.0
         checkpointed = checkpointed_inside(job.settings, self._loaded(job.settings)[0].spec)
-        if not round_fits(self._clock, seconds, checkpointed):
-            text = f"a round takes {seconds:.0f} s, but {self._clock.remaining:.0f} s remain"
+        if not round_fits(self.clock, seconds, checkpointed):
+            text = f"a round takes {seconds:.0f} s, but {self.clock.remaining:.0f} s remain"
             return Outcome(job, "not begun", text)
         return self._simulate(job, folder, incomplete, checkpointed)
 
     def _simulate(self, job: Job, folder: Path, resume: Path | None, checkpointed: bool) -> Outcome:
         settings = job.settings
-        with self._watch(settings) as inner:
+        with self.watch(settings) as inner:
             try:
                 result = simulate(
                     settings,
                     data=self._loaded(settings),
                     output=None if resume else folder,
-                    observer=BudgetObserver(inner, self._clock, settings.rounds, checkpointed),
+                    observer=BudgetObserver(inner, self.clock, settings.rounds, checkpointed),
                     resume=resume,
-                    trained=self._rows.trained,
+                    trained=self.rows.trained,
                 )
             except OutOfTimeError:
                 rounds = len(metrics_of(unfinished(folder)))
@@ -369,7 +361,7 @@ class Runner:
             "cell": job.cell.columns(),
             "seed": job.seed,
             "settings": digest,
-            "scale": self._rows.scale,
+            "scale": self.rows.scale,
             "changes": {section: dict(values) for section, values in job.changes.items()},
             "precision": settings.precision,
             "compile": settings.compile,
@@ -377,13 +369,13 @@ class Runner:
             **more,
             **environment(),
         }
-        self._rows.append(job.table.name, row)
+        self.rows.append(job.table.name, row)
         return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
 
     def _loaded(self, settings: RunSettings) -> tuple[ImageData, ImageData]:
         """Loads the data set of a run. The data set that was used last stays in memory."""
         if self._data is None or self._data[0] != settings.dataset:
             self._data = None
-            loaded = load_dataset(settings.dataset, settings.data_root, download=self._download)
+            loaded = load_dataset(settings.dataset, settings.data_root, download=self.download)
             self._data = settings.dataset, loaded
         return self._data[1]

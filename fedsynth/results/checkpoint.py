@@ -5,7 +5,7 @@
         state-ROUND.safetensors      the server's state
         memory-CLIENT-ROUND.…        a client's memory after the last round in which it took part
         upload-CLIENT-ROUND.…        the synthetic images that a client sent in the last round
-        steps-ROUND-NAME             a long loop within a round (see `run_checkpoints.py`)
+        steps-ROUND-NAME             a long loop within a round (see `LoopCheckpoints`)
 
 `checkpoint.json` is replaced last, and atomically. There is therefore always one complete
 checkpoint, even if the run is killed or the disk is full. Files that `checkpoint.json` does not
@@ -21,29 +21,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import ServerState
-from fedsynth.core.messages import Message, Packed
+from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
-from fedsynth.errors import CheckpointError, MessageError, OutputError
-from fedsynth.privacy.files import (
-    MAX_TENSORS_BYTES,
-    decode_json,
-    read_regular,
-    read_text,
-    sync_folder,
-    write_whole,
-)
+from fedsynth.errors import CheckpointError, MessageError, writing
+from fedsynth.federation.client_runtime import ClientRuntime
+from fedsynth.privacy import files
+from fedsynth.results.run_folder import CONFIG, RunFolder
+from fedsynth.training.loop import TRAINED, LoopCheckpointer, MakeTensors
+from fedsynth.validation import read_sections
 
 FORMAT = 1
 POINTER = "checkpoint.json"
@@ -60,7 +60,7 @@ class ClientMemory(Packed):
         memory: the tensors by name.
     """
 
-    memory: Mapping[str, Tensor]
+    memory: Tensors
 
 
 @dataclass(frozen=True)
@@ -119,32 +119,32 @@ class CheckpointFolder:
         """
         number = checkpoint.round
         contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
-        files: dict[str, str] = {}
+        hashes: dict[str, str] = {}
         memory_files = self._memories()
         unchanged = (stored | checkpoint.memories.keys() - changed) & memory_files.keys()
         for client in sorted(unchanged):
-            files[memory_files[client]] = self._files[memory_files[client]]
+            hashes[memory_files[client]] = self._files[memory_files[client]]
         for client, memory in checkpoint.memories.items():
             if client not in unchanged:
                 contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
         for client, upload in checkpoint.uploads.items():
             contents[f"upload-{client}-{number}.safetensors"] = upload
-        with self.writing():
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for name, packed in contents.items():
                 content = packed.to_bytes()
-                write_whole(self.path / name, content, lasting=False)
-                files[name] = hashlib.sha256(content).hexdigest()
-            sync_folder(self.path)  # all files at once, before the pointer names them
+                files.write_whole(self.path / name, content, lasting=False)
+                hashes[name] = hashlib.sha256(content).hexdigest()
+            files.sync_folder(self.path)  # all files at once, before the pointer names them
             pointer: dict[str, Any] = {
                 "format": FORMAT,
                 "identity": self.identity,
                 "rows": list(checkpoint.rows),
-                "files": files,
+                "files": hashes,
             }
             pointer["sha256"] = _hash_of(pointer)
-            write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
-            self._files = files
+            files.write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
+            self._files = hashes
             self._prune()
 
     def read(self, method: Method) -> Checkpoint | None:
@@ -180,7 +180,9 @@ class CheckpointFolder:
         return Checkpoint(tuple(pointer["rows"]), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
-        pointer: dict[str, Any] = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
+        pointer: dict[str, Any] = files.decode_json(
+            files.read_text(self.path / POINTER, MAX_POINTER_BYTES)
+        )
         if pointer["format"] != FORMAT:
             raise self._damaged(f"{POINTER} does not have format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
@@ -195,7 +197,7 @@ class CheckpointFolder:
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
-        content = read_regular(self.path / name, MAX_TENSORS_BYTES)
+        content = files.read_regular(self.path / name, files.MAX_TENSORS_BYTES)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise self._damaged(f"the content of {name} does not match its hash")
         return content
@@ -229,16 +231,6 @@ class CheckpointFolder:
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                f"cannot write a checkpoint into {self.path}: {error.strerror or error}. Correct "
-                "this problem, and then resume the run"
-            ) from None
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
@@ -293,3 +285,222 @@ def _hash_of(pointer: Mapping[str, Any]) -> str:
 def _client(name: str) -> int:
     """Returns the index of the client, which is a part of the given file name."""
     return int(name.split("-")[1].split(".")[0])
+
+
+HASH_BYTES = 32
+STEP_SECONDS = 60.0
+"""The time between two writes of the checkpoints of long loops within a round, in seconds."""
+
+
+@dataclass(frozen=True)
+class LoopState(Packed):
+    """The state of a long loop within a round, such as a training, from which the loop can be
+    resumed.
+
+    Args:
+        tensors: the tensors from which the loop can resume, by name.
+        step: the number of finished steps.
+        seconds: the time that these steps took, in seconds.
+    """
+
+    tensors: Tensors
+    step: int
+    seconds: float
+
+
+class LoopCheckpoints(LoopCheckpointer):
+    """Reads and writes the checkpoints of the loops within one round.
+
+    Args:
+        folder: the folder with the run's checkpoint.
+        number: the round number.
+        seconds: the minimum time between two writes.
+        trained: a folder in which runs share finished trainings, or None. The name of a training,
+            which begins with `TRAINED`, must determine its result.
+
+    Attributes:
+        resumed_seconds: the time in seconds that other processes have spent on the loops that were
+            resumed. It includes earlier processes of the same run.
+    """
+
+    def __init__(
+        self, folder: CheckpointFolder, number: int, seconds: float, trained: Path | None = None
+    ) -> None:
+        self.resumed_seconds = 0.0
+        self.shares_trainings = trained is not None
+        self._trained = trained
+        self._folder = folder
+        self._number = number
+        self._seconds = seconds
+        self._next_write = time.monotonic() + seconds
+        self._paths: dict[str, Path] = {}
+        self._started: dict[str, float] = {}
+        self._finished: dict[Path, LoopState] = {}
+
+    def load(self, name: str) -> tuple[int, Tensors] | None:
+        """Returns the step and the tensors from which a loop resumes, or None if nothing was saved.
+
+        The call also starts the clock that measures the duration of the loop.
+
+        If the same name is loaded twice, the second call is for a different loop.
+        """
+        path = self._folder.path / f"steps-{self._number}-{name}"
+        if name in self._paths:
+            path = self._paths[name].with_name(f"{self._paths[name].name}-again")
+        self._paths[name] = path
+        self._started[name] = time.monotonic()
+        state = read_loop_state(path, self._folder.identity)
+        if state is None and self._trained is not None and name.startswith(TRAINED):
+            state = read_loop_state(self._trained / name, "")
+        if state is None:
+            return None
+        self._started[name] -= state.seconds
+        self.resumed_seconds += state.seconds
+        return int(state.step), state.tensors
+
+    def offer(self, name: str, step: int, tensors: MakeTensors) -> None:
+        """Writes a checkpoint of a loop if enough time has passed since the last write.
+
+        The states of finished loops that still wait to be written are written at the same time.
+
+        Raises:
+            OutputError: the files cannot be written.
+        """
+        if self._is_due():
+            state = LoopState(tensors(), step, time.monotonic() - self._started[name])
+            self._write({**self._finished, self._paths[name]: state})
+
+    def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
+        """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
+
+        The result is written at once if enough time has passed since the last write. Otherwise, it
+        is written together with the next checkpoint of another loop. A finished training is also
+        shared, if the folder for it can be written.
+
+        Raises:
+            OutputError: the files cannot be written.
+        """
+        state = LoopState(tensors(), steps, time.monotonic() - self._started[name])
+        self._finished[self._paths[name]] = state
+        if self._trained is not None and name.startswith(TRAINED):
+            with suppress(OSError):
+                self._trained.mkdir(parents=True, exist_ok=True)
+                # another process may write the same training
+                own_file = self._trained / f"{name}.{os.getpid()}"
+                files.write_whole(own_file, _with_hash(state, ""))
+                os.replace(own_file, self._trained / name)
+        if self._is_due():
+            self._write(self._finished)
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._next_write
+
+    def _write(self, states: Mapping[Path, LoopState]) -> None:
+        with writing(self._folder.path):
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            for path, state in states.items():
+                files.write_whole(path, _with_hash(state, self._folder.identity))
+        self._finished = {}
+        self._next_write = time.monotonic() + self._seconds
+
+
+def read_loop_state(path: Path, identity: str) -> LoopState | None:
+    """Reads the checkpoint of a loop. Returns None if the file is missing, damaged, or belongs to
+    another run.
+    """
+    try:
+        content = files.read_regular(path, files.MAX_TENSORS_BYTES)
+        if _loop_hash(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
+            return None
+        return LoopState.from_bytes(content[HASH_BYTES:])
+    except (OSError, MessageError):
+        return None
+
+
+def _with_hash(state: LoopState, identity: str) -> bytes:
+    content = state.to_bytes()
+    return _loop_hash(content, identity) + content
+
+
+def _loop_hash(content: bytes, identity: str) -> bytes:
+    return hashlib.sha256(f"{FORMAT} {identity}\n".encode() + content).digest()
+
+
+class RunCheckpoints(CheckpointFolder):
+    """Reads and writes the checkpoints of one simulation.
+
+    Args:
+        path, identity: as for `CheckpointFolder`.
+        trained: the folder in which runs share finished trainings, or None.
+    """
+
+    def __init__(self, path: Path, identity: str, trained: Path | None = None) -> None:
+        super().__init__(path, identity)
+        self._trained = trained
+
+    def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
+        """Returns the checkpoint from which a run resumes, or None if the run starts from the
+        beginning.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or missing, or was made with other settings
+                or data.
+        """
+        config = read_sections(run.path / CONFIG)
+        if without_place(config) != without_place(settings.to_mapping()):
+            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
+        checkpoint = self.read(settings.method)
+        if checkpoint is None and run.has_rounds:
+            reason = "If the run began again, it would charge its ledgers twice"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
+        return checkpoint
+
+    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Gives the clients the memories that they had when the checkpoint was written.
+
+        A memory stays in its file until the client needs it.
+        """
+        for number in self.clients:
+            self._store(clients[number], device)
+
+    def keep(
+        self,
+        checkpoint: Checkpoint,
+        clients: Sequence[ClientRuntime],
+        context: RoundContext,
+        following: Sequence[int],
+    ) -> None:
+        """Writes a checkpoint after a round.
+
+        Args:
+            checkpoint: the checkpoint of the round, without the clients' memories.
+            clients: all clients, in the order of their indices.
+            context: the context of the round.
+            following: the indices of the clients that take part in the next round. Empty after the
+                last round.
+        """
+        stored: set[int] = set()
+        memories: dict[int, Memory] = {}
+        for client in clients:
+            if client.stored:
+                stored.add(client.number)
+            elif client.memory:
+                memories[client.number] = client.memory
+        complete = replace(checkpoint, memories=memories)
+        self.write(complete, frozenset(context.active), frozenset(stored))
+        if following:
+            for number in memories.keys() - set(following):
+                self._store(clients[number], context.device)
+
+    def steps_of(self, number: int) -> LoopCheckpoints:
+        """Returns the object that reads and writes the checkpoints of loops within one round."""
+        return LoopCheckpoints(self, number, STEP_SECONDS, self._trained)
+
+    def _store(self, client: ClientRuntime, device: torch.device) -> None:
+        """Removes a client's memory from RAM. The memory stays in its file."""
+
+        def load() -> Memory:
+            memory = self.memory(client.number)
+            return {name: tensor.to(device) for name, tensor in memory.items()}
+
+        client.store(load)

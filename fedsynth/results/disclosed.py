@@ -107,22 +107,14 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
             yield f"has a value of {key} whose type or shape differs from its declaration"
 
 
-def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
-    """Checks the names of the metrics that a method returned, and returns the metrics unchanged.
-
-    Args:
-        facts: the metrics by name.
-        declared: the keys that the method declares in `Method.metric_privacy`, or None without
-            differential privacy.
+def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the metrics that a method computed, by name.
 
     Raises:
-        UnaccountedReleaseError: a key is reserved for fedsynth, or the method did not declare it.
+        UnaccountedReleaseError: a name is reserved for fedsynth.
     """
-    for key in facts:
-        if key in ROW:
-            raise UnaccountedReleaseError(f"the metric name {key!r} is reserved for fedsynth")
-        if declared is not None and key not in declared:
-            raise UnaccountedReleaseError(f"`Method.metric_privacy` must declare metric {key!r}")
+    for key in facts.keys() & ROW:
+        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved for fedsynth")
     return facts
 
 

@@ -22,7 +22,7 @@ from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report.figures import faults
 from fedsynth.privacy.report.formatting import format_epsilon, printable
 from fedsynth.results.run_folder import CONFIG, HIDDEN, INCOMPLETE, METRICS
-from fedsynth.validation import read_sections
+from fedsynth.validation import flattened, read_sections
 
 Rows = Sequence[Mapping[str, Any]]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -228,12 +228,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     dictionary if there is no config.toml.
     """
     path = folder / CONFIG
-    sections = read_sections(path) if path.is_file() else {}
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        for key, value in values.items()
-    }
+    return flattened(read_sections(path)) if path.is_file() else {}
 
 
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
@@ -253,7 +248,7 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 def _rows(file: Path) -> Rows:
     try:
         text = read_text(file) if file.exists() else ""
-        rows = [decode_json(line) for line in text.splitlines()]
+        rows = list(map(decode_json, text.splitlines()))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):

@@ -20,7 +20,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.errors import OutputError
 from fedsynth.federation.protocol import Observer
-from fedsynth.validation import check_choice
+from fedsynth.validation import check_choice, flattened
 
 TIMES = (
     "warning: logging to {names} records the time of each round. Times may reveal information "
@@ -119,14 +119,9 @@ class Logger(Observer):
             OutputError: the log cannot be opened, for example because a file cannot be written, an
                 API key is missing or a server does not answer.
         """
-        parameters = {
-            f"{section}.{key}": value
-            for section, values in settings.to_mapping().items()
-            for key, value in values.items()
-        }
         name = "run" if folder is None else folder.name
         with self._setup_errors():
-            self._log = self._open(name, parameters)
+            self._log = self._open(name, flattened(settings.to_mapping()))
 
     @contextmanager
     def _setup_errors(self) -> Iterator[None]:

@@ -6,14 +6,13 @@ With differential privacy, they are written only to the folder `simulation_only`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import accuracy_by_domain, local_metrics, predict
@@ -31,6 +30,7 @@ from fedsynth.results.disclosed import (
     MODELS,
     PRIVATE_TEST,
 )
+from fedsynth.results.finished import Rows
 
 FINAL = "model"
 
@@ -85,11 +85,7 @@ class Measure:
         return {**row, MODELS: rows}
 
     def final_measures(
-        self,
-        metrics: Sequence[Mapping[str, Any]],
-        state: ServerState,
-        context: RoundContext,
-        figures: Figures,
+        self, metrics: Rows, state: ServerState, context: RoundContext, figures: Figures
     ) -> dict[str, Any]:
         """Returns the measures on the test set after the last round, and the confusion matrix.
 
@@ -109,13 +105,13 @@ class Measure:
         return {**measures, **figures("confusion matrix", count)}
 
     def _confusion(
-        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+        self, context: RoundContext, parameters: Tensors, test: ImageData
     ) -> dict[str, Any]:
         logits = predict(context.load(parameters), test)
         return {CONFUSION: confusion_matrix(logits, test.labels)}
 
     def _rows(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext, figures: Figures
+        self, models: Mapping[str, Tensors], context: RoundContext, figures: Figures
     ) -> dict[str, dict[str, Any]]:
         """Returns the metrics of each model on the test set and on the clients' own test splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
@@ -130,9 +126,7 @@ class Measure:
                 rows[name][LOCAL] = metrics
         return rows
 
-    def _on_splits(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> dict[str, Any]:
+    def _on_splits(self, models: Mapping[str, Tensors], context: RoundContext) -> dict[str, Any]:
         """Returns the metrics of each model on the clients' own test splits.
 
         The dictionary is empty if no client has a test record.
@@ -148,7 +142,7 @@ class Measure:
         return metrics_by_name
 
     def _on_test(
-        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+        self, context: RoundContext, parameters: Tensors, test: ImageData
     ) -> dict[str, Any]:
         """Returns the accuracy and the other measures of a model on the test set.
 
@@ -169,6 +163,6 @@ class Measure:
         return row
 
 
-def _is(parameters: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _is(parameters: Tensors, other: Tensors) -> bool:
     """Returns True if two models are the same one, because their tensors are the same objects."""
     return all(parameters[key] is value for key, value in other.items())

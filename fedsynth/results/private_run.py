@@ -33,7 +33,7 @@ from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import worst_by_round
@@ -237,11 +237,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 
 
 def plan_when_it_began(
-    folder: Path,
-    histories: Sequence[History],
-    *,
-    method: type[Method],
-    rows: Sequence[dict[str, Any]],
+    folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
     """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
 

@@ -25,11 +25,12 @@ from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import figures
+from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.version import __version__
@@ -54,7 +55,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     if not facts.guaranteed:
         return [f"no differential privacy guarantee: {facts.reasons[0]}"]
     chief = plan.chief
-    reasons = plan.reasons(plan.histories)
+    reasons = reasons_in_ledgers(plan.histories)
     if reasons:
         reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
         noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
@@ -139,7 +140,7 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
 
 def start_facts(
     plan: PrivacyPlan,
-    histories: Sequence[History],
+    histories: Histories,
     test: str,
     began: figures.RunStart,
     warnings: Sequence[str] = (),
@@ -176,7 +177,7 @@ def start_facts(
 
 
 def privacy_section(
-    plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True
+    plan: PrivacyPlan, histories: Histories, *, simulated: bool = True
 ) -> figures.Promise:
     """Returns the section "privacy" of summary.json, which states the privacy guarantee of a run.
 

@@ -30,28 +30,23 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from fedsynth.core.messages import Tensors
+from fedsynth.data import picture
 from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
-from fedsynth.data.picture import (
-    by_class,
-    image_grid_png,
-    partition_png,
-    partition_table,
-)
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, writing
 from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
@@ -85,6 +80,10 @@ METRICS = "metrics.jsonl"
 HIDDEN = "simulation_only/rounds.jsonl"
 
 
+Sets = Sequence[tuple[int, Tensor, Tensor]]
+"""The type of synthetic sets: the client, the images and the labels of each set."""
+
+
 class RunFolder:
     """The folder into which a run writes its files. When the run has ended, `finish` renames the
     folder.
@@ -105,7 +104,7 @@ class RunFolder:
     """
 
     def __init__(self, base: Path, name: str) -> None:
-        with _writing(base):
+        with writing(base):
             base.mkdir(parents=True, exist_ok=True)
             plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
             self.final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
@@ -139,7 +138,7 @@ class RunFolder:
 
         The lock prevents two processes from writing the same run.
         """
-        with _writing(self.path):
+        with writing(self.path):
             self._lock = open_regular(self.path / LOCK, writing=True, create=True)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +159,7 @@ class RunFolder:
 
     def _replace(self, name: str, text: str) -> None:
         """Replaces a file atomically."""
-        with _writing(self.path):
+        with writing(self.path):
             write_whole(self.path / name, text.encode())
 
     def note_resumption(self, round_number: int) -> None:
@@ -216,7 +215,7 @@ class RunFolder:
         executed.
         """
         for file in files:
-            with _writing(self.path):
+            with writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
             self._replace(f"sources/{file.file}", file.text)
 
@@ -234,7 +233,7 @@ class RunFolder:
     def append_metrics(self, row: Disclosed) -> None:
         """Appends the metrics of a finished round to the files that contain metrics."""
         for name, line in _lines(row).items():
-            with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+            with writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
@@ -245,22 +244,21 @@ class RunFolder:
         folder = self.path / "simulation_only"
         if (self.path / PARTITION).exists():
             return
-        with _writing(folder):
+        with writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
-            (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            partition_png(counts_KC, folder / "partial.png")
+            (folder / "partition.txt").write_text(
+                picture.partition_table(counts_KC), encoding="utf-8"
+            )
+            picture.partition_png(counts_KC, folder / "partial.png")
             (folder / "partial.png").rename(self.path / PARTITION)
 
-    def write_model(self, parameters: Mapping[str, Tensor]) -> None:
-        with _writing(self.path):
+    def write_model(self, parameters: Tensors) -> None:
+        with writing(self.path):
             save_tensors(parameters, self.path / MODEL, {})
 
     def write_synthetic(
-        self,
-        sets: Sequence[tuple[int, Tensor, Tensor]],
-        spec: DatasetSpec,
-        soft: Sequence[Tensor | None] = (),
+        self, sets: Sets, spec: DatasetSpec, soft: Sequence[Tensor | None] = ()
     ) -> None:
         """Writes the synthetic images of the last round and their labels.
 
@@ -281,7 +279,7 @@ class RunFolder:
         if rows and len(rows) == len(sets):
             soft_labels = torch.cat(rows)
         clients = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
-        with _writing(self.path):
+        with writing(self.path):
             write_set(
                 self.path / TENSORS,
                 images,
@@ -292,12 +290,7 @@ class RunFolder:
                 soft_labels=soft_labels,
             )
 
-    def draw_synthetic(
-        self,
-        sets: Sequence[tuple[int, Tensor, Tensor]],
-        spec: DatasetSpec,
-        name: str = "synthetic.png",
-    ) -> None:
+    def draw_synthetic(self, sets: Sets, spec: DatasetSpec, name: str = "synthetic.png") -> None:
         """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
 
         Draws nothing for data that are not grey or colour images.
@@ -311,18 +304,16 @@ class RunFolder:
             images = denormalise(images, spec)
         if images.is_floating_point():
             images = (images * 255).round().to(torch.uint8)
-        rows, names = by_class(images, labels, spec.class_names, columns)
-        with _writing(self.path):
+        rows, names = picture.by_class(images, labels, spec.class_names, columns)
+        with writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
-            image_grid_png(rows, self.path / name, columns, names)
+            picture.image_grid_png(rows, self.path / name, columns, names)
 
-    def draw_round(
-        self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
-    ) -> None:
+    def draw_round(self, number: int, sets: Sets, spec: DatasetSpec) -> None:
         """Draws the synthetic images of one round as one picture, with a row for each class."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
-    def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+    def write_artefacts(self, matrices: Tensors) -> None:
         """Writes the matrices that the server computed into artefacts.json.
 
         Each matrix has the shape [classes, clients].
@@ -339,7 +330,7 @@ class RunFolder:
         """
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
-        with _writing(self.path):
+        with writing(self.path):
             _sync_all(self.path)
             self.path.rename(self.final)
             (self.final / LOCK).unlink(missing_ok=True)
@@ -348,7 +339,7 @@ class RunFolder:
         return self.final
 
 
-def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(sets: Sets) -> tuple[Tensor, Tensor]:
     """Concatenates the images and the labels of several sets. The results are on the CPU."""
     return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
 
@@ -411,13 +402,3 @@ def _sync_all(folder: Path) -> None:
             with open_regular(Path(parent) / name) as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Converts errors of the operating system, such as a full disk, to OutputError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write into the run folder {path}: {reason}") from None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message
+from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
 from fedsynth.evaluation.classification import MEASURES
@@ -29,25 +29,11 @@ from fedsynth.methods import own_source
 from fedsynth.models.registry import model_source
 from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
-from fedsynth.results.disclosed import (
-    COMMON,
-    CONFUSION,
-    LOCAL,
-    MODELS,
-    SOURCES,
-    Declared,
-    Disclosed,
-    check_facts,
-    declared_row,
-    declared_summary,
-    disclosed,
-    finite,
-    lost_clients,
-)
+from fedsynth.results import disclosed
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import exported_files, privacy_section, report_facts, start_facts
 from fedsynth.results.run_folder import SERVER, RunFolder, private_start, resumed_rounds
@@ -94,7 +80,7 @@ class RunResult:
     privacy: dict[str, object] | None
     folder: Path | None
     summary: dict[str, Any]
-    artefacts: Mapping[str, Tensor] = field(default_factory=dict)
+    artefacts: Tensors = field(default_factory=dict)
     deviations: tuple[str, ...] = ()
 
 
@@ -143,9 +129,10 @@ def summarise(
         "test_accuracy": None if hidden or personal else final.get("test_accuracy"),
     }
     if personal and not hidden:
-        summary[COMMON] = final.get(COMMON)
+        summary[disclosed.COMMON] = final.get(disclosed.COMMON)
     if not hidden:
-        summary |= {name: final[name] for name in (*MEASURES, CONFUSION) if name in final}
+        names = (*MEASURES, disclosed.CONFUSION)
+        summary |= {name: final[name] for name in names if name in final}
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
     summary["upload_floats_per_round"] = last.get("upload_floats", 0)
     summary["device"] = device
@@ -155,42 +142,27 @@ def summarise(
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
     if "domain_average" in last:
         summary["domain_average"] = last["domain_average"]
-    if MODELS in last:
-        summary[MODELS] = {
+    if disclosed.MODELS in last:
+        summary[disclosed.MODELS] = {
             name: {"test_accuracy": entry["test_accuracy"]}
-            for name, entry in last[MODELS].items()
+            for name, entry in last[disclosed.MODELS].items()
             if "test_accuracy" in entry
         }
     generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
     if generators:
         summary[GENERATOR] = generators[-1]
-    if LOCAL in last:
-        summary[LOCAL] = {name: last[LOCAL][name] for name in ("amp", "fm", "wlp")}
+    if disclosed.LOCAL in last:
+        summary[disclosed.LOCAL] = {
+            name: last[disclosed.LOCAL][name] for name in ("amp", "fm", "wlp")
+        }
     if privacy is not None:
         summary["differential_privacy"] = privacy
     if sources := own_sources(settings):
-        summary[SOURCES] = {
+        summary[disclosed.SOURCES] = {
             key: {"file": entry.file, "name": entry.name, "sha256": entry.sha256}
             for key, entry in sources.items()
         }
     return summary
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """The report and the summary that `RunRecord.end` returns when a run has ended.
-
-    Attributes:
-        accuracy: the accuracy of the final model, or None if it was not tested.
-        report: the privacy report, or None without differential privacy.
-        summary: the part of the summary that may be shown.
-        folder: the run folder, or None if no files were written.
-    """
-
-    accuracy: float | None
-    report: dict[str, Any] | None
-    summary: dict[str, Any]
-    folder: Path | None
 
 
 @dataclass
@@ -226,7 +198,7 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
 
-    def begin(self, histories: Sequence[History]) -> None:
+    def begin(self, histories: Histories) -> None:
         """Writes the initial state of a private run into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
@@ -242,7 +214,7 @@ class RunRecord:
             start = self._start(self.plan, histories, self.folder.final.name)
         self.folder.write_private_start(start)
 
-    def _start(self, plan: PrivacyPlan, histories: Sequence[History], name: str | None) -> Start:
+    def _start(self, plan: PrivacyPlan, histories: Histories, name: str | None) -> Start:
         run, test = RunStart.today(name), self.test
         return start_facts(plan, histories, test, run, self.warnings, simulated=self.simulated)
 
@@ -256,7 +228,7 @@ class RunRecord:
         self.rows = list(rows)
         completed = len(rows)
         rounds = self.settings.rounds
-        folder.rewrite_metrics([self._disclosed(row) for row in rows])
+        folder.rewrite_metrics(list(map(self._disclosed, rows)))
         self.observer.note(f"the run resumes after {completed} of {rounds} rounds")
         if completed < rounds:
             folder.note_resumption(completed)
@@ -265,7 +237,7 @@ class RunRecord:
 
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
-    ) -> Disclosed:
+    ) -> disclosed.Disclosed:
         """Measures and records the metrics of a finished round.
 
         The result separates the metrics that may be shown from those that only a simulation may
@@ -282,10 +254,7 @@ class RunRecord:
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
-        declared = method.metric_privacy if self.plan is not None else None
-
-        def checked(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-            return check_facts(facts, declared)
+        checked = disclosed.without_reserved
 
         def client_facts() -> Mapping[str, Any]:
             return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
@@ -306,13 +275,13 @@ class RunRecord:
         row["upload_bytes"] = sum(row["client_upload_bytes"])
         if len(context.active) < context.clients:
             row["participants"] = list(context.active)
-        row |= lost_clients(played)
+        row |= disclosed.lost_clients(played)
         row["seconds"] = round(time.perf_counter() - started, 3)
         public = self._disclosed(row)
         self.rows.append(row)
         return public
 
-    def tell(self, row: Disclosed) -> None:
+    def tell(self, row: disclosed.Disclosed) -> None:
         """Writes the metrics of a round into the run folder, and informs the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
@@ -353,7 +322,7 @@ class RunRecord:
             PrivacyError: the metrics may not be shown, or a ledger cannot be written.
         """
         try:
-            return dict(finite(make()))
+            return dict(disclosed.finite(make()))
         except PrivacyError:
             raise
         except Exception as error:
@@ -378,10 +347,10 @@ class RunRecord:
         server: Server,
         context: RoundContext,
         uploads: Mapping[int, Message],
-        histories: Sequence[History],
+        histories: Histories,
         *,
         secret: bool = True,
-    ) -> RunOutcome:
+    ) -> RunResult:
         """Writes the privacy report, the results and the summary, and renames the run folder.
 
         Args:
@@ -397,7 +366,7 @@ class RunRecord:
             report = self._report(self.plan, histories, secret=secret)
             promise = privacy_section(self.plan, histories, simulated=self.simulated)
             privacy = promise.to_json()
-            declared = declared_summary(type(self.settings.method))
+            declared = disclosed.declared_summary(type(self.settings.method))
         summary = summarise(
             self.settings,
             self.rows,
@@ -409,11 +378,23 @@ class RunRecord:
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)
         accuracy = final.get(self.measure.accuracy_name)
-        if self.folder is None:
-            return RunOutcome(accuracy, report, public, None)
-        report = self._write_results(self.folder, server, context, uploads, report)
-        folder = self.folder.finish(allowed)
-        return RunOutcome(accuracy, report, {**public, "folder": str(folder)}, folder)
+        folder = None
+        if self.folder is not None:
+            report = self._write_results(self.folder, server, context, uploads, report)
+            folder = self.folder.finish(allowed)
+            public["folder"] = str(folder)
+        return RunResult(
+            self.settings,
+            accuracy,
+            self.rows,
+            context.load(server.final_parameters()),
+            dict(uploads),
+            report,
+            folder,
+            public,
+            self.settings.method.artefacts(server.state),
+            self.deviations,
+        )
 
     def _write_results(
         self,
@@ -455,26 +436,26 @@ class RunRecord:
             self.missing("picture", error)
         return report
 
-    def _report(
-        self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
-    ) -> dict[str, Any]:
+    def _report(self, plan: PrivacyPlan, histories: Histories, *, secret: bool) -> dict[str, Any]:
         start = self._start(plan, plan.histories, None)
         if self.folder is not None:  # a resumed run was begun by another process
             start = private_start(self.folder.path)
         facts = report_facts(plan, len(self.rows), self.events, start, secret=secret)
         return build_report(facts, histories, start.ledgers)
 
-    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
+    def _disclosed(self, row: Mapping[str, Any]) -> disclosed.Disclosed:
         if self.plan is None:
             return self._allowed(row, None)
-        return self._allowed(row, declared_row(type(self.settings.method)))
+        return self._allowed(row, disclosed.declared_row(type(self.settings.method)))
 
-    def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+    def _allowed(
+        self, values: Mapping[str, Any], declared: disclosed.Declared | None
+    ) -> disclosed.Disclosed:
         """Separates the values of metrics or a summary that may be shown from those that only a
         simulation may show.
 
         In a run over a network, the values that only a simulation may show are dropped."""
-        metrics = disclosed(values, declared)
+        metrics = disclosed.disclosed(values, declared)
         if self.simulated:
             return metrics
-        return Disclosed(metrics.public)
+        return disclosed.Disclosed(metrics.public)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
@@ -25,19 +24,12 @@ from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.errors import FedsynthError, OutputError, writing
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.federation.run_data import specification
 from fedsynth.methods import METHODS
+from fedsynth.models import registry
 from fedsynth.models.flat import restore
-from fedsynth.models.registry import (
-    MAX_PARAMETERS,
-    ModelSettings,
-    build_network,
-    count_parameters,
-    is_own_model,
-    register_model_file,
-)
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE
@@ -71,7 +63,7 @@ class Architecture:
     """
 
     spec: DatasetSpec
-    model: ModelSettings
+    model: registry.ModelSettings
     run: RunSettings | None = None
 
     @property
@@ -86,7 +78,7 @@ class Architecture:
     def network(self, seed: int = 0) -> nn.Module:
         """Builds the untrained network, on the CPU."""
         if self.run is None:
-            return build_network(self.model, self.spec, seed)
+            return registry.build_network(self.model, self.spec, seed)
         return self.run.method.network(self.model, self.spec, seed)
 
     @property
@@ -108,7 +100,7 @@ class Architecture:
         The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
         names = {name: "features" for name in self.features if is_own_features(name)}
-        if self.takes_model and is_own_model(self.model):
+        if self.takes_model and registry.is_own_model(self.model):
             names[self.model.name] = "model"
         if self.run is not None and self.run.method.name not in METHODS:
             names[self.run.method.name] = "method"
@@ -133,7 +125,7 @@ class Architecture:
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
-        return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
+        return registry.count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
         """Converts the architecture to text entries for the metadata of a model file.
@@ -162,14 +154,14 @@ class Architecture:
         """
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
-        if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
+        if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
             raise OutputError("the images or classes of the model exceed the limits of fedsynth")
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
         else:
-            architecture = cls(spec, ModelSettings(**sections["model"]))
+            architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
             raise OutputError(
@@ -188,12 +180,7 @@ def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- files
 
 
-def write_model(
-    file: Path,
-    network: nn.Module,
-    architecture: Architecture,
-    facts: Mapping[str, str] | None = None,
-) -> None:
+def write_model(file: Path, network: nn.Module, architecture: Architecture, **facts: str) -> None:
     """Writes a network's weights and architecture to a file.
 
     The file also contains the network's outputs for public images, so that `read_model` can check
@@ -209,17 +196,15 @@ def write_model(
         OutputError: the file cannot be written.
     """
     metadata = {
-        **(facts or {}),
+        **facts,
         "format": FORMAT,
         "teaches": json.dumps(architecture.teaches),
         "logits": json.dumps(_probe(network, architecture.spec)),
         **architecture.to_metadata(),
     }
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), file, metadata)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {file}: {one_line(error)}") from None
 
 
 def teaches(file: Path) -> bool:
@@ -266,6 +251,19 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
             f"those in the file. Probably {parts} had other weights when the file was written"
         )
     return network.eval()
+
+
+def restored(network: nn.Module, file: Path) -> nn.Module:
+    """Loads the weights in a file into a network, and returns the network.
+
+    Raises:
+        OutputError: the file cannot be read, or its weights do not fit the network.
+    """
+    try:
+        restore(network, _read(file)[0])
+    except ValueError as error:
+        raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
+    return network
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -332,7 +330,7 @@ def load_model(
     True
     """
     if model:
-        register_model_file(model)
+        registry.register_model_file(model)
     if features:
         register_file(features, "model")
     path = Path(source)
@@ -383,12 +381,7 @@ def model_of_run(
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} has no {MODEL}, so it is not the folder of a finished run")
     architecture = _architecture(folder, spec, method)
-    network = architecture.network()
-    try:
-        restore(network, _read(folder / MODEL)[0])
-    except ValueError as error:
-        raise OutputError(f"{folder / MODEL} cannot be used: {one_line(error)}") from None
-    return network.eval(), architecture
+    return restored(architecture.network(), folder / MODEL).eval(), architecture
 
 
 def _architecture(

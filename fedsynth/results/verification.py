@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
@@ -32,15 +32,9 @@ from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems
-from fedsynth.privacy.report.file import (
-    damage_as_error,
-    read_json,
-    read_ledger_rows,
-    read_part,
-    read_report,
-)
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
@@ -84,11 +78,11 @@ def verify_run(
     elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
         advice = f"To build a report, run fedsynth privacy report {path}"
         raise PrivacyError(f"the run did not finish, so it has no report yet. {advice}")
-    report = read_report(path)
+    report = report_file.read_report(path)
     problems = schema_problems(report)
     if problems:
         return Verification(problems)
-    with damage_as_error(f"the run in {folder} is damaged"):
+    with report_file.damage_as_error(f"the run in {folder} is damaged"):
         return _verified(folder, report, ledger, method)
 
 
@@ -131,7 +125,7 @@ def _run_problems(
     """
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
-    ledger_rows = read_ledger_rows(report, files, exact=exact)
+    ledger_rows = report_file.read_ledger_rows(report, files, exact=exact)
     note = ledger_rows.note or NO_LEDGER
     try:
         charges = Charges(run, ledger_rows)
@@ -171,7 +165,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
     end, the figures of this event are taken from the report.
     """
     run = charges.run
-    stated = [Event.model_validate(event) for event in report["events"]]
+    stated = list(map(Event.model_validate, report["events"]))
     if run.networked:
         events = []
         for number in charges.absent:
@@ -404,9 +398,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     return problems + differences("sources", expected, sources)
 
 
-def _model_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> list[str]:
+def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
     """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(run_folder.MODEL, expected, _shapes(tensors))
@@ -419,7 +411,7 @@ def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> 
     if not makes_matrices:
         return [f"{run_folder.ARTEFACTS} exists, but this run does not write such a file"]
     try:
-        matrices = read_json(folder / run_folder.ARTEFACTS, "file of matrices")
+        matrices = report_file.read_json(folder / run_folder.ARTEFACTS, "file of matrices")
         shapes = {name: np.array(values, dtype=float).shape for name, values in matrices.items()}
     except (PrivacyError, AttributeError, TypeError, ValueError) as error:
         return [f"{run_folder.ARTEFACTS} cannot be read: {one_line(error)}"]
@@ -431,13 +423,11 @@ def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> 
     ]
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _shapes(tensors: Tensors) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _images_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> list[str]:
+def _images_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
     """Returns the problems with the file of synthetic images.
 
     A problem is a wrong shape or type, or images of clients that cannot have sent any.
@@ -476,7 +466,7 @@ def _owner_problems(
         PrivacyError: two files contradict each other.
     """
     run = private_run.read_start(folder, method)
-    owner = read_part(folder / OWNER, "facts of an owner's report", Owner)
+    owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
         raise PrivacyError(
@@ -490,7 +480,7 @@ def _owner_problems(
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
-    ledger_rows = read_ledger_rows(report, ledger, exact=False)
+    ledger_rows = report_file.read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
         problems.append(f"the ledger of {client} is not the ledger with which the run began")
@@ -553,7 +543,7 @@ def unfinished_report(
         raise PrivacyError(
             f"a report needs {run_folder.PRIVATE_START}, which {folder} lacks. {reason}"
         )
-    with damage_as_error(f"the run in {folder} is damaged"):
+    with report_file.damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:

@@ -153,9 +153,7 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
     check_number(None, "canaries", canaries, 2, MAX_CANARIES, integer=True)
     if not 2 <= guesses <= canaries or guesses % 2:
         raise SettingError(
-            None,
-            "guesses",
-            f"must be an even number from 2 to canaries={canaries}, got {guesses}",
+            None, "guesses", f"must be an even number from 2 to canaries={canaries}, got {guesses}"
         )
     if not 0.5 <= confidence < 1:
         raise SettingError(

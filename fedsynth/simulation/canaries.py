@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,7 +199,7 @@ class Canaries:
 
         It is used in place of `GaussianSumMechanism`, with the same arguments.
         """
-        return AuditedSums(release, groups, guard, secret, self)
+        return AuditedSums(self, release, groups, guard, secret)
 
 
 def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
@@ -214,19 +215,16 @@ class AuditedSums(GaussianSumMechanism):
 
     The class relies on `add` receiving the vectors in the order in which `sample` returned the
     records. It checks that all of them arrive.
+
+    Args:
+        canaries: the canaries among the client's records.
+        sums: the arguments of `GaussianSumMechanism`.
     """
 
-    def __init__(
-        self,
-        release: Release,
-        groups: int,
-        guard: BudgetEnforcer,
-        secret: SecretGenerator,
-        canaries: Canaries,
-    ) -> None:
-        super().__init__(release, groups, guard, secret)
+    def __init__(self, canaries: Canaries, *sums: Any) -> None:
+        super().__init__(*sums)
         self._canaries = canaries
-        self._members = canaries.members(groups)
+        self._members = canaries.members(self._groups)
         # the canary at each of the client's records, −1 for the rest
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
         # the position of each canary within its group

@@ -14,6 +14,7 @@ clients.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,10 +44,9 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.checkpoint import Checkpoint, run_identity
+from fedsynth.results.checkpoint import Checkpoint, RunCheckpoints, run_identity
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
-from fedsynth.results.run_checkpoints import RunCheckpoints
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_record import RunRecord, RunResult, own_sources
 from fedsynth.simulation import run_messages
@@ -68,7 +68,7 @@ class Simulation:
         output: the parent folder of run folders. None writes nothing.
         download: True lets torchvision download missing public images.
         resumed: the folder of the run to resume. None begins a new run.
-        trained: the folder in which runs of one round share trained clients. None shares nothing.
+        trained: the folder in which runs of one round share trained clients, or None.
     """
 
     def __init__(
@@ -91,11 +91,13 @@ class Simulation:
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
         warnings = check_private_steps(settings, self.context)  # before anything is opened
-        identity = partial(run_identity, settings, train, test[0], parts)
-        if not _may_share(settings):
-            trained = None
-        self.checkpoints = RunCheckpoints(settings, identity, trained)
-        checkpoint = None if resumed is None else self.checkpoints.read(resumed)
+        self._identity = partial(run_identity, settings, train, test[0], parts)
+        self._trained = trained if _may_share(settings) else None
+        self.checkpoints: RunCheckpoints | None = None
+        checkpoint = None
+        if resumed is not None:
+            self.checkpoints = self._checkpoints_of(resumed)
+            checkpoint = self.checkpoints.resume(resumed, settings)
         self.exchange = self._make_clients(clients, train, parts, resumed)
         planned = self._original_plan(resumed, checkpoint)
         plan, self.context = negotiate_terms(settings, self.context, self.exchange, planned)
@@ -245,8 +247,9 @@ class Simulation:
     def round_context(self, number: int) -> RoundContext:
         """Returns the context in which the steps of the round with this number are computed."""
         context = self._plain_context(number)
-        keeper = self.checkpoints.steps_of(number)
-        return context if keeper is None else replace(context, keeper=keeper)
+        if self.checkpoints is None:
+            return context
+        return replace(context, keeper=self.checkpoints.steps_of(number))
 
     def _plain_context(self, number: int) -> RoundContext:
         return replace(
@@ -276,7 +279,7 @@ class Simulation:
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
         """Restores the state of the server and the clients from the checkpoint of a resumed run."""
         rows: Sequence[dict[str, Any]] = ()
-        if checkpoint is not None:
+        if checkpoint is not None and self.checkpoints is not None:
             rows = checkpoint.rows
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
@@ -289,7 +292,9 @@ class Simulation:
         self.record.go_on(folder, rows)
 
     def _write_checkpoint(self, context: RoundContext) -> None:
-        """Writes a checkpoint after a round."""
+        """Writes a checkpoint after a round, if the run has a folder."""
+        if self.checkpoints is None:
+            return
         next_clients: Sequence[int] = ()
         if context.round < self.settings.rounds:
             next_clients = self.participation.in_round(context.round + 1)
@@ -331,8 +336,11 @@ class Simulation:
             ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
-        self.checkpoints.begin(folder)
+        self.checkpoints = self._checkpoints_of(folder)
         return folder
+
+    def _checkpoints_of(self, folder: RunFolder) -> RunCheckpoints:
+        return RunCheckpoints(folder.checkpoints, self._identity(), self._trained)
 
     # ------------------------------------------------------------------ results
 
@@ -361,7 +369,7 @@ class Simulation:
             self.server.end(self._plain_context(len(rows)))
         histories = self.exchange.histories() if self._private else []
         budgets = [client.budget for client in self.exchange.clients]
-        ended = self.record.end(
+        result = self.record.end(
             self.server,
             self.context,
             self.uploads,
@@ -370,19 +378,8 @@ class Simulation:
         )
         if self.folder is not None:
             # not earlier: without its checkpoint, a run that is killed here would start again
-            self.checkpoints.discard(self.folder)
-        return RunResult(
-            self.settings,
-            ended.accuracy,
-            rows,
-            self.context.load(self.server.final_parameters()),
-            self.uploads,
-            ended.report,
-            ended.folder,
-            ended.summary,
-            self.method.artefacts(self.server.state),
-            self.record.deviations,
-        )
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        return result
 
     def _draw_round(self, number: int) -> None:
         """Draws a picture of the synthetic images that the clients sent in this round.
@@ -403,8 +400,8 @@ class Simulation:
 def _may_share(settings: RunSettings) -> bool:
     """Returns True if a run with these settings can share trained clients with other runs.
 
-    This is the case for runs of one round without differential privacy that use no custom code. The
-    settings then identify the trained clients.
+    The run must have one round, and neither differential privacy nor custom code. The settings then
+    identify the trained clients.
     """
     custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not custom

@@ -17,6 +17,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.disclosed import lost_in_words
+from fedsynth.results.finished import percent
 from fedsynth.results.report_facts import headline as headline_of_plan
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
@@ -91,10 +92,6 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """Formats the accuracies of a round or of a run, as pairs of a name and a value.
 
@@ -105,16 +102,16 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     """
     pairs = []
     if row.get("test_accuracy") is not None:
-        pairs.append(("test accuracy", _percent(row["test_accuracy"])))
+        pairs.append(("test accuracy", percent(row["test_accuracy"])))
     for name, model in row.get("models", {}).items():
         if "test_accuracy" in model:
-            pairs.append((name.upper(), _percent(model["test_accuracy"])))
+            pairs.append((name.upper(), percent(model["test_accuracy"])))
     if "local" in row:  # not with differential privacy: exact functions of private data
         local = row["local"]
         splits = [
-            ("AMP", _percent(local["amp"])),
+            ("AMP", percent(local["amp"])),
             ("FM", f"{local['fm']:.4f}"),
-            ("WLP", _percent(local["wlp"])),
+            ("WLP", percent(local["wlp"])),
         ]
         position = 0 if personal else len(pairs)
         pairs[position:position] = splits

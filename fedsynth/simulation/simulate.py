@@ -24,16 +24,9 @@ from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import SettingError
+from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
-from fedsynth.federation.run_data import (
-    Clients,
-    CustomData,
-    data_of_run,
-    protects_users,
-    require_a_ledger,
-    specification,
-)
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_depth
 from fedsynth.privacy.errors import PrivacySettingError
@@ -50,7 +43,7 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 def simulate(
     settings: RunSettings,
     *,
-    data: CustomData | None = None,
+    data: run_data.CustomData | None = None,
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
     test: str | None = None,
@@ -119,7 +112,7 @@ def simulate(
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    run_data = data_of_run(
+    loaded = run_data.data_of_run(
         settings,
         data,
         test,
@@ -128,14 +121,14 @@ def simulate(
         device=device,
         progress=observer.step,
     )
-    settings = run_data.settings
-    train = run_data.train
-    tested = run_data.test
+    settings = loaded.settings
+    train = loaded.train
+    tested = loaded.test
     if parts is None:
-        parts = run_data.parts
+        parts = loaded.parts
         if names is None:
-            names = run_data.names
-    require_a_ledger(settings, train.spec)
+            names = loaded.names
+    run_data.require_a_ledger(settings, train.spec)
     if parts is None:
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, train.spec.classes, *train.origins())
@@ -149,7 +142,7 @@ def simulate(
     if settings.privacy is None:
         require_all_classes(train)
     positions = [np.asarray(part, np.int64) for part in parts]
-    if protects_users(settings):
+    if run_data.protects_users(settings):
         check_one_client_each(positions, train)
     if names is not None:
         names = check_names(names, len(positions))
@@ -158,22 +151,18 @@ def simulate(
     with cpu_threads(settings.threads):
         result = Simulation(
             settings,
-            Clients(run_data.records, positions, names),
+            run_data.Clients(loaded.records, positions, names),
             train.to(device),
-            (tested, run_data.test_kind),
+            (tested, loaded.test_kind),
             observer,
-            _path(output),
+            None if output is None else Path(output),
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
-            _path(trained),
+            None if trained is None else Path(trained),
         ).run()
-    if run_data.left_out:
-        observer.note(f"excluded from the data: {run_data.left_out}")
+    if loaded.left_out:
+        observer.note(f"excluded from the data: {loaded.left_out}")
     return result
-
-
-def _path(location: Path | str | None) -> Path | None:
-    return None if location is None else Path(location)
 
 
 Preset = Mapping[str, Mapping[str, Any]]
@@ -219,7 +208,7 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     method = settings.method
     if settings.privacy is None or not method.takes_model or "depth" in sections["model"]:
         return settings
-    depth = usual_depth(specification(settings).image_shape)
+    depth = usual_depth(run_data.specification(settings).image_shape)
     return replace(settings, model=replace(settings.model, depth=depth))
 
 

@@ -9,48 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.files import one_line, read_tensors, save_tensors
+from fedsynth.data.files import save_tensors
 from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_test
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import (
-    DataFilesCorruptError,
-    DataFilesMissingError,
-    FedsynthError,
-    OutputError,
-    SettingError,
-    unknown_value,
-)
+from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value, writing
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
-from fedsynth.models.flat import require_finite, restore
-from fedsynth.models.registry import (
-    ModelSettings,
-    build_model,
-    has_given_weights,
-    own_model,
-    usual_depth,
-)
+from fedsynth.models import registry
+from fedsynth.models.flat import require_finite
+from fedsynth.results import saved_model
 from fedsynth.results.run_folder import MODEL
-from fedsynth.results.saved_model import (
-    Architecture,
-    images_of_model,
-    load_model,
-    teaches,
-    write_model,
-)
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
@@ -76,7 +56,7 @@ class Student:
     """
 
     network: nn.Module
-    architecture: Architecture
+    architecture: saved_model.Architecture
     synthetic: SharedSet
     labels: str
     settings: StudentSettings
@@ -102,7 +82,8 @@ class Student:
             "epsilon": json.dumps(epsilon),
             "delta": json.dumps(delta),
         }
-        write_model(require_place(Path(file)), self.network, self.architecture, facts)
+        place = require_place(Path(file))
+        saved_model.write_model(place, self.network, self.architecture, **facts)
 
     def accuracy_on(self, test: ImageData) -> float:
         """Computes the accuracy on test images, which may be on any device."""
@@ -125,7 +106,7 @@ def require_place(file: Path) -> Path:
 
 def student_of_set(
     folder: str | Path,
-    model: ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
+    model: registry.ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
     student_settings: StudentSettings | None = None,
     *,
     labels: str = AUTO,
@@ -159,7 +140,7 @@ def student_of_set(
         OutputError: the teacher cannot be read, or the training has diverged.
 
     >>> import tempfile
-    >>> from fedsynth import StudentSettings, owner_settings, synthesize
+    >>> from fedsynth import ModelSettings, StudentSettings, owner_settings, synthesize
     >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
     >>> place = tempfile.mkdtemp()
     >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
@@ -181,9 +162,9 @@ def student_of_set(
     torch_device = resolve_device(device)
     if model is None:
         model = network_for(synthetic.spec)
-    if not isinstance(model, ModelSettings):
-        model = own_model(model)
-    architecture = Architecture(synthetic.spec, model)
+    if not isinstance(model, registry.ModelSettings):
+        model = registry.own_model(model)
+    architecture = saved_model.Architecture(synthetic.spec, model)
     network = architecture.network(student_settings.seed).to(torch_device)
     if not student_settings.views:
         teacher = NO_TEACHER  # without copies it has nothing to label
@@ -206,11 +187,11 @@ def student_of_set(
         kind,
         student_settings,
         taught=tutor is not None,
-        guaranteed=covered and not has_given_weights(model),
+        guaranteed=covered and not registry.has_given_weights(model),
     )
 
 
-def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
+def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     """Returns the settings of a network that suits the images of a synthetic set.
 
     By default, the network is a ConvNet of width 32.
@@ -223,7 +204,9 @@ def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
     >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    return ModelSettings(**{"width": 32, "depth": usual_depth(spec.image_shape), **settings})
+    return registry.ModelSettings(
+        **{"width": 32, "depth": registry.usual_depth(spec.image_shape), **settings}
+    )
 
 
 def _teacher(
@@ -240,14 +223,14 @@ def _teacher(
     model_of_set = folder / MODEL
     if str(named) == AUTO:
         named = NO_TEACHER
-        if model_of_set.is_file() and teaches(model_of_set):
+        if model_of_set.is_file() and saved_model.teaches(model_of_set):
             named = model_of_set
     if str(named) == NO_TEACHER:
         return None, True
     place = Path(named)
     if place.resolve() in (folder.resolve(), model_of_set.resolve()):
-        return _fitting(load_model(folder), str(folder), spec), True
-    model = _fitting(load_model(place, spec=spec), str(place), spec)
+        return _fitting(saved_model.load_model(folder), str(folder), spec), True
+    model = _fitting(saved_model.load_model(place, spec=spec), str(place), spec)
     _refuse_other_images(place, spec)
     return model, False
 
@@ -281,7 +264,7 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
         place: the file or folder of the teacher.
         spec: the specification of the synthetic set.
     """
-    other = images_of_model(place)
+    other = saved_model.images_of_model(place)
     if other is None:
         return
     if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
@@ -403,9 +386,8 @@ def distil_files(
 
     Raises:
         SettingError: the method needs data, or the numbers of files and architectures differ.
-        DataFilesMissingError, DataFilesCorruptError: a file does not exist, or it does not contain
-            a model of the given architecture.
-        OutputError: the student cannot be written, or its training has diverged.
+        OutputError: a file does not contain a model of the given architecture, the student cannot
+            be written, or its training has diverged.
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
@@ -426,13 +408,13 @@ def distil_files(
         raise SettingError(None, "architectures", reason)
 
     def network_of(name: str) -> nn.Module:
-        model = ModelSettings(name, **sizes)
-        return build_model(model, spec.image_shape, spec.classes, seed)
+        model = registry.ModelSettings(name, **sizes)
+        return registry.build_model(model, spec.image_shape, spec.classes, seed)
 
     networks = []
     uploads = {}
     for number, (file, name) in enumerate(zip(files, architectures, strict=True)):
-        model = _read(file, network_of(name)).to(torch_device).eval()
+        model = saved_model.restored(network_of(name), file).to(torch_device).eval()
         networks.append(model)
         uploads[number] = ModelParameters(model.state_dict(), 1.0)
     network = network_of(student).to(torch_device)
@@ -460,21 +442,7 @@ def distil_files(
         names = [*map(str, files), "student"]
         for name, model in zip(names, [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
-    try:
+    with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), output, {})
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {output}: {error}") from None
     yield f"student: {output}"
-
-
-def _read(file: Path, network: nn.Module) -> nn.Module:
-    if not file.is_file():
-        raise DataFilesMissingError(f"the model file {file} does not exist")
-    try:
-        restore(network, read_tensors(file)[0])
-    except (OSError, ValueError) as error:
-        raise DataFilesCorruptError(
-            f"{file} is not a model of the given architecture: {one_line(error, 300)}"
-        ) from None
-    return network

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,13 +26,7 @@ from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
-from fedsynth.synthesizer.condensation.matching import FeatureMap, NetworkFeatures
-from fedsynth.synthesizer.condensation.private_matchers import (
-    GradientMatcher,
-    ResidualMatcher,
-    mean_cotangents,
-    per_example_gradients,
-)
+from fedsynth.synthesizer.condensation import matching, private_matchers
 from fedsynth.training.sgd import MomentumSgd
 
 Networks = Callable[[], nn.Module]
@@ -53,32 +47,6 @@ class SyntheticRecords(NamedTuple):
 
     x: Tensor
     y: Tensor
-
-
-class Objective(Protocol):
-    """The interface of the objectives that `condense` minimises.
-
-    Attributes:
-        classes: the number of classes.
-        steps: the number of steps.
-        bounds: the smallest and the largest value in a record.
-    """
-
-    classes: int
-    steps: int
-    bounds: tuple[float, float]
-
-    def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns the synthetic records before the first step, [classes, per_class, ...]."""
-
-    def begin(self) -> None:
-        """Prepares the first step. A private objective charges its owner here."""
-
-    def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of the loss with respect to the synthetic records.
-
-        A private objective returns a private estimate of this gradient.
-        """
 
 
 def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
@@ -122,15 +90,8 @@ def sliced_wasserstein(
     return (widths[:, None] * differences.abs()).sum(dim=0).mean()
 
 
-class ModuleFeatures:
-    """The features that a module computes from records of any shape.
-
-    It implements the interface `FeatureMap`.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.mixes = False
-        self._network = network
+class ModuleFeatures(matching.NetworkFeatures):
+    """The features that a module computes from records of any shape."""
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         features: Tensor = self._network(x_NCHW)
@@ -160,7 +121,9 @@ class ModuleFeatures:
         return power_of_two(CPU_NUMBERS / max(1, x_NCHW[0].numel()))
 
 
-def _step_features(networks: Networks, seed: int, step: int, device: torch.device) -> FeatureMap:
+def _step_features(
+    networks: Networks, seed: int, step: int, device: torch.device
+) -> matching.NetworkFeatures:
     """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
         raise TypeError(
@@ -169,7 +132,7 @@ def _step_features(networks: Networks, seed: int, step: int, device: torch.devic
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
-        return NetworkFeatures(network)
+        return matching.NetworkFeatures(network)
     return ModuleFeatures(network)
 
 
@@ -301,10 +264,10 @@ class _PrivateMatching:
         )
         self._series = [self.owner.charge(plan, self.total_epsilon)]
 
-    def _features(self, step: int) -> FeatureMap:
+    def _features(self, step: int) -> matching.NetworkFeatures:
         return _step_features(self.networks, self.seed, step, self.owner.device)
 
-    def _width(self, features: FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         """Returns the number of coordinates that a step releases for each class."""
         raise NotImplementedError  # abstract
 
@@ -333,12 +296,12 @@ class ResidualMatching(_PrivateMatching):
 
     mechanism = "residual"
 
-    def _width(self, features: FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         x = self.owner.public_records(2)
         return features.real(x, _segment(x)).shape[1]
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        matcher = ResidualMatcher(self.owner, self._series, self._divisor)
+        matcher = private_matchers.ResidualMatcher(self.owner, self._series, self._divisor)
         return matcher.gradient(step, self._features(step), synthetic)
 
 
@@ -367,21 +330,25 @@ class GradientMatching(_PrivateMatching):
 
         def gradients(x: Tensor) -> Tensor:
             classes = torch.zeros(len(x), dtype=torch.int64)
-            return per_example_gradients(features, synthetic, x, classes, self._cotangents)
+            return private_matchers.per_example_gradients(
+                features, synthetic, x, classes, self._cotangents
+            )
 
         self.owner.check_independent(gradients)
         super().begin()
 
-    def _width(self, features: FeatureMap) -> int:
+    def _width(self, features: matching.NetworkFeatures) -> int:
         return self._per_class * math.prod(self.owner.record_shape)
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        matcher = GradientMatcher(self.owner, self._series, self._divisor, self._cotangents)
+        matcher = private_matchers.GradientMatcher(
+            self.owner, self._series, self._divisor, self._cotangents
+        )
         return matcher.gradient(step, self._features(step), synthetic)
 
     def _cotangents(self, made_MD: Tensor, real_RD: Tensor) -> Tensor:
         if self.loss is mean_distance:  # in closed form
-            return mean_cotangents(made_MD, real_RD)
+            return private_matchers.mean_cotangents(made_MD, real_RD)
         return torch.stack([_loss_gradient(self.loss, real[None], made_MD) for real in real_RD])
 
 
@@ -396,6 +363,10 @@ def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
             )
         (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
+
+
+Objective = FeatureMatching | ResidualMatching | GradientMatching
+"""The type of the objectives that `condense` minimises."""
 
 
 def condense(

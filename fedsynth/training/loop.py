@@ -7,30 +7,31 @@ not repeat the whole round (docs/decisions/resuming.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-Tensors = Callable[[], Mapping[str, Tensor]]
+TRAINED = "trained-"
+MakeTensors = Callable[[], Mapping[str, Tensor]]
 """A function that returns the tensors of a loop's state, by name."""
 
 
-class LoopCheckpointer(Protocol):
+class LoopCheckpointer:
     """Saves checkpoints within a round, so that a killed run can continue long loops.
+
+    This base class saves nothing. If a run is killed, it repeats the current round.
 
     Checkpoints are saved for the loops of clients without differential privacy and for the loops of
     the server. The loops of a private client are never saved, because its releases must not be
     repeated.
 
     Attributes:
-        shared: a checkpointer that several runs use together, or None. The name of a loop in a
-            shared checkpointer must include everything that the loop depends on.
+        shares_trainings: whether runs share finished trainings, whose names begin with `TRAINED`.
     """
 
-    @property
-    def shared(self) -> LoopCheckpointer | None: ...
+    shares_trainings = False
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Loads the checkpoint of the loop with this name.
@@ -39,8 +40,9 @@ class LoopCheckpointer(Protocol):
             The number of finished steps and the tensors of the loop after these steps, or None if
             there is no checkpoint.
         """
+        return None
 
-    def offer(self, name: str, completed: int, tensors: Tensors) -> None:
+    def offer(self, name: str, completed: int, tensors: MakeTensors) -> None:
         """Saves a checkpoint of a loop after a step, if a checkpoint is due.
 
         Args:
@@ -49,28 +51,12 @@ class LoopCheckpointer(Protocol):
             tensors: returns the tensors to save. It is called only if a checkpoint is due.
         """
 
-    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
+    def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
         """Keeps the tensors of a finished loop for the next checkpoint.
 
         The run may be interrupted in a later loop of the same round, and must then not repeat the
         finished loop.
         """
-
-
-class NullCheckpointer:
-    """A checkpointer that saves nothing. If a run is killed, it repeats the current round."""
-
-    shared: LoopCheckpointer | None = None
-
-    def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Returns None, because no checkpoints are saved."""
-        return None
-
-    def offer(self, name: str, completed: int, tensors: Tensors) -> None:
-        """Does nothing."""
-
-    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Does nothing."""
 
 
 State = Mapping[str, Any]
@@ -107,7 +93,7 @@ def resumable(
     >>> total
     tensor([3.])
     """
-    keeper = keeper or NullCheckpointer()
+    keeper = keeper or LoopCheckpointer()
     completed = _restored(keeper.load(name), state)
     for draw in draws:
         for _ in range(completed):

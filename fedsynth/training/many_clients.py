@@ -27,15 +27,7 @@ from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten, load_flat
 from fedsynth.models.on_features import is_softmax_regression, regression_gradients
-from fedsynth.training.sgd import (
-    Penalty,
-    Pull,
-    SgdSettings,
-    batches_of,
-    fetched,
-    make_step,
-    steps_of,
-)
+from fedsynth.training import sgd
 
 FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
 LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python
@@ -60,9 +52,9 @@ class Learner:
 
     model: nn.Module
     examples: Tensor
-    settings: SgdSettings
+    settings: sgd.SgdSettings
     generator: torch.Generator
-    penalty: Penalty | None = None
+    penalty: sgd.Penalty | None = None
 
 
 def trains_together(model: nn.Module) -> bool:
@@ -108,8 +100,8 @@ def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
 
 def train_together(
     learners: Sequence[Learner],
-    images: Callable[[Tensor], Tensor],
-    labels: Callable[[Tensor], Tensor],
+    images: sgd.LookUp,
+    labels: sgd.LookUp,
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
     """Trains the models of all learners together, in place.
@@ -146,7 +138,7 @@ def train_together(
     # the first `active` learners have steps left
     while (active := int(np.count_nonzero(steps_K > step))) >= few:
         which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
-        looked_up = fetched(images, labels, list(which_SAB.flatten(1)))
+        looked_up = sgd.fetched(images, labels, list(which_SAB.flatten(1)))
         for share_AB, (x, y) in zip(share_SAB, looked_up, strict=True):
             running = int(np.count_nonzero(steps_K > step))
             w = flat_KP[:running]
@@ -172,7 +164,7 @@ class _Queue:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         batch = learner.settings.batch
-        self.steps = self._undrawn = steps_of(learner.settings, len(learner.examples))
+        self.steps = self._undrawn = sgd.steps_of(learner.settings, len(learner.examples))
         self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
@@ -212,11 +204,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 
 
 def _finish(
-    queue: _Queue,
-    flat: Tensor,
-    state: tuple[Tensor, ...],
-    images: Callable[[Tensor], Tensor],
-    labels: Callable[[Tensor], Tensor],
+    queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
 ) -> None:
     """Trains a single learner for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
@@ -226,19 +214,19 @@ def _finish(
         return
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
-    step = make_step(network, state, learner.settings, penalty=learner.penalty)
-    sizes = [learner.settings.batch] * batches_of(len(learner.examples), learner.settings.batch)
+    step = sgd.make_step(network, state, learner.settings, penalty=learner.penalty)
+    sizes = [learner.settings.batch] * sgd.batches_of(len(learner.examples), learner.settings.batch)
     sizes[-1] = len(learner.examples) - sum(sizes[:-1])  # an epoch's last batch may not be full
     parts = []
     for number, batch in enumerate(remaining, start=queue.steps - len(remaining)):
         parts.append(batch[: sizes[number % len(sizes)]])
-    for x, y in fetched(images, labels, parts):
+    for x, y in sgd.fetched(images, labels, parts):
         step(x, y)
     load_flat(learner.model, network.flat)
 
 
 def _stacked_pulls(
-    penalties: Sequence[Penalty | None], flat_KP: Tensor
+    penalties: Sequence[sgd.Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Joins the penalties of all learners into matrices. Each penalty must be a `Pull` or None.
 
@@ -250,7 +238,7 @@ def _stacked_pulls(
     weights_K1 = flat_KP.new_zeros(len(flat_KP), 1)
     centers_KP, linear_KP = torch.zeros_like(flat_KP), torch.zeros_like(flat_KP)
     for number, penalty in enumerate(penalties):
-        if isinstance(penalty, Pull):
+        if isinstance(penalty, sgd.Pull):
             weights_K1[number] = penalty.weight
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear

@@ -136,6 +136,7 @@ class MomentumSgd:
 
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # scalars of the images that are looked up at a time
+LookUp = Callable[[Tensor], Tensor]  # returns the images or the labels at indices
 Penalty = Callable[[nn.Module], Tensor]
 BeforeStep = Callable[[nn.Module], None]
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -187,7 +188,7 @@ class Pull:
 
 def train_on(
     model: nn.Module,
-    images: Callable[[Tensor], Tensor],
+    images: LookUp,
     labels_N: Tensor,
     settings: SgdSettings,
     generator: torch.Generator,
@@ -276,7 +277,7 @@ def train_on(
 
 
 def fetched(
-    images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor], parts: Sequence[Tensor]
+    images: LookUp, labels: LookUp, parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the images and labels of each batch of indices.
 

@@ -474,7 +474,7 @@ class History:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the history as a dict that JSON can encode. `from_json` is the inverse."""
-        return {**vars(self), "releases": [row.to_json() for row in self.releases]}
+        return {**vars(self), "releases": list(map(Release.to_json, self.releases))}
 
     @classmethod
     def from_json(cls, stated: Mapping[str, Any]) -> History:
@@ -485,6 +485,10 @@ class History:
         """
         rows = tuple(map(Release.from_json, stated["releases"]))
         return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))
+
+
+Histories = Sequence[History]
+"""The type of the contents of several clients' ledgers."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +60,7 @@ def build_report(
     check_delta(facts.delta, facts.max_records)
     check_adjacency(facts.adjacency)
     rows = {history.client: history.releases for history in histories}
-    reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
+    reasons = [*facts.verdict.reasons, *reasons_in_ledgers(histories)]
     for access in facts.scope:
         if access.status == UNACCOUNTED:
             reasons.append(f"{access.access}: {access.note}")
@@ -79,7 +80,7 @@ def build_report(
         heads[history.client] = LedgerHead(rows=count, chain=history.chain, rows_before=start)
         for row in history.releases:
             shares = max(shares, row.shares)
-    stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}
+    stated = dict(facts)
     stated["verdict"] = figures.Verdict(
         formal=formal, reasons=reasons, warnings=facts.verdict.warnings
     )
@@ -111,14 +112,14 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
         write_whole(folder / f"{NAME}.{ending}", content.encode())
 
 
-def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
+def reasons_in_ledgers(histories: Iterable[History]) -> list[str]:
     """Returns the reasons why the rows of the ledgers give no guarantee.
 
     A guarantee is impossible if a row is marked as unaccounted or has no noise. The result is empty
     if there is no such row.
     """
     reasons = []
-    for row in chain.from_iterable(ledgers.values()):
+    for row in chain.from_iterable(map(attrgetter("releases"), histories)):
         reason = row.unaccounted
         if reason is None and row.noise_multiplier == 0:
             reason = "released without noise"
@@ -153,10 +154,9 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figu
     for rows in different.values():
         for rate, power in attack_success(rows, adjacency=adjacency).items():
             powers[rate] = max(power, powers.get(rate, 0.0))
-    attacks = [
-        figures.Attack(false_positive_rate=rate, true_positive_rate_at_most=power)
-        for rate, power in powers.items()
-    ]
+    attacks = []
+    for rate, power in powers.items():
+        attacks.append(figures.Attack(false_positive_rate=rate, true_positive_rate_at_most=power))
     groups = []
     for size in GROUPS:
         bound, exact = largest(partial(group_epsilon, delta=delta, size=size, adjacency=adjacency))

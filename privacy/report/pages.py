@@ -208,4 +208,4 @@ def _figure(svg: str, caption: str) -> str:
 
 def renderer_versions() -> dict[str, str]:
     """Returns the installed versions of the packages that render a report."""
-    return {name: version(name) for name in RENDERERS}
+    return dict(zip(RENDERERS, map(version, RENDERERS), strict=True))

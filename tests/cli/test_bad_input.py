@@ -25,7 +25,7 @@ LINES = (
     ("fedavg --client-models cnn1", "model.clients cannot be used with fedavg"),
     ("feddm --dataset mnist", "data.data_root"),
     ("feddm --dataset mnist --data-root {tmp}", "Use --download"),
-    ("feddm --output {tmp}/file/runs", "cannot write into the run folder {tmp}/file/runs"),
+    ("feddm --output {tmp}/file/runs", "cannot write {tmp}/file/runs"),
     ("feddm --dp-sigma 1 --dp-ledger {tmp}/file", "cannot use ledger folder {tmp}/file"),
     ("feddm --config {tmp}/absent.toml", "cannot read the config file {tmp}/absent.toml"),
     ("fedavg --preset feddm:table2 --config c.toml", "cannot be used together"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedsynth import FedDM, Observer, RunResult, resolve, simulate
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
 from fedsynth.privacy import Release
@@ -23,7 +23,7 @@ from tests.quick_settings import quick_sections, verified
 from tests.simulation.test_recorded_numbers import SAME_MACHINE, differences, ledger_rows, numbers
 
 CLIENTS = 5
-Fails = Callable[[ClientGroup], bool]
+Fails = Callable[[Group], bool]
 
 
 def run(observer: Observer | None = None, output: Path | None = None, **sections: Any) -> RunResult:

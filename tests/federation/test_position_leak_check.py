@@ -189,7 +189,7 @@ def test_trials_end_with_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("post-processing")
 
-    monkeypatch.setattr(feddm, "split_uploads", fails)
+    monkeypatch.setattr(feddm.sets, "split_uploads", fails)
     shift_rows(monkeypatch, "features")
     privacy = {"noise_multiplier": 1.0, "mechanism": "features"}
     [warning] = warnings_of(settings("feddm", privacy=privacy))

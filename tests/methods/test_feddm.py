@@ -31,7 +31,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
-from fedsynth.training.loop import NullCheckpointer
+from fedsynth.training.loop import LoopCheckpointer
 from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context
 from tests.rounds import play_round
 
@@ -207,7 +207,7 @@ def test_draws_repeat_after_a_period() -> None:
     assert torch.equal(repeated[3:], repeated[:-3])
 
 
-class SingleCheckpoint(NullCheckpointer):
+class SingleCheckpoint(LoopCheckpointer):
     """Stores the tensors that a loop offers at one step, and loads them."""
 
     def __init__(self, step: int) -> None:

@@ -19,7 +19,7 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import charge_for
@@ -73,7 +73,7 @@ def context(
 
 
 def step(
-    method: FedStats, clients: ClientGroup, number: int, phase: str, field: str, ctx: Any = None
+    method: FedStats, clients: Group, number: int, phase: str, field: str, ctx: Any = None
 ) -> Tensor:
     """Returns the clients' uploads of one release, [clients, D]."""
     message = ModelParameters(network(method).state_dict(), 1.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import ClientGroup, ExactClientView
+from fedsynth.core.client import ExactClientView, Group
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_numbers
@@ -37,7 +37,7 @@ def updates(method: Method, memory: dict[str, Tensor], start: Any, **privacy: An
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
     results = []
     for ctx in (round_context(None, nominal=240.0), round_context(settings, nominal=240.0)):
-        clients: ClientGroup = ExactClientView([0], data, [torch.arange(60)])
+        clients: Group = ExactClientView([0], data, [torch.arange(60)])
         if ctx.privacy is not None:
             clients = private_clients(method, ctx, data)
         message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)

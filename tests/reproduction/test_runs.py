@@ -31,8 +31,8 @@ from fedsynth.reproduction.runs import (
     round_fits,
     scaled,
 )
-from fedsynth.results import run_checkpoints
-from fedsynth.results.run_checkpoints import LoopCheckpoints
+from fedsynth.results import checkpoint
+from fedsynth.results.checkpoint import LoopCheckpoints
 from tests.families import by_family
 
 FORK = multiprocessing.get_context("fork")
@@ -180,7 +180,7 @@ def test_one_shot_methods_stop_within_round_and_share_training(
         changes = {"partition": {"subset": 1.0}, "method": {**few, **more}}
         jobs += jobs_of(table, cells[:1], [0], scale=0.05, changes=changes, speed=speed)
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
     clock = Clock()
     stops = Recorder(act=lambda: end(clock))
     rows = Rows(tmp_path, 0.05)
@@ -195,7 +195,7 @@ def test_one_shot_methods_stop_within_round_and_share_training(
 
     monkeypatch.setattr(LoopCheckpoints, "offer", record)
     assert run_jobs(rows, jobs[:1]) == ["finished"]
-    assert set(training) == {"train"}
+    assert set(training) == {"trained"}
     training.clear()
     assert run_jobs(rows, jobs[1:]) == ["finished"]
     assert set(training) == {"distillation"}

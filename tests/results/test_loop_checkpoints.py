@@ -15,10 +15,16 @@ from fedsynth import resolve, simulate
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
 from fedsynth.models.registry import own_model
-from fedsynth.results import run_checkpoints
-from fedsynth.results.checkpoint import CheckpointFolder
-from fedsynth.results.run_checkpoints import HASH_BYTES, LoopCheckpoints, LoopState, read_loop_state
+from fedsynth.results import checkpoint
+from fedsynth.results.checkpoint import (
+    HASH_BYTES,
+    CheckpointFolder,
+    LoopCheckpoints,
+    LoopState,
+    read_loop_state,
+)
 from fedsynth.seeding import forked_rng
+from fedsynth.training.loop import TRAINED
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.simulation.test_resume import assert_same, run, sections
@@ -35,7 +41,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        monkeypatch.setattr(run_checkpoints.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: self.seconds)
 
 
 # -------------------------------------------------------------------------------------------- times
@@ -86,22 +92,24 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
         path.write_bytes(content)
         assert checkpoints(tmp_path).load("train-0") is None
     path.write_bytes(intact)
-    monkeypatch.setattr(run_checkpoints, "FORMAT", 0)
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
     assert checkpoints(tmp_path).load("train-0") is None
 
 
 # ------------------------------------------------------------------------------------------ shared
 
 
+NAME = f"{TRAINED}x"
+
+
 def test_damaged_shared_files_are_replaced(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    (shared / "train-x").write_bytes(b"damaged")
+    (shared / NAME).write_bytes(b"damaged")
     writer = checkpoints(tmp_path / "run", 0.0, shared)
-    assert writer.shared is not None
-    assert writer.shared.load("train-x") is None
-    writer.shared.finish("train-x", 3, lambda: WEIGHTS)
-    state = read_loop_state(shared / "train-x", "")
+    assert writer.load(NAME) is None
+    writer.finish(NAME, 3, lambda: WEIGHTS)
+    state = read_loop_state(shared / NAME, "")
     assert state is not None
     assert state.step == 3
 
@@ -110,18 +118,16 @@ def test_unwritable_shared_folder_is_tolerated(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.write_text("a file")
     writer = checkpoints(tmp_path / "run", 0.0, shared)
-    assert writer.shared is not None
-    writer.shared.load("train-x")
-    writer.shared.finish("train-x", 3, lambda: WEIGHTS)  # falls back to the run folder
-    assert checkpoints(tmp_path / "run").load("train-x") is not None
+    writer.load(NAME)
+    writer.finish(NAME, 3, lambda: WEIGHTS)  # falls back to the run folder
+    assert checkpoints(tmp_path / "run").load(NAME) is not None
 
 
 def finish_many(folder: Path, shared: Path) -> None:
     writer = checkpoints(folder, 0.0, shared)
-    assert writer.shared is not None
     for number in range(20):
-        writer.shared.load(f"train-{number}")
-        writer.shared.finish(f"train-{number}", 1, lambda: {"w": torch.ones(2000)})
+        writer.load(f"{TRAINED}{number}")
+        writer.finish(f"{TRAINED}{number}", 1, lambda: {"w": torch.ones(2000)})
 
 
 def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
@@ -134,7 +140,7 @@ def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
 
 def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records the names of the loops that make a step."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
     names: list[str] = []
     offer = LoopCheckpoints.offer
 
@@ -164,15 +170,15 @@ def test_methods_with_equal_training_share_models(
     trained = record_steps(monkeypatch)
     shared = tmp_path / "shared"
     run(batch_norm_sections("fedavg"), tmp_path / "first", trained=shared)
-    assert trained == ["train"] * (2 * 4)
+    assert trained == ["trained"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
         state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
-        path.write_bytes(run_checkpoints._with_hash(replace(state, seconds=1000.0), ""))
+        path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
     trained.clear()
     actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
     assert set(trained) == {"distillation"}
-    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"train"}
+    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"trained"}
     assert_same(expected, actual)
     assert 4000.0 < actual.metrics[0]["seconds"] < 4100.0
 

@@ -25,9 +25,7 @@ from fedsynth.methods import METHODS
 from fedsynth.privacy import PrivacyError, read_ledger
 from fedsynth.privacy.files import write_whole
 from fedsynth.results import checkpoint as checkpoints
-from fedsynth.results import run_checkpoints
-from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.results.run_checkpoints import LoopCheckpoints
+from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder, LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
@@ -196,7 +194,7 @@ def kill_at(call: str, moment: int) -> None:
 @pytest.fixture
 def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Checkpoints loops at every step and returns the list of steps."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "STEP_SECONDS", 0.0)
     offer = LoopCheckpoints.offer
     offered: list[tuple[str, int]] = []
 
@@ -399,8 +397,8 @@ def test_full_disks_keep_the_last_checkpoint_intact(
         original(path, content, **values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="then resume the run"):
+        patch.setattr(checkpoints.files, "write_whole", full)
+        with pytest.raises(OutputError, match="cannot write"):
             run(settings, tmp_path / "cut")
     assert_same(uninterrupted, resume(settings, tmp_path / "cut"))
 

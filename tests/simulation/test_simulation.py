@@ -165,7 +165,7 @@ def raise_error(*args: object, **kwargs: object) -> Any:
     [
         ("fedsynth.results.measure.correct", "test accuracy"),
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
-        ("fedsynth.results.run_folder.image_grid_png", "picture"),
+        ("fedsynth.data.picture.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
         ("fedsynth.methods.feddm.FedDM.aggregate_metrics", "metrics of the clients"),
     ],

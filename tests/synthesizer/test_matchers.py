@@ -186,7 +186,7 @@ def test_paper_mechanism_clips_the_batch_gradient() -> None:
         row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
         noise = [UnaccountedNoise(row, SecretGenerator())]
         segments = exact.clients.segments(1)
-        matcher = PaperMatcher(exact, segments, exact.batches, noise)
+        matcher = PaperMatcher(exact, segments, noise)
         return matcher.gradient(0, features, S)
 
     assert with_noise(0.0, clip).flatten(1).norm(dim=1).max() <= clip * (1 + 1e-5)

@@ -33,13 +33,12 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 
 RULES = ("none", "median", "trimmed", "clip")
 FEWEST = 3  # uploads of which one can be outvoted
 BLOCK = 2**22  # values that are sorted at a time: a memory bound
 M = TypeVar("M", bound=Message)
-Tensors = Mapping[str, Tensor]
 
 
 def counted_uploads(
@@ -183,11 +182,14 @@ class AveragingState(ServerState):
             empty if the method keeps no cache.
         seen: a boolean mask [K] of the clients that have sent a model, or None without a cache.
         overall: the parameters of OCA. The mapping is empty if the method keeps no cache.
+        memory: further tensors that the method keeps between rounds, by parameter. The mapping is
+            empty before the first round.
     """
 
-    cache: Mapping[str, Tensor] = field(default_factory=dict)
+    cache: Tensors = field(default_factory=dict)
     seen: Tensor | None = None
-    overall: Mapping[str, Tensor] = field(default_factory=dict)
+    overall: Tensors = field(default_factory=dict)
+    memory: Tensors = field(default_factory=dict)
 
 
 Averaging = TypeVar("Averaging", bound=AveragingState)
@@ -212,9 +214,7 @@ def average(uploads: Mapping[int, ModelParameters], *, uniform: bool = False) ->
     return _weighted_mean(models, weights)
 
 
-def _weighted_mean(
-    models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
-) -> dict[str, Tensor]:
+def _weighted_mean(models: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
     total = sum(weights)
     mean: dict[str, Tensor] = {}
     for name, value in models[0].items():

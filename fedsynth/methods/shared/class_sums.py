@@ -23,19 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
+from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.errors import SettingError
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.matching import MatchingObjective
-from fedsynth.synthesizer.condensation.private_matchers import (
-    FeatureSumMatcher,
-    GradientMatcher,
-    ResidualMatcher,
-    ones,
-)
+from fedsynth.synthesizer.condensation import matching, private_matchers
 
 COUNTS = "class counts"
 """The name of the release plan of the class counts."""
@@ -168,7 +162,7 @@ def sums_rules(
 
 
 def class_sums(
-    client: ClientGroup, vectors: Vectors, width: int, plan: str, context: RoundContext
+    client: Group, vectors: Vectors, width: int, plan: str, context: RoundContext
 ) -> ClassSums:
     """Computes the class sums and the class counts of one client.
 
@@ -182,7 +176,7 @@ def class_sums(
     """
     if isinstance(client, PrivateClientView):
         series = client.series(COUNTS)
-        counts = client.class_sums(series, ones)
+        counts = client.class_sums(series, private_matchers.ones)
         noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
         return ClassSums(noisy, counts[:, 0], series[0].noise_std)
     classes = context.spec.classes
@@ -199,7 +193,7 @@ def class_sums(
 
 
 def class_means(
-    clients: ClientGroup,
+    clients: Group,
     vectors: Vectors,
     width: int,
     plan: str,
@@ -243,62 +237,6 @@ def default_clip(width: int) -> float:
     return 0.25 * math.sqrt(width)
 
 
-def image_plan(
-    mechanism: str,
-    privacy: PrivacySettings,
-    context: RoundContext,
-    *,
-    ipc: int,
-    steps: int,
-    batch: int,
-    logits: bool,
-) -> ReleasePlan:
-    """Returns the plan of the T releases by which a round moves the synthetic images.
-
-    Each release moves the images by one step.
-
-    Args:
-        mechanism: "residual", "gradient" or "paper".
-        privacy: the settings of differential privacy.
-        context: the context of the round.
-        ipc: number of synthetic images per class.
-        steps: T.
-        batch: expected number of examples of a class in a step, which determines the default
-            sampling rate.
-        logits: whether logits are matched in addition to embeddings.
-
-    Raises:
-        SettingError: the mechanism is not one of these.
-    """
-    classes = context.spec.classes
-    coordinates = ipc * math.prod(context.spec.image_shape)
-    if mechanism == "residual":
-        coordinates = feature_width(context, logits)
-        clip = default_clip(coordinates)
-        clipped = "residual h(S) − h(x) of each example's embedding"
-        if logits:
-            clipped = (
-                "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly"
-            )
-    elif mechanism == "gradient":
-        clip, clipped = 1.0, "image gradient g̃(x) of each example (FedDM, Eq. 15)"
-    elif mechanism == "paper":
-        clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
-    else:
-        raise _unsupported(mechanism)
-    return ReleasePlan(
-        name=IMAGES,
-        quantity="synthetic images",
-        mechanism=mechanism,
-        clipped=clipped,
-        clip=privacy.clip or clip,
-        sample_rate=privacy.sample_rate or min(1.0, batch * classes / context.nominal_size),
-        steps=steps,
-        dimension=classes * coordinates,
-        groups=classes,
-    )
-
-
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
@@ -336,11 +274,11 @@ def private_matching(
     *,
     columns: int | None = None,
     min_examples: float,
-) -> MatchingObjective:
+) -> matching.MatchingObjective:
     """Returns the matching loss that reads from releases that were already charged to the clients.
 
     Args:
-        clients: the clients, charged for `image_plan` or for both `feature_plans`.
+        clients: the clients, charged for the images or for both `feature_plans`.
         context: the context of the round.
         columns: number of leading coordinates of the features that the mechanism `residual`
             matches. With None, it matches all.
@@ -353,17 +291,17 @@ def private_matching(
     series = clients.series(IMAGES)
     divisor = plan.sample_rate * context.nominal_size / context.spec.classes
     if plan.mechanism == "residual":
-        return ResidualMatcher(clients, series, divisor, columns)
+        return private_matchers.ResidualMatcher(clients, series, divisor, columns)
     if plan.mechanism == "gradient":
-        return GradientMatcher(clients, series, divisor)
+        return private_matchers.GradientMatcher(clients, series, divisor)
     if plan.mechanism != "features":
-        raise _unsupported(plan.mechanism)
+        raise unsupported(plan.mechanism)
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].noise_std)
-    return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
+    return private_matchers.FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 
-def _unsupported(mechanism: str) -> SettingError:
+def unsupported(mechanism: str) -> SettingError:
     reason = (
         f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. A method "
         "with another mechanism must override `release_plans` and `client_step`"

@@ -21,25 +21,17 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
-from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State
+from fedsynth.training import sgd
+from fedsynth.training.loop import TRAINED, State
 from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.sgd import (
-    BeforeStep,
-    Objective,
-    Optimiser,
-    Pull,
-    SgdSettings,
-    steps_of,
-    train_on,
-)
 from fedsynth.version import __version__
 
 MODEL = "model"
 """The name of the release plan of the trained model."""
-PROGRESS_PARTS = 100
-"""Number of parts of a client's training after which progress is reported."""
 DIGEST_IMAGES = 4096
 """Number of images that are loaded at a time to compute a digest."""
+PROGRESS_PARTS = 100
+"""Number of parts of a client's training after which progress is reported."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,7 @@ class LocalObjective:
     True
     """
 
-    before_step: BeforeStep | None = None
+    before_step: sgd.BeforeStep | None = None
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
     state: State = field(default_factory=dict)
@@ -102,11 +94,11 @@ class LocalObjective:
 
         This is the case if the loss is the cross-entropy with at most a `Pull` as the penalty.
         """
-        pulled = self.penalty is None or isinstance(self.penalty, Pull)
+        pulled = self.penalty is None or isinstance(self.penalty, sgd.Pull)
         return self.loss is None and self.before_step is None and pulled
 
     @property
-    def mean_loss(self) -> Objective | None:
+    def mean_loss(self) -> sgd.Objective | None:
         """Returns a function that computes the mean of `loss` over a batch. Returns None for the
         cross-entropy."""
         loss = self.loss
@@ -119,7 +111,7 @@ def train_openly(
     models: Sequence[nn.Module],
     clients: ExactClientView,
     objectives: Sequence[LocalObjective],
-    settings: Sequence[SgdSettings],
+    settings: Sequence[sgd.SgdSettings],
     context: RoundContext,
     *,
     together: bool,
@@ -138,9 +130,9 @@ def train_openly(
     for position, client in enumerate(clients.ids):
         examples = clients.examples(position)
         generator = torch_generator(context.seed, "local training", context.round, client)
-        sgd, penalty = settings[position], objectives[position].penalty
-        learners.append(Learner(models[position], examples, sgd, generator, penalty))
-        trained.append(Trained(float(len(examples)), steps_of(sgd, len(examples))))
+        learner_sgd, penalty = settings[position], objectives[position].penalty
+        learners.append(Learner(models[position], examples, learner_sgd, generator, penalty))
+        trained.append(Trained(float(len(examples)), sgd.steps_of(learner_sgd, len(examples))))
     if together and all(objective.plain for objective in objectives):
         # memory decides how many clients share a step; this must not change a client's precision
         context = replace(context, precision=torch.float32)
@@ -157,7 +149,7 @@ def train_privately(
     models: Sequence[nn.Module],
     clients: PrivateClientView,
     objectives: Sequence[LocalObjective],
-    optimiser: Optimiser,
+    optimiser: sgd.Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
     """Trains the models in place by DP-SGD.
@@ -193,15 +185,14 @@ def _train_one(
     Progress is reported as a share of the group's work, to which all clients contribute equally.
     """
     examples = learner.examples
-    keeper: LoopCheckpointer = NullCheckpointer()
+    keeper = None
     name = f"train-{client.ids[0]}"
     if objective.plain or objective.state:
         keeper = context.keeper
-    # a digest covers the data, and penalties of this type only
-    digestible = objective.plain and type(objective.penalty) in (Pull, type(None))
-    if keeper.shared is not None and digestible and len(examples):
-        keeper = keeper.shared
-        name = f"train-{training_digest(learner, client, context.device, context.precision)}"
+        # the digest does not cover penalties of other types
+        digestible = objective.plain and type(objective.penalty) in (sgd.Pull, type(None))
+        if keeper.shares_trainings and digestible:
+            name = TRAINED + training_digest(learner, client, context.device, context.precision)
 
     def report(completed: int, total: int) -> None:
         share = PROGRESS_PARTS * completed // total
@@ -209,7 +200,7 @@ def _train_one(
             "local training", PROGRESS_PARTS * position + share, PROGRESS_PARTS * clients
         )
 
-    train_on(
+    sgd.train_on(
         learner.model,
         lambda indices: client.images(examples[indices]),
         client.labels(examples),
@@ -233,20 +224,18 @@ def training_digest(
     """Computes a hash of everything that determines the result of a client's plain training.
 
     The digest covers the initial model, the data and their order, the optimiser, the penalty, the
-    hardware and the versions of the software. Equal digests mean equal results for the networks of
-    this package, whose `repr` and values define them completely, as long as the version of the
-    package is the same.
+    hardware and the versions of the software. Equal digests mean equal results for the networks of this
+    package, whose `repr` and values define them completely, as long as the version of the package
+    is the same.
     """
     digest = hashlib.blake2b(digest_size=16)
     model = learner.model
-    pull = (
-        learner.penalty if isinstance(learner.penalty, Pull) else None
-    )  # the objective is `plain`
+    pull = learner.penalty if isinstance(learner.penalty, sgd.Pull) else None
     hardware = str(device.type)
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     description = (
-        f"{type(model).__module__}.{type(model).__qualname__}",
+        type(model).__qualname__,
         repr(model),
         repr(learner.settings),
         repr(pull and pull.weight),

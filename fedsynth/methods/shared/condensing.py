@@ -10,31 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, Presets, ReleasePlan, State, Upload
+from fedsynth.core.messages import Message
+from fedsynth.core.method import Method, Plans, Presets, ReleasePlan, Upload
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.class_sums import image_plan
+from fedsynth.methods.shared import class_sums
 from fedsynth.models.layers import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.losses import MATCHINGS, refuse_private
+from fedsynth.synthesizer.condensation import losses, sets
 from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
-from fedsynth.synthesizer.condensation.sets import (
-    MAX_IPC,
-    SMALL_CLASS,
-    SyntheticSet,
-    check_set,
-    set_rules,
-)
 from fedsynth.training.loop import resumable
 from fedsynth.training.sgd import MomentumSgd, SgdSettings
 from fedsynth.validation import check_embedding, in_range, one_of
@@ -75,9 +67,6 @@ class TrainsOnUnion(Method):
         """Returns the settings of SGD for the server's training on the uploaded images."""
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
-
-    def broadcast(self, state: State, context: RoundContext) -> Message:
-        return ModelParameters(state.parameters, 1.0)
 
 
 @dataclass(frozen=True)
@@ -143,49 +132,68 @@ class CondensingMethod(TrainsOnUnion):
     tensor(0.)
     """
 
-    upload: ClassVar[type[Message]] = SyntheticSet
+    upload: ClassVar[type[Message]] = sets.SyntheticSet
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""
 
-    ipc: int = in_range(10, 1, MAX_IPC)
+    ipc: int = in_range(10, 1, sets.MAX_IPC)
     iterations: int = in_range(1000, 1)
     image_lr: float = in_range(1.0, 0)
     image_momentum: float = in_range(0.0, 0, 1)
     batch: int = in_range(256, 1)
-    small_class: str = one_of(*SMALL_CLASS)
+    small_class: str = one_of(*sets.SMALL_CLASS)
     min_examples: int = in_range(10, 0)
     start_average: int = in_range(1, 1)
     restart: bool = False
     batch_norm: str = one_of("client", "class")
-    matching: str = one_of(*MATCHINGS)
+    matching: str = one_of(*losses.MATCHINGS)
     blur: float = in_range(0.25, 1e-6)
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
-        """Returns the release plan of the images.
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
+        """Returns the plan of the T releases by which a round moves the synthetic images.
 
-        A method with more releases appends their plans.
+        Each release moves the images by one step. A method with more releases appends their plans.
         """
         self.check_private(context)
-        plan = image_plan(
-            privacy.mechanism or self.dp_mechanisms[0],
-            privacy,
-            context,
-            ipc=self.ipc,
+        mechanism = privacy.mechanism or self.dp_mechanisms[0]
+        classes = context.spec.classes
+        coordinates = self.ipc * math.prod(context.spec.image_shape)
+        if mechanism == "residual":
+            coordinates = class_sums.feature_width(context, self.matches_logits)
+            clip = class_sums.default_clip(coordinates)
+            clipped = "residual h(S) − h(x) of each example's embedding"
+            if self.matches_logits:
+                clipped = (
+                    "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits "
+                    "jointly"
+                )
+        elif mechanism == "gradient":
+            clip, clipped = 1.0, "image gradient g̃(x) of each example (FedDM, Eq. 15)"
+        elif mechanism == "paper":
+            clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
+        else:
+            raise class_sums.unsupported(mechanism)
+        rate = min(1.0, self.batch * classes / context.nominal_size)
+        plan = ReleasePlan(
+            name=class_sums.IMAGES,
+            quantity="synthetic images",
+            mechanism=mechanism,
+            clipped=clipped,
+            clip=privacy.clip or clip,
+            sample_rate=privacy.sample_rate or rate,
             steps=self.iterations,
-            batch=self.batch,
-            logits=self.matches_logits,
+            dimension=classes * coordinates,
+            groups=classes,
         )
         return (plan,)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return set_rules(context.spec, self.ipc) if phase == MAIN else {}
+        return sets.set_rules(context.spec, self.ipc) if phase == MAIN else {}
 
     def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
-        if phase == MAIN and isinstance(upload, SyntheticSet):
-            check_set(upload, self.ipc)
+        if phase == MAIN and isinstance(upload, sets.SyntheticSet):
+            sets.check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
         """Estimates the memory in bytes that one more client in a group needs.
@@ -215,11 +223,11 @@ class CondensingMethod(TrainsOnUnion):
             SettingError: `matching` compares whole distributions.
         """
         refuse_batch_norm(context.architecture)
-        refuse_private(self.matching)
+        losses.refuse_private(self.matching)
 
     # ------------------------------------------------------------- housekeeping of a client's step
 
-    def pairs(self, clients: ClientGroup) -> ClientClassPairs:
+    def pairs(self, clients: Group) -> ClientClassPairs:
         """Returns the (client, class) pairs for which images are made.
 
         With differential privacy, these are all pairs, because it is private which classes a client
@@ -231,7 +239,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def features(
         self,
-        clients: ClientGroup,
+        clients: Group,
         pairs: ClientClassPairs,
         context: RoundContext,
         logit_weight: float = 1.0,
@@ -263,7 +271,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def steps(
         self,
-        clients: ClientGroup,
+        clients: Group,
         images_SICHW: Tensor,
         velocity: Tensor,
         context: RoundContext,
@@ -289,6 +297,6 @@ class CondensingMethod(TrainsOnUnion):
             {"synthetic": images_SICHW, "velocity": velocity},
             keeper=context.loop_keeper,
             name=f"{clients.ids[0]}-{clients.ids[-1]}",
-            report=partial(context.report, "condense", total=self.iterations),
+            report=lambda completed: context.report("condense", completed, self.iterations),
             draws=draws,
         )

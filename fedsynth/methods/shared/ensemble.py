@@ -23,9 +23,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
+from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
-from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -48,7 +47,7 @@ class EnsembleState(AveragingState):
     """
 
     tallies: Tensor | None = None
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
+    matrices: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,12 @@ class EnsembleDistillation(TrainsLocally):
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
     features_refusal = "the server distils on images. Use fedavg instead"
     robust_refusal = "the server distils the clients' models and averages no models"
+    oca_refusal = "a run ends with the distilled model"
 
     local_epochs: int = 200
     batch: int = 128
     momentum: float = 0.9
     start: str = one_of("server", "average")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.final == "oca":
-            reason = f"must be 'aca' for {self.name}, because a run ends with the distilled model"
-            raise SettingError("method", "final", reason)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
@@ -139,7 +133,7 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
     }
 
     def __post_init__(self) -> None:
-        EnsembleDistillation.__post_init__(self)
+        TrainsLocally.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
         """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.
@@ -174,7 +168,7 @@ def generated_facts(tallies: Tensor) -> dict[str, float]:
     Args:
         tallies: the tallies of at least one epoch, [epochs, C, C].
     """
-    epochs = [describe(tally) for tally in tallies]
+    epochs = list(map(describe, tallies))
     tenth = ceil(len(epochs) / 10)
     last = [{"student": epoch["student"]} for epoch in epochs[-tenth:]]
     return {**average_facts(epochs), **average_facts(last)}

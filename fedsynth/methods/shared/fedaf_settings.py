@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Presets, ReleasePlan
+from fedsynth.core.messages import Message, ModelParameters, Tensors, released
+from fedsynth.core.method import Plans, Presets
 from fedsynth.core.uploads import Array, Rule, check_tensor
 from fedsynth.data.images import stored_dtype
 from fedsynth.methods.shared.class_sums import sums_plans
@@ -86,8 +86,8 @@ class KnowledgeState(ServerState):
             computed them. Otherwise None.
     """
 
-    logits: Tensor | None = None
-    has_logits: Tensor | None = None
+    logits: Tensor
+    has_logits: Tensor
     soft: Tensor | None = None
     present: Tensor | None = None
 
@@ -173,6 +173,11 @@ class FedAFSettings(CondensingMethod):
     server_matching: str = one_of("minibatch", "union")
     matching_reduction: str = one_of(*REDUCTIONS)
 
+    def initial_state(self, parameters: Tensors) -> KnowledgeState:
+        C = len(parameters["classifier.weight"])
+        V = parameters["classifier.weight"].new_zeros(C, C)
+        return KnowledgeState(parameters, V, V.new_zeros(C, dtype=torch.bool))
+
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, GlobalLogits):  # not the plain model of the first exchange
             classes = context.spec.classes
@@ -196,9 +201,7 @@ class FedAFSettings(CondensingMethod):
             "soft": soft,
         }
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of all releases of a client in a round.
 
         They are the T releases of the images, the sums of logits, and the class counts.
@@ -219,12 +222,3 @@ class FedAFSettings(CondensingMethod):
         if self.knowledge_from == "first-phase":
             return ModelParameters(state.parameters, 1.0)
         return None
-
-    def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
-        """Returns the message with the model w_r and the logits V. V is empty in round 1."""
-        V, has_logits = state.logits, state.has_logits
-        if V is None or has_logits is None:
-            C = context.spec.classes
-            V = torch.zeros(C, C, device=context.device)
-            has_logits = torch.zeros(C, dtype=torch.bool, device=context.device)
-        return GlobalLogits(state.parameters, 1.0, V, has_logits)

@@ -15,35 +15,30 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from fedsynth.core.client import ClientGroup, PrivateClientView
+from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
+from fedsynth.core.messages import Message, ModelParameters, Tensors
+from fedsynth.core.method import Memories, Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
+from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.aggregation import (
     AveragingState,
     average,
     counted_uploads,
     update_cache,
 )
-from fedsynth.methods.shared.client_training import (
-    MODEL,
-    LocalObjective,
-    train_openly,
-    train_privately,
-)
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
 from fedsynth.privacy.dpsgd import check_model
-from fedsynth.privacy.plans import ReleasePlan
+from fedsynth.privacy.plans import Plans, ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
@@ -102,6 +97,8 @@ class TrainsLocally(Method):
         "stragglers_dropped": public("a setting", bool),
     }
     variant_names = ("aca", "oca")
+    oca_refusal: ClassVar[str] = ""
+    """The reason why a run cannot end with the average of all clients' last models, or empty."""
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
     """Whether all tasks of the method are plain (`LocalObjective.plain`). Several clients with a
@@ -128,15 +125,15 @@ class TrainsLocally(Method):
                     "number of steps. Set method.local_steps=0"
                 )
                 raise SettingError("method", key, reason)
-
-    def broadcast(self, state: State, context: RoundContext) -> Message:
-        return ModelParameters(state.parameters, 1.0)
+        if self.final == "oca" and self.oca_refusal:
+            reason = f"must be 'aca' for {self.name}, because {self.oca_refusal}"
+            raise SettingError("method", "final", reason)
 
     def task(
         self, client: int, message: Request, memory: Memory, context: RoundContext
-    ) -> LocalObjective:
+    ) -> client_training.LocalObjective:
         """Returns what the method adds to this client's local training in this round."""
-        return LocalObjective()
+        return client_training.LocalObjective()
 
     def optimiser(self) -> Optimiser:
         """Returns the optimiser with which a client trains its model. It is the same with and
@@ -156,15 +153,11 @@ class TrainsLocally(Method):
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
-        self,
-        message: Request,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
+        self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         straggler_epochs = self.straggler_epochs(context)
         models: list[nn.Module] = []
-        objectives: list[LocalObjective] = []
+        objectives: list[client_training.LocalObjective] = []
         settings: list[SgdSettings] = []
         for client, memory in zip(clients.ids, memories, strict=True):
             models.append(self.start_model(client, message, memory, context))
@@ -172,10 +165,12 @@ class TrainsLocally(Method):
             epochs = straggler_epochs.get(client, self.local_epochs)
             settings.append(self._sgd(epochs, context))
         if isinstance(clients, PrivateClientView):
-            trained = train_privately(models, clients, objectives, self.optimiser(), context)
+            trained = client_training.train_privately(
+                models, clients, objectives, self.optimiser(), context
+            )
         else:
             together = self.client_bytes(context) is not None
-            trained = train_openly(
+            trained = client_training.train_openly(
                 models, clients, objectives, settings, context, together=together
             )
         results: Results = []
@@ -204,7 +199,7 @@ class TrainsLocally(Method):
 
         Args:
             upload: the upload that the client's objective made.
-            client: a `ClientGroup` that contains only this client.
+            client: a `Group` that contains only this client.
             message: the server's message.
             context: the context of the round.
         """
@@ -250,7 +245,7 @@ class TrainsLocally(Method):
             return combined
         return update_cache(combined, state, uploads, context, all_slots=self.oca == "all")
 
-    def final_parameters(self, state: AveragingState) -> Mapping[str, Tensor]:
+    def final_parameters(self, state: AveragingState) -> Tensors:
         if self.final == "oca" and state.overall:
             return state.overall
         return state.parameters
@@ -266,19 +261,17 @@ class TrainsLocally(Method):
         by_name = {str(client): count for client, count in epochs.items()}
         return {"stragglers": by_name, "stragglers_dropped": self.drop_stragglers}
 
-    def variants(self, state: AveragingState) -> Mapping[str, Mapping[str, Tensor]]:
+    def variants(self, state: AveragingState) -> Mapping[str, Tensors]:
         if not state.overall:
             return {}
         return {"aca": state.parameters, "oca": state.overall}
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         for architecture in (context.architecture, *(context.client_architectures or ())):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = ReleasePlan(
-            name=MODEL,
+            name=client_training.MODEL,
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
@@ -289,9 +282,7 @@ class TrainsLocally(Method):
         )
         return (plan,)
 
-    def client_plans(
-        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns the plans with this client's number of steps and this client's model dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.

@@ -25,7 +25,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, State, Upload
 from fedsynth.errors import SettingError
-from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.randomness import Addends
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
@@ -97,8 +97,8 @@ class DistributedNoise(Method):
         return self.honest or max(1, clients - 1)
 
     def sum_over_clients(
-        self, plans: tuple[ReleasePlan, ...], privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+        self, plans: Plans, privacy: PrivacySettings, context: RoundContext
+    ) -> Plans:
         """Returns the plans with what secure aggregation needs: H, and the facts that bound the
         sums."""
         if not self.requires_secure_sum:

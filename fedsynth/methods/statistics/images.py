@@ -29,14 +29,7 @@ from fedsynth.methods.statistics.class_moments import PixelMoments, sharpened, t
 from fedsynth.methods.statistics.whitening import AUTO, NO, YES
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.from_statistics import (
-    CANDIDATES,
-    ImageSteps,
-    ReleasedStatistics,
-    images_from_statistics,
-    public_start,
-    shrunk,
-)
+from fedsynth.synthesizer.condensation import from_statistics
 from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import in_range, one_of
@@ -164,12 +157,14 @@ class MakesImages(Method):
         The images start from random processes if no moments of small pictures were released.
         """
         weight, shape = teacher.classifier.weight, context.spec.image_shape
-        statistics = ReleasedStatistics(teacher.embed_pixels, weight, state.class_means)
+        statistics = from_statistics.ReleasedStatistics(
+            teacher.embed_pixels, weight, state.class_means
+        )
         draws = torch_generator(context.seed, "fedstats' start images")
 
         def start(count: int, candidates: int) -> Tensor:
             if state.picture_means is None or state.picture_roots is None:
-                return public_start(statistics, count, shape, draws, candidates)
+                return from_statistics.public_start(statistics, count, shape, draws, candidates)
             moments = PixelMoments(state.picture_means, state.picture_roots)
             return drawn_start(moments, count, shape, draws).to(weight.device)
 
@@ -177,10 +172,12 @@ class MakesImages(Method):
         if self.ipc:
             # fully optimised images first, then the interpolated ones
             positions = ALONG if self.image_steps else (1.0,)
-            initial = start(math.ceil(self.ipc / len(positions)), CANDIDATES)
+            initial = start(math.ceil(self.ipc / len(positions)), from_statistics.CANDIDATES)
             settings = self.image_steps, self.image_lr, self.teacher_weight, self.smoothness
             report = partial(context.report, "images")
-            optimised = images_from_statistics(statistics, initial, ImageSteps(*settings), report)
+            optimised = from_statistics.images_from_statistics(
+                statistics, initial, from_statistics.ImageSteps(*settings), report
+            )
             line = [initial + position * (optimised - initial) for position in positions]
             parts.append(torch.cat(line, dim=1)[:, : self.ipc])
         if self.drawn_ipc:
@@ -228,7 +225,7 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tenso
     if second:
         scale *= math.sqrt(2)
     means = scale * pool.sums[-math.prod(shape) :].view(shape)
-    return shrunk(means, scale * pool.noise_std).float()
+    return from_statistics.shrunk(means, scale * pool.noise_std).float()
 
 
 def drawn_start(

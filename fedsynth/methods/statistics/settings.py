@@ -20,15 +20,9 @@ from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
+from fedsynth.features import registry
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.random_process import MIN_SIDE
-from fedsynth.features.registry import (
-    feature_map,
-    feature_names,
-    features_for,
-    is_own_features,
-    refuse_unknown_map,
-)
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import DistributedNoise
 from fedsynth.methods.statistics.class_moments import PIXELS, pixel_width, step_rate
@@ -36,7 +30,7 @@ from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_d
 from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, white_signal
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.plans import FIRST, MAIN, Plans, ReleasePlan
 from fedsynth.privacy.products import grams_width
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
@@ -151,8 +145,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.features not in (AUTO, *feature_names()):
-            refuse_unknown_map(self.features, "method", AUTO)
+        if self.features not in (AUTO, *registry.feature_names()):
+            registry.refuse_unknown_map(self.features, "method", AUTO)
         pictures = self.images_each > 0 and self.pictures != NO
         self._first_shares(pictures, self.whitening == YES)
 
@@ -160,8 +154,8 @@ class PlansStatistics(DistributedNoise, MakesImages):
         """Returns the feature map φ that the settings select for the images of a dataset."""
         name = self.features
         if name == AUTO:
-            name = features_for(spec.image_shape)
-        return feature_map(name, spec.image_shape)
+            name = registry.features_for(spec.image_shape)
+        return registry.feature_map(name, spec.image_shape)
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
         """Returns a linear model on φ. The model settings of the run are ignored."""
@@ -274,15 +268,13 @@ class PlansStatistics(DistributedNoise, MakesImages):
         facts["feature map"] = (
             f"{features.name}, {features.dimension} coordinates: fixed before data are read"
         )
-        if not is_own_features(features.name):
+        if not registry.is_own_features(features.name):
             facts["feature map"] += ", and chosen on public benchmarks"
         bounds = f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}"
         facts["constants of the features"] = f"{bounds}: {features.source}"
         return facts
 
-    def release_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[ReleasePlan, ...]:
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of the releases in round 1 and of the later steps.
 
         The expected signals assume C equally frequent classes, in which all examples of a class are
@@ -355,7 +347,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
             (STEP, steps, "p − y of each example, and z", self.step_clip, by_class),
         ]
 
-    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
+    def round_plans(self, plans: Plans, round: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
@@ -399,7 +391,4 @@ class PlansStatistics(DistributedNoise, MakesImages):
     def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
         if context.round > 1:
             return None
-        return ModelParameters(state.parameters, 1.0)
-
-    def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
         return ModelParameters(state.parameters, 1.0)

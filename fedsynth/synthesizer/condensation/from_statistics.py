@@ -147,7 +147,7 @@ def images_from_statistics(
     pixels = start_CICHW.flatten(0, 1).clone().requires_grad_(True)
     labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
     with torch.no_grad():
-        z = torch.cat([statistics.embed(part) for part in pixels.split(AT_ONCE)])
+        z = torch.cat(list(map(statistics.embed, pixels.split(AT_ONCE))))
     adam = torch.optim.Adam([pixels], lr=settings.learning_rate)
     for step in range(settings.steps):
         adam.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)

@@ -25,14 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.condensation.matching import (
-    ExactMatcher,
-    FeatureMap,
-    MatchingObjective,
-    frozen_means,
-    passes,
-    pull_back,
-)
+from fedsynth.synthesizer.condensation import matching
 
 DISTANCES = ("point", "rows", "sorted")
 REDUCTIONS = ("mean", "sum")
@@ -106,7 +99,7 @@ def point_factor(dimension: int) -> float:
 
 
 def logits_gradient(
-    features: FeatureMap,
+    features: matching.NetworkFeatures,
     synthetic_SICHW: Tensor,
     classes: int,
     distance: Callable[[Tensor], Tensor],
@@ -123,12 +116,12 @@ def logits_gradient(
             Eq. 6) to a scalar.
         weight: λ_loc.
     """
-    means = frozen_means(features, synthetic_SICHW)
+    means = matching.frozen_means(features, synthetic_SICHW)
     u_SC = means[:, -classes:].contiguous().requires_grad_()
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(distance(u_SC), u_SC)
     cotangents = F.pad(gradient * weight, (means.shape[1] - classes, 0))
-    return pull_back(features, synthetic_SICHW, lambda means, numbers: cotangents[numbers])
+    return matching.pull_back(features, synthetic_SICHW, lambda means, numbers: cotangents[numbers])
 
 
 def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -191,18 +184,18 @@ SCALE = 4.0  # in units of √D: several times the spread of instance-normalised
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
 
 
-def refuse_private(matching: str) -> None:
+def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
-    if matching != "mean":
+    if kind != "mean":
         raise SettingError(
             "method",
             "matching",
             "must be 'mean' with differential privacy, because no mechanism protects the features "
-            f"of single examples, got {matching!r}",
+            f"of single examples, got {kind!r}",
         )
 
 
-class DistributionMatcher(MatchingObjective):
+class DistributionMatcher(matching.MatchingObjective):
     """Matches whole distributions of features instead of mean features, without differential
     privacy.
 
@@ -210,7 +203,7 @@ class DistributionMatcher(MatchingObjective):
 
     Args:
         exact: draws the real batches.
-        matching: the divergence, "gaussian", "energy" or "sinkhorn" (debiased, with squared
+        kind: the divergence, "gaussian", "energy" or "sinkhorn" (debiased, with squared
             distances).
         blur: the kernel's standard deviation or the square root of the entropic regularisation, in
             units of √D. "energy" does not use it.
@@ -218,7 +211,7 @@ class DistributionMatcher(MatchingObjective):
     """
 
     def __init__(
-        self, exact: ExactMatcher, matching: str, blur: float, columns: int | None = None
+        self, exact: matching.ExactMatcher, kind: str, blur: float, columns: int | None = None
     ) -> None:
         from geomloss import SamplesLoss
 
@@ -226,17 +219,17 @@ class DistributionMatcher(MatchingObjective):
         self._columns = columns
         # A fixed initial scale: by default geomloss derives one from all segments, which would
         # make a client's images depend on other clients of its group.
-        self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
+        self._loss = SamplesLoss(kind, p=2, blur=blur, diameter=SCALE, backend="tensorized")
         self._factor = 2.0
-        if matching == "gaussian":
+        if kind == "gaussian":
             self._factor *= blur**2
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         rows, weights = _padded(*self._exact.real_rows(step, features))
         rows = rows[..., : self._columns]
         ipc = synthetic.shape[1]
         out = torch.empty_like(synthetic)
-        for numbers in passes(features, synthetic):
+        for numbers in matching.passes(features, synthetic):
             u, pull = features.vjp(synthetic[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
             u_GID = u.view(len(numbers), ipc, -1)
             cotangents = self._cotangents(u_GID, rows[numbers], weights[numbers])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,42 +37,6 @@ from fedsynth.synthesizer.condensation.sets import BatchIndices
 CPU_BYTES = 8 * 2**20
 GPU_IMAGES = 1024
 ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
-
-
-class FeatureMap(Protocol):
-    """The interface of the features that condensation matches.
-
-    A feature map is a function (images [N, C, H, W], index of each image's (client, class) pair
-    [N]) -> u [N, D]. The index selects the siamese augmentation.
-
-    Attributes:
-        mixes: whether an image's features depend on the other images of its pass (batch norm). If
-            True, a pass must contain all images of a group of clients.
-    """
-
-    mixes: bool
-
-    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns the features u of images, differentiable with respect to the images."""
-
-    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Returns the features u of real images without an autograd graph.
-
-        They may be computed in a reduced precision.
-        """
-
-    def vjp(
-        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
-    ) -> tuple[Tensor, VectorJacobian]:
-        """Returns the features u [N, D], and a function that computes their vector-Jacobian
-        products.
-
-        The function maps vectors [V, N, D] to [V, N, C, H, W]. If `exact` is False, it may use a
-        reduced precision.
-        """
-
-    def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Returns the number of images of this shape that one pass should contain."""
 
 
 class NetworkFeatures:
@@ -101,6 +65,10 @@ class NetworkFeatures:
         ipc: the number of images of each (client, class) pair. A full pass of `vjp` contains as
             many whole pairs as fit. 0 means that the number is unknown, so that no pass counts as
             full.
+
+    Attributes:
+        mixes: whether an image's features depend on the other images of its pass (batch norm). If
+            True, a pass must contain all images of a group of clients.
     """
 
     def __init__(
@@ -242,7 +210,9 @@ def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
 
 
 def pull_back(
-    features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
+    features: NetworkFeatures,
+    synthetic_SICHW: Tensor,
+    cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Returns the gradient with respect to the synthetic images of every (client, class) pair.
 
@@ -269,7 +239,7 @@ def pull_back(
     return out
 
 
-def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
+def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
     """Returns the mean features of each pair's synthetic images, without an autograd graph.
 
     They are mean_{S_c} u_w, [S, D].
@@ -286,7 +256,7 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
     return torch.cat(means)
 
 
-def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
+def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """Splits the (client, class) pairs into groups that pass through the network together.
 
     Returns the indices of the pairs in each group.
@@ -298,7 +268,7 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     return torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
 
 
-def segments_at_once(features: FeatureMap, x_NCHW: Tensor, ipc: int) -> int:
+def segments_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
     """Returns how many (client, class) pairs, with `ipc` images each, pass through the network
     together.
 
@@ -321,7 +291,10 @@ def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
 
 
 def matching_gradient(
-    features: FeatureMap, synthetic_SICHW: Tensor, target_SD: Tensor, weight_S: Tensor | None = None
+    features: NetworkFeatures,
+    synthetic_SICHW: Tensor,
+    target_SD: Tensor,
+    weight_S: Tensor | None = None,
 ) -> Tensor:
     """Returns the gradient of the matching loss with respect to the synthetic images.
 
@@ -358,7 +331,7 @@ class MatchingObjective:
     period: int | None = None
     uploaded: Tensor | None = None
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
         """Returns the gradient of a step with respect to the images, [S, ipc, C, H, W]."""
         raise NotImplementedError  # abstract
 
@@ -378,7 +351,7 @@ class ExactMatcher(MatchingObjective):
     batches: BatchIndices
     columns: int | None = None
 
-    def real_means(self, step: int, features: FeatureMap) -> Tensor:
+    def real_means(self, step: int, features: NetworkFeatures) -> Tensor:
         """Returns the mean features of each (client, class) pair's real images in this step's
         batch.
 
@@ -394,7 +367,7 @@ class ExactMatcher(MatchingObjective):
             sums[segments] += segment_sums(u, number, segments.stop - segments.start)
         return sums / self.batches.divisors.to(sums.dtype)
 
-    def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
+    def real_rows(self, step: int, features: NetworkFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the features u_w of every real image in this step's batch, [N, D].
 
         The features have no autograd graph. The function also returns the index of each image's
@@ -403,7 +376,9 @@ class ExactMatcher(MatchingObjective):
         rows = [u for _, _, u in self._pieces(step, features)]
         return torch.cat(rows), self.batches.segment, self.batches.sizes
 
-    def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _pieces(
+        self, step: int, features: NetworkFeatures
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields the batch of a step in pieces that fit into memory.
 
         A piece consists of a slice of the batch, the slice of the (client, class) pairs in this
@@ -415,7 +390,7 @@ class ExactMatcher(MatchingObjective):
             images = self.clients.images(indices[rows])
             yield rows, segments, features.real(images, self.batches.segment[rows])
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features)[:, : self.columns]
         return matching_gradient(features, synthetic, real)
 
@@ -441,7 +416,7 @@ class NetworkMeansMatcher(MatchingObjective):
         self._exact = ExactMatcher(clients, batches)
         self._targets: dict[int, Tensor] = {}
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
         number = step % self._networks
         if number not in self._targets:  # in the first pass, or the first one after a resume
             self._targets[number] = self._exact.real_means(0, features)

@@ -20,43 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientClassPairs
-from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.core.client import ClientClassPairs, PrivateClientView
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
-from fedsynth.synthesizer.condensation.matching import (
-    ExactMatcher,
-    FeatureMap,
-    MatchingObjective,
-    frozen_means,
-    matching_gradient,
-    pull_back,
-)
-from fedsynth.synthesizer.condensation.sets import BatchIndices
+from fedsynth.synthesizer.condensation import matching
 
-
-class PrivateSums(Protocol):
-    """The interface of objects that hold private records and release noisy sums.
-
-    The records belong to clients in a run (`PrivateClientView`) or to one `DataOwner`.
-    """
-
-    def class_sums(
-        self,
-        series: Sequence[GaussianSumMechanism],
-        rows: Callable[[Tensor, Tensor], Tensor],
-        /,
-        *,
-        start_over_row: float = 4.0,
-    ) -> Released:
-        """Samples records, computes a vector for each record, and returns a noisy sum for each
-        class."""
-
+PrivateSums = PrivateClientView | DataOwner
+"""The type of objects that hold private records and release noisy sums."""
 
 Cotangents = Callable[[Tensor, Tensor], Tensor]
 """The type of functions that compute the gradient of each record's loss with respect to synthetic
@@ -69,7 +45,7 @@ backward passes. Each has at most PULLED times as many images as a forward pass.
 
 
 @dataclass(eq=False)
-class ResidualMatcher(MatchingObjective):
+class ResidualMatcher(matching.MatchingObjective):
     """The mechanism `residual`, which adds noise to class sums of clipped feature differences.
 
     The gradient ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the
@@ -94,15 +70,15 @@ class ResidualMatcher(MatchingObjective):
     divisor: float
     columns: int | None = None
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        fixed = frozen_means(features, synthetic)[:, : self.columns]
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
+        fixed = matching.frozen_means(features, synthetic)[:, : self.columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
             return fixed[segment_N] - features.real(x_NCHW, segment_N)[:, : self.columns]
 
         noisy = self.clients.class_sums(self.series, residuals) / self.divisor
-        return pull_back(
+        return matching.pull_back(
             features,
             synthetic,
             lambda means, numbers: torch.nn.functional.pad(
@@ -112,7 +88,7 @@ class ResidualMatcher(MatchingObjective):
 
 
 @dataclass(eq=False)
-class GradientMatcher(MatchingObjective):
+class GradientMatcher(matching.MatchingObjective):
     """The mechanism `gradient`, which adds noise to class sums of clipped per-example gradients.
 
     This is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public divisor.
@@ -131,7 +107,7 @@ class GradientMatcher(MatchingObjective):
     divisor: float
     cotangents: Cotangents | None = None
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N, self.cotangents)
 
@@ -142,7 +118,7 @@ class GradientMatcher(MatchingObjective):
 
 
 def per_example_gradients(
-    features: FeatureMap,
+    features: matching.NetworkFeatures,
     synthetic_SICHW: Tensor,
     x_NCHW: Tensor,
     segment_N: Tensor,
@@ -199,7 +175,9 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
     return gradient_RD[:, None].expand(-1, len(made_MD), -1)
 
 
-def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
+def vectors_at_once(
+    features: matching.NetworkFeatures, synthetic_SICHW: Tensor, expected: float
+) -> int:
     """Returns how many vectors of a (client, class) pair one backward pass handles.
 
     It is a power of two. On average half of the last pass is padding.
@@ -218,7 +196,8 @@ def ones(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 
-class FeatureSumMatcher(MatchingObjective):
+@dataclass(eq=False)
+class FeatureSumMatcher(matching.MatchingObjective):
     """The mechanism `features`, which releases class sums of features once for each of M networks.
 
     Each of the first M steps releases the sums of one network. Step t uses the sums of network t
@@ -236,39 +215,37 @@ class FeatureSumMatcher(MatchingObjective):
         counts: the released noisy counts [S].
     """
 
-    def __init__(
-        self,
-        clients: PrivateSums,
-        series: Sequence[GaussianSumMechanism],
-        count_series: Sequence[GaussianSumMechanism],
-        networks: int,
-        floor: float,
-    ) -> None:
-        self._clients = clients
-        self._series = series
-        self.period = self._networks = networks
-        self.counts: Tensor = clients.class_sums(count_series, ones)[:, 0]
-        self.uploaded = self.counts >= floor
-        self._divisors = self.counts.clamp_min(floor)[:, None]
+    clients: PrivateSums
+    series: Sequence[GaussianSumMechanism]
+    count_series: Sequence[GaussianSumMechanism]
+    networks: int
+    floor: float
+
+    def __post_init__(self) -> None:
+        self.period = self.networks
+        self.counts: Tensor = self.clients.class_sums(self.count_series, ones)[:, 0]
+        self.uploaded = self.counts >= self.floor
+        self._divisors = self.counts.clamp_min(self.floor)[:, None]
         self._targets: list[Tensor] = []
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        if step < self._networks:
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
+        if step < self.networks:
             self._targets.append(self._release(features, synthetic))
-        return matching_gradient(features, synthetic, self._targets[step % self._networks])
+        return matching.matching_gradient(features, synthetic, self._targets[step % self.networks])
 
-    def _release(self, features: FeatureMap, synthetic: Tensor) -> Tensor:
+    def _release(self, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         """Releases one noisy sum for each class and returns the estimated class means, [S, D]."""
-        centre = frozen_means(features, synthetic)
+        centre = matching.frozen_means(features, synthetic)
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
             return features.real(x_NCHW, segment_N) - centre[segment_N]
 
-        return centre + self._clients.class_sums(self._series, rows) / self._divisors
+        return centre + self.clients.class_sums(self.series, rows) / self._divisors
 
 
-class PaperMatcher(MatchingObjective):
+@dataclass(eq=False)
+class PaperMatcher(matching.MatchingObjective):
     """The mechanism `paper`, which is NOT differentially private and serves only for comparison.
 
     It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping the batch gradient of a
@@ -276,26 +253,19 @@ class PaperMatcher(MatchingObjective):
     sensitivity is up to 2𝒞, not 𝒞/|B_c|.
     """
 
-    def __init__(
-        self,
-        exact: ExactMatcher,
-        pairs: ClientClassPairs,
-        batches: BatchIndices,
-        noise: Sequence[UnaccountedNoise],
-    ) -> None:
-        self._exact = exact
-        self._noise = noise
-        self._pairs = pairs
-        self._deviation = noise[0].noise_std / batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
-        self._clip = noise[0].release.sensitivity
+    exact: matching.ExactMatcher
+    pairs: ClientClassPairs
+    noise: Sequence[UnaccountedNoise]
 
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        gradient = self._exact.gradient(step, features, synthetic)
+    def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
+        gradient = self.exact.gradient(step, features, synthetic)
+        first = self.noise[0]
+        deviation = first.noise_std / self.exact.batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
         norms = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
-        gradient = gradient / (norms / self._clip).clamp_min(1)  # line 16
+        gradient = gradient / (norms / first.release.sensitivity).clamp_min(1)  # line 16
         noise = []
-        for position, client_noise in enumerate(self._noise):
-            segments = self._pairs.of(position)
+        for position, client_noise in enumerate(self.noise):
+            segments = self.pairs.of(position)
             standard = client_noise.secret.normal((len(segments), *gradient.shape[1:]), 1.0)
-            noise.append(standard * self._deviation[segments].view(-1, 1, 1, 1, 1))
+            noise.append(standard * deviation[segments].view(-1, 1, 1, 1, 1))
         return gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17

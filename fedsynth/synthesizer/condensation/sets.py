@@ -6,16 +6,17 @@ server's model on the images of all clients together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
+from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
-from fedsynth.core.method import Memory
+from fedsynth.core.method import Memories
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
@@ -103,9 +104,9 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 
 
 def start_images(
-    clients: ClientGroup,
+    clients: Group,
     segments: ClientClassPairs,
-    memories: Sequence[Memory],
+    memories: Memories,
     context: RoundContext,
     ipc: int,
     average: int = 1,
@@ -126,10 +127,13 @@ def start_images(
             start images are real images.
         restart: whether the images of the last round are ignored.
     """
-
     if isinstance(clients, PrivateClientView):
-        start = noise_start(clients.ids, segments, ipc, context.spec.image_shape, context.seed)
-        start = start.to(context.device)
+        noise = []
+        for position, client in enumerate(clients.ids):  # public: only (seed, client) decide
+            shape = len(segments.of(position)), ipc, *context.spec.image_shape
+            generator = torch_generator(context.seed, "start noise", client)
+            noise.append(torch.randn(shape, generator=generator))
+        start = torch.cat(noise).to(context.device)
     elif average > 1:
         start = averaged_start(clients, segments, ipc, average, context.seed)
     else:
@@ -139,9 +143,7 @@ def start_images(
     return start
 
 
-def restore_images(
-    start_SICHW: Tensor, segments: ClientClassPairs, memories: Sequence[Memory]
-) -> None:
+def restore_images(start_SICHW: Tensor, segments: ClientClassPairs, memories: Memories) -> None:
     """Replaces, in place, the start images of clients by the images that they made in their last
     round."""
     for position, memory in enumerate(memories):
@@ -151,17 +153,15 @@ def restore_images(
 
 
 def _class_pools(
-    clients: ExactClientView,
-    segments: ClientClassPairs,
-    generator_of: Callable[[int], torch.Generator],
+    clients: ExactClientView, segments: ClientClassPairs, draws: Callable[[int], torch.Generator]
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
     """Yields the examples of each (client, class) pair, with the client's random generator.
 
-    The examples are positions [n] in `clients.data`. `generator_of` returns the random generator
-    for a client's index.
+    The examples are positions [n] in `clients.data`. `draws` returns the random generator for a
+    client's index.
     """
     for position, client in enumerate(clients.ids):
-        generator = generator_of(client)
+        generator = draws(client)
         for label in segments.label[segments.of(position)].tolist():
             yield clients.examples(position, label), generator
 
@@ -191,31 +191,10 @@ def averaged_start(
     """
     shape = clients.spec.image_shape
     images = torch.empty(len(segments), ipc, *shape, device=clients.data.labels.device)
-    pools = _class_pools(
-        clients, segments, lambda client: torch_generator(seed, "averaged start images", client)
-    )
-    for number, (pool, generator) in enumerate(pools):
+    draws = partial(torch_generator, seed, "averaged start images")
+    for number, (pool, generator) in enumerate(_class_pools(clients, segments, draws)):
         chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
         images[number] = clients.images(pool[chosen]).view(ipc, average, *shape).mean(dim=1)
-    return images
-
-
-def noise_start(
-    ids: Sequence[int],
-    segments: ClientClassPairs,
-    ipc: int,
-    image_shape: tuple[int, int, int],
-    seed: int,
-) -> Tensor:
-    """Returns standard normal images [S, ipc, C, H, W] on the CPU.
-
-    The images are public and contain nothing private, because they depend only on (seed, client).
-    """
-    images = torch.empty(len(segments), ipc, *image_shape)
-    for position, client in enumerate(ids):
-        generator = torch_generator(seed, "start noise", client)
-        indices = segments.of(position)
-        images[indices] = torch.randn(len(indices), ipc, *image_shape, generator=generator)
     return images
 
 
@@ -326,12 +305,8 @@ class BatchIndices:
         device = clients.data.labels.device
         blocks = [torch.empty(steps, 0, dtype=torch.int32, device=device)]
         sizes = []
-        pools = _class_pools(
-            clients,
-            segments,
-            lambda client: torch_generator(seed, "condensation batches", round, client),
-        )
-        for pool, generator in pools:
+        draws = partial(torch_generator, seed, "condensation batches", round)
+        for pool, generator in _class_pools(clients, segments, draws):
             chosen = _draw(len(pool), batch, steps, small_class, generator)
             blocks.append(pool[chosen.to(device)].to(torch.int32))
             sizes.append(chosen.shape[1])

@@ -9,7 +9,7 @@ images. Everything here is computed only from the models.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,8 @@ from fedsynth.evaluation.generated import tally
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import Views
+from fedsynth.synthesizer.distillation import losses
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
-from fedsynth.synthesizer.distillation.losses import (
-    adversarial_loss,
-    batch_norm_matching,
-    student_loss,
-)
 from fedsynth.validation import check_fields, in_range, one_of
 
 Aggregate = Callable[[Tensor, Tensor], Tensor]
@@ -126,6 +122,7 @@ class OneShotSettings:
         check_fields(self)
 
 
+@dataclass(eq=False)
 class OneShotDistillation:
     """Trains a generator and a student alternately, one epoch at a time.
 
@@ -154,44 +151,35 @@ class OneShotDistillation:
     tensor([256, 256])
     """
 
-    def __init__(
-        self,
-        settings: OneShotSettings,
-        models: Sequence[nn.Module],
-        aggregate: Aggregate,
-        student: nn.Module,
-        spec: DatasetSpec,
-        seed: int,
-        round: int = 1,
-        *,
-        targets: Aggregate | None = None,
-        precision: torch.dtype = torch.float32,
-    ) -> None:
-        device = next(student.parameters()).device
-        self._settings = settings
-        self._models = models
-        self._aggregate = aggregate
-        self._student = student.eval()
-        self._spec = spec
-        self._targets = targets
-        self._precision = precision
-        self._seeds = seed, round
-        self._device = device
-        self._draws = torch_generator(seed, "one-shot draws", round, device=device)
-        self._view_draws = torch_generator(seed, "one-shot views", round, device=device)
-        self._shuffle = torch_generator(seed, "one-shot replay", round)
-        self._views = Views(settings.flips, settings.crop)
-        self._student_views = Views(settings.flips, settings.crop if spec.channels > 1 else 0.0)
-        self._sgd = torch.optim.SGD(
-            student.parameters(), settings.server_lr, settings.server_momentum
-        )
+    settings: OneShotSettings
+    models: Sequence[nn.Module]
+    aggregate: Aggregate
+    student: nn.Module
+    spec: DatasetSpec
+    seed: int
+    round: int = 1
+    _: KW_ONLY
+    targets: Aggregate | None = None
+    precision: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        settings, seed, number = self.settings, self.seed, self.round
+        device = self._device = next(self.student.parameters()).device
+        self.student.eval()
+        self._draws = torch_generator(seed, "one-shot draws", number, device=device)
+        self._view_draws = torch_generator(seed, "one-shot views", number, device=device)
+        self._shuffle = torch_generator(seed, "one-shot replay", number)
+        self._views = self._student_views = Views(settings.flips, settings.crop)
+        if self.spec.channels == 1:
+            self._student_views = replace(self._views, crop=0.0)
+        rates = settings.server_lr, settings.server_momentum
+        self._sgd = torch.optim.SGD(self.student.parameters(), *rates)
         self._batches: list[Batch] = []
-        self.tallies = torch.zeros(
-            settings.server_epochs, 3, spec.classes, dtype=torch.int64, device=device
-        )
-        self._new_generator(*self._seeds)
+        shape = settings.server_epochs, 3, self.spec.classes
+        self.tallies = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._new_generator(seed, number)
         self.state: dict[str, Any] = {
-            "student": student,
+            "student": self.student,
             "sgd": self._sgd,
             "shuffle": self._shuffle,
             "tallies": self.tallies,
@@ -208,12 +196,12 @@ class OneShotDistillation:
 
         The steps are lines 13 to 21 of FedHydra's Algorithm 1.
         """
-        settings = self._settings
+        settings = self.settings
         if settings.generator_reset and epoch:
-            self._new_generator(*self._seeds, epoch)
+            self._new_generator(self.seed, self.round, epoch)
         shape = (settings.generator_batch, settings.latent)
         z = torch.randn(shape, generator=self._draws, device=self._device)
-        y = torch.randint(self._spec.classes, shape[:1], generator=self._draws, device=self._device)
+        y = torch.randint(self.spec.classes, shape[:1], generator=self._draws, device=self._device)
         optimisers = [self._adam]
         if settings.learn_noise:
             optimisers.append(self._new_adam([z.requires_grad_()]))
@@ -227,7 +215,7 @@ class OneShotDistillation:
         if settings.student_images == "last":
             with torch.no_grad():
                 x = self._generated(z)
-                batches = [Batch(x, self._aggregate(self._logits(x), y), y, y.new_zeros(()))]
+                batches = [Batch(x, self.aggregate(self._logits(x), y), y, y.new_zeros(()))]
         return batches
 
     def _generator_step(
@@ -235,16 +223,16 @@ class OneShotDistillation:
     ) -> Batch:
         """Takes one generator step down the loss L_Gen. Returns the images that the generator made
         before the step."""
-        settings = self._settings
+        settings = self.settings
         with torch.enable_grad():
             x = self._generated(z)
-            view = self._views(x, self._spec, self._view_draws)
-            with batch_norm_matching(self._models if settings.bn_weight else []) as bn_loss:
-                P = self._aggregate(self._logits(view), y)  # Eq. 12
+            view = self._views(x, self.spec, self._view_draws)
+            with losses.batch_norm_matching(self.models if settings.bn_weight else []) as bn_loss:
+                P = self.aggregate(self._logits(view), y)  # Eq. 12
                 loss = F.cross_entropy(P, y)  # L_CE, Eq. 13
                 loss = loss + settings.bn_weight * bn_loss()  # Eq. 14
             if settings.ad_weight:  # Eqs. 15 and 16
-                loss = loss + settings.ad_weight * adversarial_loss(
+                loss = loss + settings.ad_weight * losses.adversarial_loss(
                     P, self._student_logits(view), only_disagreement=settings.only_disagreement
                 )
             descend(loss, *optimisers)
@@ -256,18 +244,20 @@ class OneShotDistillation:
         The loss is L_Glo = KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19). With
         `replay`, the batches of earlier epochs are used, too.
         """
-        if not self._settings.replay:
+        if not self.settings.replay:
             self._batches.clear()
         self._batches += batches
-        self._student.train()
+        self.student.train()
         for position in torch.randperm(len(self._batches), generator=self._shuffle).tolist():
             batch = Batch(*(part.to(self._device) for part in self._batches[position]))
             x, P = self._images_and_targets(batch)
             with torch.enable_grad():
                 self._sgd.zero_grad()
-                student_loss(P, self._student_logits(x), self._settings.hard_weight).backward()
+                losses.student_loss(
+                    P, self._student_logits(x), self.settings.hard_weight
+                ).backward()
             self._sgd.step()
-        self._student.eval()
+        self.student.eval()
         with torch.no_grad():
             counts = [tally(b.logits, b.labels, self._student_logits(b.images)) for b in batches]
         self.tallies[epoch] = torch.stack(counts).sum(dim=0)
@@ -278,34 +268,34 @@ class OneShotDistillation:
 
         If the settings ask for views, new random views of the images are drawn.
         """
-        if not self._student_views and self._targets is None:
+        if not self._student_views and self.targets is None:
             return batch.images, batch.logits
-        x = self._student_views(batch.images, self._spec, self._view_draws)
-        return x, (self._targets or self._aggregate)(self._logits(x), batch.labels)
+        x = self._student_views(batch.images, self.spec, self._view_draws)
+        return x, (self.targets or self.aggregate)(self._logits(x), batch.labels)
 
     def _generated(self, z: Tensor) -> Tensor:
-        with mixed(self._device, self._precision):
+        with mixed(self._device, self.precision):
             return widened(self._generator.normalised(z))
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits of all models, [m, N, C]."""
-        with mixed(self._device, self._precision):
-            return widened(torch.stack([model(x) for model in self._models]))
+        with mixed(self._device, self.precision):
+            return widened(torch.stack([model(x) for model in self.models]))
 
     def _student_logits(self, x: Tensor) -> Tensor:
         """Returns the student's logits F_g(x), [N, C]."""
-        with mixed(self._device, self._precision):
-            return widened(self._student(x))
+        with mixed(self._device, self.precision):
+            return widened(self.student(x))
 
     def _new_generator(self, seed: int, *numbers: int) -> None:
-        latent, width = self._settings.latent, self._settings.generator_width
-        generator = make_generator(self._spec, seed, *numbers, latent=latent, width=width)
+        latent, width = self.settings.latent, self.settings.generator_width
+        generator = make_generator(self.spec, seed, *numbers, latent=latent, width=width)
         self._generator = generator.to(self._device, non_blocking=True).train()
         self._adam = self._new_adam(generator.parameters())
 
     def _new_adam(self, parameters: Iterable[Tensor]) -> torch.optim.Adam:
-        betas = (self._settings.generator_beta1, 0.999)
-        return torch.optim.Adam(parameters, self._settings.generator_lr, betas)
+        betas = (self.settings.generator_beta1, 0.999)
+        return torch.optim.Adam(parameters, self.settings.generator_lr, betas)
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:

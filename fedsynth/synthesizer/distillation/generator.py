@@ -20,6 +20,8 @@ from fedsynth.mixed_precision import widened
 from fedsynth.models.convnet import channels_last
 from fedsynth.seeding import forked_rng
 
+ImageFormat = DatasetSpec | tuple[int, int, int]  # a data set or (channels, height, width)
+
 
 class DoublingConv2d(nn.Conv2d):
     """An upsampling layer and a convolution in one operation.
@@ -65,11 +67,7 @@ class Generator(nn.Module):
     """
 
     def __init__(
-        self,
-        images: DatasetSpec | tuple[int, int, int],
-        latent: int = 100,
-        width: int = 64,
-        running: bool = True,
+        self, images: ImageFormat, latent: int = 100, width: int = 64, running: bool = True
     ) -> None:
         super().__init__()
         spec = as_spec(images)
@@ -124,7 +122,7 @@ class LatentGenerator(nn.Module):
 
 
 def make_generator(
-    images: DatasetSpec | tuple[int, int, int],
+    images: ImageFormat,
     seed: int,
     *numbers: int,
     latent: int = 100,
