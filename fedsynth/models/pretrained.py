@@ -48,15 +48,15 @@ class LibraryNetwork(EmbeddingNetwork):
         if channels not in (1, 3):
             reason = f"needs images of 1 or 3 channels, but the data have {channels}"
             raise SettingError("model", "name", reason, value=name)
-        found = pretrained_network(name, weights, ("model", "name"))
-        self.body = found.network
+        loaded = pretrained_network(name, weights, ("model", "name"))
+        self.body = loaded.network
         if norm == "group":
-            self.body = ModuleValidator.fix(found.network)
+            self.body = ModuleValidator.fix(loaded.network)
         self._resize: Callable[[Tensor], Tensor] | None = None
-        if found.fixed_size:
-            self._resize = partial(found.resized)
-        self.classifier = nn.Linear(found.dimension, classes)
-        self.embedding_size = found.dimension
+        if loaded.fixed_size:
+            self._resize = partial(loaded.resized)
+        self.classifier = nn.Linear(loaded.dimension, classes)
+        self.embedding_size = loaded.dimension
         self.largest_activation = 64 * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
