@@ -41,7 +41,7 @@ CONSTANTS = {
     "random clip": "clipped to the median norm of random-process images",
     "public clip": "clipped to the median norm of public images",
 }
-WAYS = {"fedstats": "FedStats", "fedavg": "DP-FedAvg, linear"}
+WAYS = {"fedstats": "FedStats", "fedavg": "DP-FedAvg"}
 
 
 def _constants(cell: Cell) -> list[Row]:

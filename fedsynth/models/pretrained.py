@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
 from fedsynth.features.pretrained import pretrained_network
-from fedsynth.models.layers import EmbeddingNetwork
+from fedsynth.models.layers import EmbeddingNetwork, has_batch_norm
 from fedsynth.models.own import builder
 
 
@@ -52,6 +52,9 @@ class LibraryNetwork(EmbeddingNetwork):
         self.body = loaded.network
         if norm == "group":
             self.body = ModuleValidator.fix(loaded.network)
+            if has_batch_norm(self.body):
+                reason = f"cannot be 'group' for {name}. Use a network with layer norm"
+                raise SettingError("model", "norm", reason)
         self._resize: Callable[[Tensor], Tensor] | None = None
         if loaded.fixed_size:
             self._resize = partial(loaded.resized)
