@@ -550,7 +550,7 @@ def _progress() -> Callable[[int, int], None]:
 
     def report(step: int, total: int) -> None:
         if step == FIRST_STEPS or 10 * step // total > 10 * (step - 1) // total:
-            left = (time.monotonic() - started) / step * (total - step)
-            say(f"step {step} of {total}, about {duration(left)} left")
+            remaining = (time.monotonic() - started) / step * (total - step)
+            say(f"step {step} of {total}, about {duration(remaining)} left")
 
     return report

@@ -35,7 +35,28 @@ def _maps() -> Axis:
     return [(f"`{row['key']}`", {"records": [row]}) for row in rows]
 
 
+CONSTANTS = {
+    "unit": "divided by the norm",
+    "centred": "centred on public images, divided by the norm",
+    "random clip": "clipped to the median norm of random-process images",
+    "public clip": "clipped to the median norm of public images",
+}
+WAYS = {"fedstats": "FedStats", "fedavg": "DP-FedAvg"}
+
+
+def _constants(cell: Cell) -> list[Row]:
+    """The runs on one data set with one kind of constants."""
+    name = f"{cell['dataset']} {cell['method']} {cell['map']}"
+    return list(by_seed("encoder_constants", name, range(3)).values())
+
+
 TABLES = {
+    "encoder-constants": Table(
+        axis("map", CONSTANTS),
+        cross(axis("method", WAYS), axis("dataset", DATASETS)),
+        {"records": _constants, "digits": 1, "expected": 3},
+        corner="vectors",
+    ),
     "random-process": Table(
         _maps,
         [("dimension", text("dimension")), ("held-out accuracy", figure("accuracy", ".1f", 100))],

@@ -142,11 +142,11 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
         )
     weights = settings.encoder_weights or PRETRAINED
     with torch.inference_mode(False):  # kept for later runs
-        found = pretrained_network(name, weights, ("data", "encoder"))
-    if finding := _dependence(found):
+        loaded = pretrained_network(name, weights, ("data", "encoder"))
+    if finding := _dependence(loaded):
         raise _refused(f"cannot be used: the network {finding}")
-    label = label_of(name, found.sha256)
-    source = f"{found.preparation}, weights with SHA-256 {found.sha256}"
+    label = label_of(name, loaded.sha256)
+    source = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
     if settings.public_images:
         images = public_images(Path(settings.public_images), shape)
@@ -158,21 +158,21 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
             f"must be {settings.encoder}, but with these weights and public images it is {label}"
         )
         raise _refused(reason)
-    features = normalised_map(label, shape, found.embed_pixels, images)
+    features = normalised_map(label, shape, loaded.embed_pixels, images)
     return replace(features, source=f"{features.source}. Preparation: {source}")
 
 
-def _dependence(found: PretrainedNetwork) -> str:
+def _dependence(loaded: PretrainedNetwork) -> str:
     """Describes the fault of a network whose vector for an image depends on other images.
 
     Small images are used if the network accepts them, because the test is slow. The result is an
     empty string if the test found no fault.
     """
-    side = min(TEST_SIDE, *found.size)
+    side = min(TEST_SIDE, *loaded.size)
     try:
-        return dependence_on_batch(found.network, (3, side, side), torch.device("cpu"))
+        return dependence_on_batch(loaded.network, (3, side, side), torch.device("cpu"))
     except (RuntimeError, AssertionError, ValueError):  # it needs larger images
-        return dependence_on_batch(found.network, (3, *found.size), torch.device("cpu"))
+        return dependence_on_batch(loaded.network, (3, *loaded.size), torch.device("cpu"))
 
 
 def _refused(reason: str) -> SettingError:
@@ -290,9 +290,9 @@ def _vectors(
     total = -(-len(data) // PASS)
     with torch.no_grad():
         for number, images in enumerate(data.images.split(PASS)):
-            found = features(padded(images.to(device), PASS))[: len(images)]
+            rows = features(padded(images.to(device), PASS))[: len(images)]
             first = number * PASS
-            vectors[first : first + len(images)] = found.cpu()
+            vectors[first : first + len(images)] = rows.cpu()
             progress(number + 1, total)
     vectors /= features.norm_bound
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)

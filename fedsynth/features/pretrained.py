@@ -149,8 +149,8 @@ def _timm(
 
 
 def _fixed(network: nn.Module) -> dict[str, Any]:
-    found: Any = getattr(network, "pretrained_cfg", {})
-    return {"fixed_input_size": found.get("fixed_input_size", False)}
+    config: Any = getattr(network, "pretrained_cfg", {})
+    return {"fixed_input_size": config.get("fixed_input_size", False)}
 
 
 def _torchvision(
@@ -185,13 +185,13 @@ def _torchvision(
 def _fill(network: nn.Module, name: str, file: str) -> None:
     """Fills a network with the weights of a file, without those of a last layer that it lacks."""
     state = read_weights(file)
-    wanted = network.state_dict()
-    missing = sorted(set(wanted) - set(state))
+    expected = network.state_dict()
+    missing = sorted(set(expected) - set(state))
     if missing:
         reason = f"{file} has no {one_line(missing[0], 80)}, so it is not a file of {name}"
         raise _wrong_weights(reason)
     try:
-        network.load_state_dict({key: state[key] for key in wanted})
+        network.load_state_dict({key: state[key] for key in expected})
     except RuntimeError as error:
         raise _wrong_weights(f"{file} is not a file of {name}: {one_line(error)}") from None
 

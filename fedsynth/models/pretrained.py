@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
 from fedsynth.features.pretrained import pretrained_network
-from fedsynth.models.layers import EmbeddingNetwork
+from fedsynth.models.layers import EmbeddingNetwork, has_batch_norm
 from fedsynth.models.own import builder
 
 
@@ -48,15 +48,18 @@ class LibraryNetwork(EmbeddingNetwork):
         if channels not in (1, 3):
             reason = f"needs images of 1 or 3 channels, but the data have {channels}"
             raise SettingError("model", "name", reason, value=name)
-        found = pretrained_network(name, weights, ("model", "name"))
-        self.body = found.network
+        loaded = pretrained_network(name, weights, ("model", "name"))
+        self.body = loaded.network
         if norm == "group":
-            self.body = ModuleValidator.fix(found.network)
+            self.body = ModuleValidator.fix(loaded.network)
+            if has_batch_norm(self.body):
+                reason = f"cannot be 'group' for {name}. Use a network with layer norm"
+                raise SettingError("model", "norm", reason)
         self._resize: Callable[[Tensor], Tensor] | None = None
-        if found.fixed_size:
-            self._resize = partial(found.resized)
-        self.classifier = nn.Linear(found.dimension, classes)
-        self.embedding_size = found.dimension
+        if loaded.fixed_size:
+            self._resize = partial(loaded.resized)
+        self.classifier = nn.Linear(loaded.dimension, classes)
+        self.embedding_size = loaded.dimension
         self.largest_activation = 64 * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import pyarrow.csv
 import pyarrow.parquet
 import safetensors.numpy
+import torch
 from PIL import Image
 from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
@@ -42,7 +43,8 @@ from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, DataFilesCorruptError
+from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from fedsynth.features.pretrained import read_weights
 from tests.data.test_medical_files import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
@@ -253,6 +255,22 @@ def read_one_record_file(path: Path) -> None:
         float(records.values.sum())  # touches all of it
 
 
+def weight_files(rng: random.Random) -> Iterator[bytes]:
+    """Yields damaged files of a network's weights that torch saved."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, buffer)
+    valid = [buffer.getvalue()]
+    while True:
+        yield mutated(valid, rng, lambda content: list(range(len(content))))
+
+
+def read_one_weight_file(path: Path) -> None:
+    try:
+        read_weights(str(path))
+    except SettingError as error:
+        raise DataError(str(error)) from None
+
+
 def read_one_image(path: Path) -> None:
     x = read_images([path], OFFICE, resize=True)
     if x.shape != (1, 3, 64, 64):
@@ -300,6 +318,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable
     "leaf": (leaves, "leaf", read_one_writer),
     "list": (lists, "clipart_train.txt", read_one_list),
     "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
+    "weights": (weight_files, "network.pt", read_one_weight_file),
     "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
     **{
         kind: (partial(record_files, kind=kind), f"x.{kind}", read_one_record_file)

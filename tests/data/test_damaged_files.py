@@ -342,10 +342,10 @@ def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -
 
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 SAMPLE = {"pickle": 160, "image": 30, "leaf": 30, "users": 30, "idx": 30, "list": 30}
-SAMPLE |= {"dicom": 60, "nifti": 60}
+SAMPLE |= {"dicom": 60, "nifti": 60, "weights": 30}
 SAMPLE |= dict.fromkeys(("npz", "npy", "safetensors", "parquet", "csv"), 30)
 ALL = {"pickle": 5000, "image": 2000, "leaf": 1000, "users": 1000, "idx": 2000, "list": 1000}
-ALL |= {"dicom": 3000, "nifti": 2000}
+ALL |= {"dicom": 3000, "nifti": 2000, "weights": 2000}
 ALL |= dict.fromkeys(("npz", "npy", "safetensors", "parquet", "csv"), 2000)
 
 
