@@ -35,11 +35,6 @@ def _owners() -> Axis:
     return [(f"{row['images']:,}", {"records": [row]}) for row in lines("how_long")]
 
 
-def _own_images() -> Axis:
-    rows = lines("own_images")
-    return [(row["case"].removesuffix(" pixels"), {"records": [row]}) for row in rows]
-
-
 def _federations() -> Axis:
     entries: list[tuple[tuple[str, ...], dict[str, object]]] = []
     for method, place, file, prefix in FEDERATIONS:
@@ -73,15 +68,6 @@ TABLES = {
         _federations,
         [("time", {"value": "seconds", "scale": 1, "show": _mean_duration})],
         corner=("method", "data", "rounds"),
-    ),
-    "own-images": Table(
-        _own_images,
-        [
-            ("`describe`", figure("describe_seconds", ".0f", unit=" s")),
-            ("`synthesize`", figure("synthesize_seconds", ".0f", unit=" s")),
-            ("test accuracy", figure("accuracy", ".1f", 100)),
-        ],
-        corner="pixels a side",
     ),
 }
 
