@@ -37,15 +37,17 @@ Sections = dict[str, dict[str, Any]]
 def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
     """Parses the values of the option --set, and adds them to the settings of the other options.
 
-    KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section.
+    KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section. Of two
+    values for the same key, the last one counts.
 
     Returns:
         The settings by section.
 
     Raises:
-        OptionError: a text has another form, or a setting is given twice.
+        OptionError: a text has another form, or a setting is also given by its own option.
     """
-    sections = copy.deepcopy(chosen or {})
+    chosen = chosen or {}
+    sections = copy.deepcopy(chosen)
     sections.setdefault("method", {})
     for text in texts:
         key, equals, value = text.partition("=")
@@ -57,11 +59,11 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
                 f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
                 f"{', '.join(KEYS)}"
             )
-        if name in sections.setdefault(section, {}):
+        if name in chosen.get(section, {}):
             raise OptionError(
                 f"{section}.{name} is set twice, by an option or by --set. Set it once"
             )
-        sections[section][name] = value.strip()
+        sections.setdefault(section, {})[name] = value.strip()
     return sections
 
 

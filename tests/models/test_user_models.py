@@ -227,7 +227,7 @@ def test_unregistered_and_taken_names_are_errors() -> None:
     with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(SettingError, match="the file you named has"):
+    with pytest.raises(SettingError, match="not loaded, or has changed"):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="nett"):
         ModelSettings("nett")

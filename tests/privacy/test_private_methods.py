@@ -20,6 +20,7 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_numbers
 from fedsynth.data.partition import partition
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
@@ -129,13 +130,14 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert {key for row in rows for key in row} == {
         "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
+        *MEASURES,
     }  # fmt: skip
     # equal, also for empty clients
     assert {tuple(row["client_upload_bytes"]) for row in rows} == {(10 * (64 * 4 + 8),) * 4}
     summary = json.loads((result.folder / "summary.json").read_text())
     assert set(summary) == {
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
-        "differential_privacy", "folder", "settings",
+        "differential_privacy", "folder", "settings", *MEASURES, "confusion_matrix",
     }  # fmt: skip
     kinds = (".json", ".jsonl", ".md", ".toml")
     files = [p for p in result.folder.rglob("*") if p.suffix in kinds]

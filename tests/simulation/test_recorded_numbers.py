@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedsynth import ImageData, Message, RunResult, from_arrays, resolve, simulate
 from fedsynth.data.registry import dataset_spec
+from fedsynth.evaluation.classification import MEASURES
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import randomness
 from tests.families import by_family
@@ -283,9 +284,16 @@ def ledger_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
 
 
+def _recorded(row: Mapping[str, Any]) -> dict[str, Any]:
+    recorded = {key: v for key, v in row.items() if key not in ("seconds", *MEASURES)}
+    if "models" in row:
+        recorded["models"] = {name: _recorded(metrics) for name, metrics in row["models"].items()}
+    return recorded
+
+
 def numbers(result: RunResult) -> dict[str, Any]:
-    """Returns all recorded numbers of a run."""
-    rows = [{key: v for key, v in row.items() if key != "seconds"} for row in result.metrics]
+    """Returns all recorded numbers of a run. Measures that follow from the model are left out."""
+    rows = [_recorded(row) for row in result.metrics]
     values: dict[str, Any] = {
         "accuracy": result.accuracy,
         "model": fingerprint(result.model.state_dict()),

@@ -163,7 +163,7 @@ def raise_error(*args: object, **kwargs: object) -> Any:
 @pytest.mark.parametrize(
     ("target", "figure"),
     [
-        ("fedsynth.results.measure.correct", "test accuracy"),
+        ("fedsynth.results.measure.classification_measures", "test accuracy"),
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
         ("fedsynth.data.picture.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
