@@ -98,7 +98,7 @@ class Measure:
         if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
         measures = dict(last.get(PRIVATE_TEST, last))
-        if self.method.personal:
+        if self.method.personal or self.accuracy_name not in measures:
             return measures
         final = self.method.final_parameters(state)
         count = partial(self._confusion, context, final, self.test)
