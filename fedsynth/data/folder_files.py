@@ -146,6 +146,9 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
             raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
+    users_file = files.root / USERS_FILE
+    if not files.users.any() and users_file.exists():
+        files = replace(files, users=_names(users_of_images(users_file, list(files.paths))))
     refuse_similar_names("classes", files.class_names)
     refuse_similar_names("sites", files.site_names)
     return files
@@ -172,11 +175,12 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     else:
         files = _labelled_files(folder, list_files(folder, {folder / LEDGERS}))
     users_file = files.root / USERS_FILE
-    if by_user and not files.users.any() and users_file.exists():
-        users = read_users(users_file)
-        files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
-    if by_user:
-        files = with_patients(files)
+    if by_user and not files.users.any():
+        if users_file.exists():
+            users = read_users(users_file)
+            files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
+        else:
+            files = with_patients(files)
     declared = np.isin(files.labels, list(classes))
     has_user = files.users != ""
     if not by_user:
@@ -189,14 +193,11 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
 
 
 def with_patients(files: FolderFiles) -> FolderFiles:
-    """Completes the users of DICOM files that no list names by their patient IDs.
+    """Returns files whose users are the hashed patient IDs of DICOM files (`patient_of`).
 
-    The users are hashes of the IDs (`patient_of`).
+    Call this only if no list names users: a person listed under another name would count twice.
     """
-    unknown = np.flatnonzero(files.users == "")
-    users = files.users.copy()
-    users[unknown] = read_patients(files.select(unknown).full_paths)
-    return replace(files, users=users)
+    return replace(files, users=_names(read_patients(files.full_paths)))
 
 
 def manifest_of(folder: Path) -> Path:
@@ -323,9 +324,6 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
                 f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would become "
                 "sites. Use one of them as data.folder and another as data.test_folder"
             )
-    users = files.users
-    if (root / USERS_FILE).exists():
-        users = _names(users_of_images(root / USERS_FILE, list(files.paths)))
     classes = set(files.labels)
     ignored = []
     excluded = []
@@ -335,9 +333,7 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
             ignored.append(entry)
         else:
             excluded.append(entry)
-    return replace(
-        files, sites=sites, users=users, excluded=tuple(excluded), ignored=tuple(ignored)
-    )
+    return replace(files, sites=sites, excluded=tuple(excluded), ignored=tuple(ignored))
 
 
 def _depth(root: Path, entries: Sequence[Entry]) -> int:

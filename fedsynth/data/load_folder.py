@@ -213,6 +213,8 @@ def _find(
                 "--skip-other (data.skip_other=True)"
             )
         note(f"{problem}. These files are skipped")
+    if files.users.any():
+        return files
     by_patient = with_patients(files)
     unknown = int((by_patient.users == "").sum())
     if not unknown:

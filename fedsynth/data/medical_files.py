@@ -1,7 +1,7 @@
 """Decodes DICOM and NIfTI files. The files are untrusted input.
 
-Of a DICOM header, only the elements that describe the pixels are read, and, if the patients are the
-privacy unit, the patient ID. The ID is hashed at once. Errors state what is wrong in the package's
+Of a DICOM header, only the elements that describe the pixels are read, and, if no list names the
+patients, the patient ID. The ID is hashed at once. Errors state what is wrong in the package's
 own words, because the texts of pydicom and nibabel may quote a header.
 
 Each file is one record. Of a file with several frames or slices, one is used. All choices depend

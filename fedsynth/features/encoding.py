@@ -43,6 +43,7 @@ from fedsynth.features.public_statistics import normalised_map, public_vectors
 from fedsynth.features.registry import (
     feature_map,
     feature_names,
+    is_own_features,
 )
 from fedsynth.own_code import is_label, unloaded_file
 from fedsynth.privacy.batch_independence import dependence_on_batch
@@ -289,8 +290,11 @@ def _vectors(
     vectors = torch.zeros(len(data), features.dimension)
     total = -(-len(data) // PASS)
     with torch.no_grad():
+        if is_own_features(features.name):
+            _check_pass(features, device)
         for number, images in enumerate(data.images.split(PASS)):
-            rows = features(padded(images.to(device), PASS))[: len(images)]
+            # a copy, because code may change its inputs
+            rows = features(padded(images.to(device), PASS).clone())[: len(images)]
             first = number * PASS
             vectors[first : first + len(images)] = rows.cpu()
             progress(number + 1, total)
@@ -298,6 +302,16 @@ def _vectors(
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     vectors /= norms.clamp_min(1)
     return torch.where(torch.isfinite(norms), vectors, 0.0)
+
+
+def _check_pass(features: FeatureMap, device: torch.device) -> None:
+    """Raises an error if a vector changes with the other random images of a full pass."""
+    generator = torch_generator(0, "images of a pass")
+    images = torch.rand(2, PASS, *features.image_shape, generator=generator).to(device)
+    images[1, 0] = images[0, 0]
+    first, second = (features(some.clone())[0] for some in (images * 255).round().byte())
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
+        raise _refused(f"cannot be used: the map {features.name} mixes the images of a batch")
 
 
 # ------------------------------------------------------------------------------------------ cache
@@ -314,9 +328,10 @@ def _cached(
     path = folder / CACHED.format(_key(data, features))
     try:
         vectors = read_tensors(path)[0]["vectors"]
-        if vectors.shape == (len(data), features.dimension) and bool((vectors.abs() <= 1).all()):
+        norms = torch.linalg.vector_norm(vectors, dim=1)
+        if vectors.shape == (len(data), features.dimension) and bool((norms <= 1.00001).all()):
             return vectors
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, RuntimeError, IndexError):
         pass
     vectors = compute()
     try:

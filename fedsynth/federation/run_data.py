@@ -243,6 +243,13 @@ def _encoded(
     encoder = settings.encoder
     if encoder is None:
         return run_data
+    if settings.folder is not None and encoder.public_images:
+        public = Path(encoder.public_images).resolve()
+        for name in filter(None, (settings.folder.folder, settings.folder.test_folder)):
+            folder = Path(name).resolve()
+            if folder.is_relative_to(public) or public.is_relative_to(folder):
+                reason = f"must not contain images of the run, which are in {name}"
+                raise SettingError("data", "public_images", reason)
     features = encoder_map(encoder, images.spec.image_shape)
 
     def show(completed: int, total: int) -> None:

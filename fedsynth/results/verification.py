@@ -248,6 +248,8 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
         domains = {*values.get("domain_accuracy", ()), *values.get(disclosed.DOMAIN_MEASURES, ())}
         if not domains <= set(run.spec.domains):
             yield "has an accuracy for a domain that the data set does not have"
+        if set().union(*values.get(disclosed.DOMAIN_MEASURES, {}).values()) - set(MEASURES):
+            yield "has an unknown measure of a domain"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):

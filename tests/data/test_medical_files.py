@@ -197,6 +197,25 @@ def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
     assert len(read_records(tmp_path, declaration, notes.append, by_user=False)) == 3
 
 
+def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
+    """Mixing both would split a person into several users. A list may name some files only."""
+    for number in range(4):
+        write_ct(tmp_path / ("ill", "well")[number % 2] / f"{number}.dcm", f"study {number}")
+    paths = ["ill/0.dcm", "well/1.dcm", "ill/2.dcm", "well/3.dcm"]
+    declaration = read_records_spec(tmp_path)
+    (tmp_path / "fedsynth.toml").unlink()
+    users = tmp_path / "users.csv"
+    users.write_text("path,user\n" + "".join(f"{path},P1\n" for path in paths))
+    lines = [f"{path},{path.split('/')[0]}\n" for path in paths]
+    for manifest in ("", "path,label\n" + "".join(lines)):
+        if manifest:
+            (tmp_path / "manifest.csv").write_text(manifest)
+        assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
+    users.write_text("path,user\nill/0.dcm,P1\nwell/1.dcm,P1\n")
+    records = read_records(tmp_path, declaration, lambda text: None, by_user=True)
+    assert records.groups.tolist() == [0, 0]
+
+
 def read_records_spec(folder: Path) -> Any:
     write_declaration(folder, ())
     return FolderSettings(str(folder)).declared().spec

@@ -28,7 +28,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.registry import is_published, spec_from_json
 from fedsynth.errors import OutputError, SettingError, UnknownNameError
 from fedsynth.features import FeatureMap, feature_map, normalised_map, register_features
-from fedsynth.features.encoding import clear_cache, encode, encoder_map
+from fedsynth.features.encoding import PASS, clear_cache, encode, encoder_map
 from fedsynth.features.pretrained import read_weights
 from fedsynth.results.run_folder import CONFIG
 from fedsynth.results.verification import verify_run
@@ -102,6 +102,34 @@ def test_an_encoder_that_mixes_images_is_refused() -> None:
     register_features("mixing", build)
     with pytest.raises(SettingError, match="mixes the examples"):
         encoder_map(EncoderSettings("mixing"), SHAPE)
+
+
+def test_maps_that_mix_full_passes_are_rejected() -> None:
+    """The trial of a map has fewer images than a pass."""
+
+    def embed(x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(1)
+        return rows - rows.mean(0) if len(x) == PASS else rows
+
+    register_features("mixing passes", lambda shape: normalised_map("mixing passes", shape, embed))
+    features = encoder_map(EncoderSettings("mixing passes"), SHAPE)
+    with pytest.raises(SettingError, match="mixes the images of a batch"):
+        encode(few()[0], features, CPU)
+
+
+def test_public_images_of_the_run_are_rejected(tmp_path: Path, weights: Path) -> None:
+    for label in ("ill", "well"):
+        (tmp_path / "scans" / label).mkdir(parents=True)
+        for number in range(2):
+            image = Image.new("L", (8, 8), 50 * number)
+            image.save(tmp_path / "scans" / label / f"{number}.png")
+    split = {"kind": "iid", "clients": 1}
+    for public in (tmp_path, tmp_path / "scans" / "ill"):
+        data = {"folder": str(tmp_path / "scans"), "encoder": NAME, "public_images": str(public)}
+        data["encoder_weights"] = str(weights)
+        settings = resolve({"run": {"method": "fedavg"}, "data": data, "partition": split})
+        with pytest.raises(SettingError, match="must not contain images of the run"):
+            simulate(settings, quiet=True)
 
 
 def test_long_vectors_are_clipped_and_undefined_ones_become_zero() -> None:
