@@ -1,4 +1,4 @@
-"""Floating-point data with public bounds: vectors are scaled, hashed, trained on and released."""
+"""Tests of floating-point data with public bounds, from scaling to release."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(name: str, output: Path | None = None, privacy: PrivacySettings | None =
     return simulate(settings, data=data, test="public", output=output, quiet=True)
 
 
-def test_values_are_scaled_by_the_bounds_and_clipped_to_them() -> None:
+def test_values_are_scaled_and_clipped_to_bounds() -> None:
     vectors = np.array([[-4.0, 0.0, 4.0, 9.0, -9.0, 1.0, *[0.0] * 6]])
     data = from_arrays(vectors, [0], SPEC)
     assert data.images.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_values_are_scaled_by_the_bounds_and_clipped_to_them() -> None:
     torch.testing.assert_close(denormalise(inputs, SPEC), data.images)
 
 
-def test_float64_integers_and_pairs_give_the_same_data() -> None:
+def test_float64_integers_and_pairs_give_equal_data() -> None:
     vectors = np.arange(24).reshape(2, DIMENSION) % 4
     expected = from_arrays(vectors, [0, 1], SPEC).images
     assert torch.equal(from_arrays(vectors.astype(np.float64), [0, 1], SPEC).images, expected)
@@ -100,7 +100,7 @@ def test_float64_integers_and_pairs_give_the_same_data() -> None:
     assert torch.equal(from_dataset(pairs, SPEC).images, expected)
 
 
-def test_what_is_not_a_data_set_of_pairs_is_refused() -> None:
+def test_data_sets_without_pairs_are_refused() -> None:
     for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)]):
         with pytest.raises(DataError, match="pairs of an array and a label"):
             from_dataset(pairs, SPEC)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_bounds_are_finite_and_ascending(bounds: tuple[float, float]) -> None:
         replace(SPEC, bounds=bounds)
 
 
-def test_a_specification_survives_json() -> None:
+def test_specifications_survive_json() -> None:
     assert spec_from_json(json.loads(json.dumps(asdict(SPEC)))) == SPEC
 
 
@@ -160,13 +160,13 @@ def test_methods_of_each_family_run_on_vectors(name: str, least: float) -> None:
     assert run(name).accuracy >= least
 
 
-def test_a_network_for_images_is_refused() -> None:
+def test_image_networks_refuse_vectors() -> None:
     data = from_arrays(*draw(300, 0), SPEC)
     with pytest.raises(SettingError, match="must be linear or mlp, because the data are vectors"):
         simulate(RunSettings(method_class("fedavg")()), data=(data, None))
 
 
-def test_a_private_set_of_vectors_is_released_in_its_units(tmp_path: Path) -> None:
+def test_private_vectors_are_released_in_original_units(tmp_path: Path) -> None:
     privacy = PrivacySettings(epsilon=8.0, ledger=tmp_path / "ledgers")
     result = run("feddm", tmp_path / "runs", privacy)
     assert result.folder is not None

@@ -1,4 +1,4 @@
-"""Images of hospitals: DICOM, NIfTI, TIFF, wide levels, palettes, CMYK and transparency."""
+"""Tests of DICOM and NIfTI files, and of TIFF, 16-bit, palette, CMYK and transparent images."""
 
 from __future__ import annotations
 

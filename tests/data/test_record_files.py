@@ -1,4 +1,4 @@
-"""Arrays, tables and data sets of a hub: every format gives the same records, and none runs code."""
+"""Tests of array files, tables and hub data sets: equal records, and no executed code."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def quiet(text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:features in")
 @pytest.mark.parametrize("name", WRITERS)
-def test_each_format_gives_the_same_records(name: str, tmp_path: Path) -> None:
+def test_formats_give_equal_records(name: str, tmp_path: Path) -> None:
     """Equal hashes let a ledger notice the same records in another file."""
     WRITERS[name](tmp_path / name)
     loaded = load_file(tmp_path / name, bounds="-8,8")
@@ -116,7 +116,7 @@ def test_each_format_gives_the_same_records(name: str, tmp_path: Path) -> None:
     assert loaded.train.spec.class_names == ("0", "1", "2")
 
 
-def test_files_of_medmnist_and_both_orders_of_axes_stay_bytes(tmp_path: Path) -> None:
+def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
     parts = {"train": slice(4), "val": slice(4, 5), "test": slice(5, 6)}
     arrays: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def test_unusable_files_raise_one_line_errors(
         load_file(tmp_path / "empty.npz")
 
 
-def test_a_list_of_image_files_is_no_table(tmp_path: Path) -> None:
+def test_csv_with_image_paths_is_not_a_table(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "list.csv").write_text("Image;label\na.png;ill\n")
     assert load_folder(tmp_path / "list.csv").train.spec.class_names == ("ill",)
@@ -200,7 +200,7 @@ def private(file: Path, **changes: Any) -> Any:
     return simulate(settings, quiet=True)
 
 
-def test_a_draft_has_no_bounds_and_a_signed_one_charges_the_ledger_beside_the_file(
+def test_private_runs_on_files_need_signed_bounds(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "scans.npz"
@@ -227,7 +227,7 @@ def test_a_draft_has_no_bounds_and_a_signed_one_charges_the_ledger_beside_the_fi
     ]
 
 
-def test_the_ledger_notices_the_same_records_in_a_table(tmp_path: Path) -> None:
+def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
     """The second file has the same records under other names of sites."""
     np.savez(tmp_path / "scans.npz", **ARRAYS)
     pa.csv.write_csv(
@@ -262,7 +262,7 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path / "scans"
 
 
-def test_a_data_set_of_a_hub_has_its_class_names_and_splits(hub: Path) -> None:
+def test_hub_data_sets_keep_class_names_and_splits(hub: Path) -> None:
     notes: list[str] = []
     settings = resolve(
         {"data": {"dataset": f"hf:{hub}"}, "partition": {"kind": "iid", "clients": 2}}
@@ -276,11 +276,11 @@ def test_a_data_set_of_a_hub_has_its_class_names_and_splits(hub: Path) -> None:
     )
 
 
-def test_a_run_records_the_commit_of_a_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_runs_record_hub_commits(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[Any] = []
 
     def snapshot(name: str, **options: Any) -> str:
-        asked.append((name, options["revision"], options["allow_patterns"]))
+        requests.append((name, options["revision"], options["allow_patterns"]))
         return str(hub)
 
     info = SimpleNamespace(dataset_info=lambda name, revision: SimpleNamespace(sha="c0ffee"))
@@ -294,7 +294,7 @@ def test_a_run_records_the_commit_of_a_hub(hub: Path, monkeypatch: pytest.Monkey
     }
     result = simulate(resolve(sections), quiet=True)
     assert result.settings.folder.revision == "c0ffee"
-    assert asked[-1] == ("clinic/scans", "c0ffee", ["*.parquet", "*.safetensors"])
+    assert requests[-1] == ("clinic/scans", "c0ffee", ["*.parquet", "*.safetensors"])
     (hub / "other").mkdir()
     shutil.copy(next((hub / "data").iterdir()), hub / "other")
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
@@ -302,7 +302,7 @@ def test_a_run_records_the_commit_of_a_hub(hub: Path, monkeypatch: pytest.Monkey
     assert len(parts_of("hf:clinic/scans/data")) == 2
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
     write_csv(tmp_path / "a.csv")
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fedsynth\[tables\]'"):
@@ -312,7 +312,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --------------------------------------------------------------------------------------- Python
 
 
-def test_frames_loaders_and_arrays_give_the_same_data() -> None:
+def test_frames_loaders_and_arrays_give_equal_data() -> None:
     """Names of classes, persons and sites become numbers."""
     names = np.array(["a", "b", "c"])[Y]
     expected = from_arrays(X, names, groups=PATIENTS, sites=SITES, bounds=(-8, 8))
@@ -338,7 +338,7 @@ def test_frames_loaders_and_arrays_give_the_same_data() -> None:
             from_arrays(frame[[*range(4), "label"]], spec=spec, **wrong)
 
 
-def test_simulate_takes_data_sets_but_no_derived_specification_for_a_private_run() -> None:
+def test_private_runs_refuse_derived_specifications() -> None:
     settings = RunSettings(
         FedAvg(local_epochs=1),
         rounds=1,
@@ -353,7 +353,7 @@ def test_simulate_takes_data_sets_but_no_derived_specification_for_a_private_run
         simulate(secret, data=pairs, quiet=True)
 
 
-def test_people_and_records_in_both_parts_are_noted(tmp_path: Path) -> None:
+def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **ARRAYS)
     rows = slice(N - 4, N)
     np.savez(tmp_path / "b.npz", x=X[rows], y=Y[rows], patients=[129, 129, 177, 178])

@@ -1,4 +1,4 @@
-"""Measures of a classifier equal their definitions, written in NumPy."""
+"""Tests of classification measures against their definitions in NumPy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_measures_equal_their_definitions() -> None:
     )
 
 
-def test_a_single_class_has_no_auroc() -> None:
+def test_auroc_of_single_class_is_undefined() -> None:
     logits, _ = draw()
     measures = classification_measures(logits, torch.zeros(len(logits), dtype=torch.long))
     assert measures["auroc"] is None
@@ -80,7 +80,7 @@ def test_a_single_class_has_no_auroc() -> None:
 
 
 @pytest.mark.parametrize("classes", range(2, 50))
-def test_measures_of_a_perfect_classifier_are_at_most_one(classes: int) -> None:
+def test_measures_of_perfect_classifiers_are_at_most_one(classes: int) -> None:
     """Regression: averages in float32 gave an F1 of 1.0000001, which a private run refuses."""
     labels = torch.arange(5 * classes) % classes
     logits = 3.0 * torch.nn.functional.one_hot(labels, classes)
@@ -100,7 +100,7 @@ def test_nan_logits_and_one_class_leave_measures_undefined() -> None:
         assert measures["f1"] is not None
 
 
-def test_rows_and_summary_have_the_measures_and_the_matrix_has_the_accuracy() -> None:
+def test_summary_has_measures_and_confusion_matrix() -> None:
     result = simulate(resolve(FAST))
     assert set(MEASURES) <= result.metrics[-1].keys()
     summary = result.summary
@@ -111,7 +111,7 @@ def test_rows_and_summary_have_the_measures_and_the_matrix_has_the_accuracy() ->
     assert np.trace(matrix) / matrix.sum() == result.accuracy
 
 
-def test_a_personal_methods_common_model_has_only_its_accuracy() -> None:
+def test_common_model_of_personal_methods_has_accuracy_only() -> None:
     model = {"width": 4, "depth": 1, "norm": "batch"}
     result = simulate(resolve(FAST | {"run": {"method": "fedbn", "rounds": 1}, "model": model}))
     assert "common_model_accuracy" in result.summary
@@ -132,7 +132,7 @@ def test_private_run_verifies_only_with_its_confusion_matrix(tmp_path: Path) -> 
         assert "confusion_matrix" in problem
 
 
-def test_measures_are_also_computed_within_domains() -> None:
+def test_measures_are_computed_by_domain() -> None:
     """Images of domain 1 have one class, and no image is of domain 2."""
     logits, labels = draw()
     origins = (labels == 2).long()

@@ -92,10 +92,12 @@ def test_networks_of_torchvision_get_images_at_their_size(
 ) -> None:
     folder, test = digits_set
     network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
-    found = PretrainedNetwork(network, 12, (16, 16), False, (0.5,) * 3, (0.5,) * 3, "bilinear", "")
-    monkeypatch.setattr("fedsynth.simulation.fidelity.pretrained_network", lambda *_: found)
+    pretrained = PretrainedNetwork(
+        network, 12, (16, 16), False, (0.5,) * 3, (0.5,) * 3, "bilinear", ""
+    )
+    monkeypatch.setattr("fedsynth.simulation.fidelity.pretrained_network", lambda *_: pretrained)
     measured = fidelity_of_set(folder, test, "torchvision:resnet18")
     assert (measured.features, measured.real) == (12, len(test.labels))
     stored = to_stored(load_synthetic(folder).images, test.spec)
     pixels = [images.float() / 255 for images in (stored, test.images)]
-    assert measured == fidelity(*map(found.embed_pixels, pixels))
+    assert measured == fidelity(*map(pretrained.embed_pixels, pixels))

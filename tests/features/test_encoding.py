@@ -1,8 +1,7 @@
-"""Encoders: a run's images become vectors before the run, and what may be wrong with weights."""
+"""Tests of encoders, which replace the images of a run by vectors, and of files of weights."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def timm_network(weights: Path) -> Any:
+    """Returns timm's network without its last layer."""
+    network = timm.create_model("test_resnet", num_classes=5)
+    network.load_state_dict(read_weights(str(weights)))
+    network.reset_classifier(0)
+    return network.eval()
+
+
 def few() -> tuple[ImageData, ImageData]:
     """Returns some digits for training and for testing."""
     train, test = load_dataset("digits")
@@ -69,22 +76,20 @@ def run(weights: Path, method: str, folder: Path, private: bool = True, **values
     return simulate(resolve(sections), data=few(), output=folder, quiet=True)
 
 
-def test_a_vector_is_that_of_the_librarys_own_pipeline(weights: Path) -> None:
+def test_vectors_equal_timm_pipeline(weights: Path) -> None:
     """The oracle is timm's transform, on an image of the network's input size."""
     features = encoder_map(EncoderSettings(NAME, str(weights)), (3, 160, 160))
     pixels = np.random.default_rng(0).integers(0, 256, (160, 160, 3), dtype=np.uint8)
-    network = timm.create_model("test_resnet", num_classes=5)
-    network.load_state_dict(read_weights(str(weights)))
-    network.reset_classifier(0)
+    network = timm_network(weights)
     config = {**timm.data.resolve_model_data_config(network), "crop_pct": 1.0}
     x = timm.data.create_transform(**config)(Image.fromarray(pixels))[None]
     with torch.no_grad():
-        expected = F.normalize(network.eval()(x), dim=1)
-        found = features(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        expected = F.normalize(network(x), dim=1)
+        vectors = features(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_one_more_image_changes_no_other_vector(weights: Path) -> None:
+def test_vectors_do_not_depend_on_other_images(weights: Path) -> None:
     """The guarantee for vectors is one for images only if each vector depends on one image."""
     features = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE)
     train, _ = few()
@@ -95,7 +100,7 @@ def test_one_more_image_changes_no_other_vector(weights: Path) -> None:
     assert float(norms.max()) <= 1 + 1e-5
 
 
-def test_an_encoder_that_mixes_images_is_refused() -> None:
+def test_encoders_that_mix_images_are_refused() -> None:
     def build(shape: tuple[int, int, int]) -> FeatureMap:
         return normalised_map("mixing", shape, lambda x: (x - x.mean(0)).flatten(1))
 
@@ -132,7 +137,7 @@ def test_public_images_of_the_run_are_rejected(tmp_path: Path, weights: Path) ->
             simulate(settings, quiet=True)
 
 
-def test_long_vectors_are_clipped_and_undefined_ones_become_zero() -> None:
+def test_long_vectors_are_clipped_and_nan_becomes_zero() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         first = x.flatten(1)[:, :2] * 4
         return torch.where(first > 3.9, torch.nan, first)
@@ -149,7 +154,7 @@ def test_long_vectors_are_clipped_and_undefined_ones_become_zero() -> None:
     torch.testing.assert_close(vectors, torch.tensor([[0.4, 0.0], [half, half], [0.0, 0.0]]))
 
 
-def test_a_private_run_is_verified_resumed_and_released(tmp_path: Path, weights: Path) -> None:
+def test_private_runs_verify_and_release_vectors(tmp_path: Path, weights: Path) -> None:
     result = run(weights, "feddm", tmp_path, iterations=2, ipc=2, server_epochs=1)
     folder = Path(result.folder)
     label = result.settings.encoder.encoder
@@ -168,14 +173,14 @@ def test_a_private_run_is_verified_resumed_and_released(tmp_path: Path, weights:
     assert verify_run(folder).problems
 
 
-def test_another_encoder_cannot_resume_a_run(weights: Path) -> None:
+def test_encoder_labels_must_match_weights(weights: Path) -> None:
     label = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE).name
     other = EncoderSettings(f"{label[:-1]}{'0' if label[-1] != '0' else '1'}", str(weights))
     with pytest.raises(SettingError, match=f"must be {other.encoder}, but"):
         encoder_map(other, SHAPE)
 
 
-def test_the_vectors_of_a_published_set_are_published_and_others_not(weights: Path) -> None:
+def test_vectors_of_published_sets_are_published(weights: Path) -> None:
     train, _ = few()
     spec = encode(train, encoder_map(EncoderSettings(NAME, str(weights)), SHAPE), CPU).spec
     assert spec_from_json(spec.to_json()) == spec
@@ -184,12 +189,12 @@ def test_the_vectors_of_a_published_set_are_published_and_others_not(weights: Pa
     assert not is_published(replace(spec, encoded_shape=(1, 9, 9)))
 
 
-def test_ledgers_identify_images_whatever_the_encoder(tmp_path: Path, weights: Path) -> None:
+def test_ledgers_identify_images_under_any_encoder(tmp_path: Path, weights: Path) -> None:
     """Otherwise a second run could hide its cost from the first by another encoder."""
     settings = resolve({"run": {"method": "fedstats", "rounds": 1}, "partition": {"clients": 2}})
     train, test = few()
-    own = replace(train.spec, name="own")
-    data = replace(train, spec=own), replace(test, spec=own)
+    spec = replace(train.spec, name="own")
+    data = replace(train, spec=spec), replace(test, spec=spec)
     ledgers = tmp_path / "ledgers"
     spent = []
     for encoder in (None, EncoderSettings("pixels")):
@@ -202,7 +207,7 @@ def test_ledgers_identify_images_whatever_the_encoder(tmp_path: Path, weights: P
     assert spent[1] > 1.2 * spent[0]
 
 
-def test_a_cache_is_private_keyed_by_weights_and_cleared(tmp_path: Path, weights: Path) -> None:
+def test_cache_is_private_and_keyed_by_weights(tmp_path: Path, weights: Path) -> None:
     cache = tmp_path / "cache"
     train, _ = few()
     features = feature_map("pixels", SHAPE)
@@ -247,15 +252,13 @@ def test_a_cache_is_private_keyed_by_weights_and_cleared(tmp_path: Path, weights
         ({"encoder": "net.py:f@0123456789ab"}, "from a custom file that is not loaded"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_line(settings: dict[str, str], message: str) -> None:
+def test_invalid_settings_raise_one_line_errors(settings: dict[str, str], message: str) -> None:
     with pytest.raises((SettingError, UnknownNameError), match=message) as refused:
         encoder_map(EncoderSettings(**{"encoder": "", **settings}), SHAPE)
     assert "\n" not in str(refused.value)
 
 
-def test_damaged_and_foreign_weights_are_refused_and_run_no_code(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_damaged_and_foreign_weights_execute_no_code(tmp_path: Path, weights: Path) -> None:
     class Attack:
         def __reduce__(self) -> Any:
             return (open, (str(tmp_path / "attacked"), "w"))
@@ -275,26 +278,23 @@ def test_damaged_and_foreign_weights_are_refused_and_run_no_code(
         encoder_map(EncoderSettings(NAME, str(tmp_path / "other.safetensors")), SHAPE)
 
 
-def test_public_images_centre_the_vectors(tmp_path: Path, weights: Path) -> None:
+def test_public_images_centre_vectors(tmp_path: Path, weights: Path) -> None:
     images = few()[0].images
     for number, image in enumerate(images[:6]):
         Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
     plain = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE)
     centred = encoder_map(EncoderSettings(NAME, str(weights), str(tmp_path)), SHAPE)
     assert centred.name.startswith(f"{plain.name}-")
-    network = timm.create_model("test_resnet", num_classes=5)
-    network.load_state_dict(read_weights(str(weights)))
-    network.reset_classifier(0)
+    network = timm_network(weights)
     x = F.interpolate(images[:9].expand(-1, 3, -1, -1) / 255, (160, 160), mode="bilinear")
     with torch.no_grad():
-        raw = network.eval()((x - 0.5) / 0.5)
-        found = centred(images[:9])
+        raw = network((x - 0.5) / 0.5)
+        vectors = centred(images[:9])
     expected = F.normalize(raw - raw[:6].mean(0), dim=1)
-    assert float((found * expected).sum(1).min()) > 0.99
-    shutil.rmtree(tmp_path)
+    assert float((vectors * expected).sum(1).min()) > 0.99
 
 
-def test_torchvision_weights_are_read_from_a_file(tmp_path: Path) -> None:
+def test_torchvision_weights_are_read_from_files(tmp_path: Path) -> None:
     with forked_rng(0, "public weights"):
         network = torchvision.models.get_model("shufflenet_v2_x0_5", weights=None).eval()
     torch.save(network.state_dict(), tmp_path / "weights.pth")
@@ -303,9 +303,9 @@ def test_torchvision_weights_are_read_from_a_file(tmp_path: Path) -> None:
     preparation = torchvision.models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.transforms()
     pixels = torch.randint(0, 256, (1, 3, 224, 224), generator=torch.Generator().manual_seed(0))
     network.fc = torch.nn.Identity()
+    mean, std = (
+        torch.tensor(values).view(1, 3, 1, 1) for values in (preparation.mean, preparation.std)
+    )
     with torch.no_grad():
-        x = (pixels / 255 - torch.tensor(preparation.mean).view(1, 3, 1, 1)) / torch.tensor(
-            preparation.std
-        ).view(1, 3, 1, 1)
-        expected = F.normalize(network(x), dim=1)
+        expected = F.normalize(network((pixels / 255 - mean) / std), dim=1)
         torch.testing.assert_close(features(pixels.to(torch.uint8)), expected, atol=1e-4, rtol=1e-3)

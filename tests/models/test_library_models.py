@@ -1,4 +1,4 @@
-"""Networks of timm and torchvision as models of a run."""
+"""Tests of networks of timm and torchvision as models of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(model: ModelSettings) -> None:
     simulate(settings, data=(train.subset(range(60)), test.subset(range(20))), quiet=True)
 
 
-def test_logits_are_those_of_the_librarys_network(tmp_path: Path) -> None:
+def test_logits_equal_timm_network(tmp_path: Path) -> None:
     network = timm.create_model("test_resnet", num_classes=0).eval()
     save_file(network.state_dict(), tmp_path / "weights.safetensors")
     settings = ModelSettings("timm:test_resnet", weights=str(tmp_path / "weights.safetensors"))
@@ -47,7 +47,7 @@ def test_logits_are_those_of_the_librarys_network(tmp_path: Path) -> None:
         torch.testing.assert_close(built(x), built.classifier(embedded))
 
 
-def test_weights_are_drawn_from_the_seed() -> None:
+def test_weights_depend_on_seed() -> None:
     first, same, other = (
         build_model(ModelSettings("timm:test_resnet"), (3, 20, 20), 3, seed).classifier.weight
         for seed in (0, 0, 1)
@@ -68,7 +68,7 @@ def test_group_norm_replaces_all_batch_norms_or_is_refused() -> None:
         build_model(ModelSettings("timm:test_efficientnet", norm="group"), (1, 64, 64), 3, 0)
 
 
-def test_images_of_other_channels_and_unknown_networks_are_refused() -> None:
+def test_other_channels_and_unknown_networks_are_refused() -> None:
     for name, channels, message in (
         ("timm:test_resnet", 2, "1 or 3 channels"),
         ("timm:../net", 3, "must be timm: and the name"),
