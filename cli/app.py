@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from fedsynth.cli import options as given
+from fedsynth.cli import options
 from fedsynth.cli.application import (
     Application,
     OneLineGroup,
@@ -82,19 +82,19 @@ def _root(
 
 
 @app.command()
-@given.takes_settings(*given.KEYS)
+@options.takes_settings(*options.KEYS)
 def train(
-    chosen: given.Sections,
+    chosen: options.Sections,
     context: typer.Context,
-    config: given.Config = None,
-    preset: given.Preset = None,
-    output: given.Output = Path("runs"),
-    resume: given.Resume = None,
-    log: given.Log = None,
-    as_json: given.AsJson = False,
-    dry_run: given.DryRun = False,
-    download: given.Download = False,
-    sign_key: given.SignKey = None,
+    config: options.Config = None,
+    preset: options.Preset = None,
+    output: options.Output = Path("runs"),
+    resume: options.Resume = None,
+    log: options.Log = None,
+    as_json: options.AsJson = False,
+    dry_run: options.DryRun = False,
+    download: options.Download = False,
+    sign_key: options.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine, and write a run folder.
 
@@ -105,13 +105,13 @@ def train(
     folder contains all settings of the run.
     """
     if resume is not None:
-        given.refuse_beside_resume(context)
+        options.refuse_beside_resume(context)
         config = resume / "config.toml"
-    chosen = given.with_own_code(chosen)
+    chosen = options.with_own_code(chosen)
     if preset is not None:
-        sections = given.from_table(preset, config, chosen, say)
+        sections = options.from_table(preset, config, chosen, say)
     else:
-        sections = given.merged(given.read_config(config), chosen, say)
+        sections = options.merged(options.read_config(config), chosen, say)
     if dry_run:
         _dry_run(sections, as_json)
     else:
@@ -119,8 +119,8 @@ def train(
 
 
 @app.command()
-@given.takes_settings("data", "partition", "run.seed")
-def partition(chosen: given.Sections, download: given.Download = False) -> None:
+@options.takes_settings("data", "partition", "run.seed")
+def partition(chosen: options.Sections, download: options.Download = False) -> None:
     """Show how many examples of each class each client has.
 
     The `train` command divides the examples in the same way if it has the same options.
@@ -131,7 +131,7 @@ def partition(chosen: given.Sections, download: given.Download = False) -> None:
     from fedsynth.data.picture import partition_table
     from fedsynth.federation.run_data import data_of_run
 
-    run_data = data_of_run(resolve(given.merged({}, chosen)), None, None, note, download=download)
+    run_data = data_of_run(resolve(options.merged({}, chosen)), None, None, note, download=download)
     settings = run_data.settings
     data = run_data.train
     labels = data.labels.numpy()
@@ -142,7 +142,7 @@ def partition(chosen: given.Sections, download: given.Download = False) -> None:
     print(partition_table(counts))
 
 
-def _dry_run(sections: given.Sections, as_json: bool) -> None:
+def _dry_run(sections: options.Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
     from fedsynth.federation.context import plan_of, resolve_device
@@ -179,7 +179,7 @@ def _dry_run(sections: given.Sections, as_json: bool) -> None:
 
 
 def _run(
-    sections: given.Sections,
+    sections: options.Sections,
     output: Path,
     download: bool,
     as_json: bool,
@@ -198,7 +198,7 @@ def _run(
     keep_large_allocations()
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log, folder, private=settings.privacy is not None, note=say)
-    with make_observer(settings, given.from_preset(sections)) as display, ended_by_signals():
+    with make_observer(settings, options.from_preset(sections)) as display, ended_by_signals():
         observer = display if not loggers else Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedsynth.cli import options as given
+from fedsynth.cli import options
 from fedsynth.cli.application import Application, OptionError, ended_by_signals
 from fedsynth.data.partition_settings import MOST_CLIENTS
 
@@ -24,30 +24,30 @@ deploy_app = Application(
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings that have an option. `--set` sets all others."""
 OptionalPath = Path | None
-Spec = Annotated[OptionalPath, given.path_option("The public specification of the data (TOML).")]
-Insecure = Annotated[bool, given.flag("--insecure", "Use no TLS, for local trials only.")]
-NewFolder = Annotated[Path, given.path_argument("The folder to create.")]
+Spec = Annotated[OptionalPath, options.path_option("The public specification of the data (TOML).")]
+Insecure = Annotated[bool, options.flag("--insecure", "Use no TLS, for local trials only.")]
+NewFolder = Annotated[Path, options.path_argument("The folder to create.")]
 
 
 @deploy_app.command("init")
-@given.takes_settings(*RUN)
+@options.takes_settings(*RUN)
 def init(
-    chosen: given.Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
+    chosen: options.Sections, folder: NewFolder, config: options.Config = None, spec: Spec = None
 ) -> None:
     """Write a folder with a Flower app of a run, for `flwr run` and Flower's own simulation."""
     from fedsynth.deployment.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
-    options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
-    write_app(folder, proposal, options)
+    places = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
+    write_app(folder, proposal, places)
     print(f"{folder} contains the Flower app. The agreement of the run is {proposal.agreement}")
 
 
 @deploy_app.command("settings")
-@given.takes_settings(*RUN)
+@options.takes_settings(*RUN)
 def settings_file(
-    chosen: given.Sections,
-    file: Annotated[Path, given.path_argument("The TOML file to write, such as run.toml.")],
+    chosen: options.Sections,
+    file: Annotated[Path, options.path_argument("The TOML file to write, such as run.toml.")],
     spec: Spec = None,
 ) -> None:
     """Write a file with all settings of a run, for `fedsynth server --config`.
@@ -82,12 +82,12 @@ def keys(
     print("give each client the file ca.crt and only the key client-NNN with the client's number")
 
 
-@given.takes_settings(*RUN)
+@options.takes_settings(*RUN)
 def server(
-    chosen: given.Sections,
+    chosen: options.Sections,
     spec: Spec = None,
     keys: Annotated[
-        OptionalPath, given.path_option("The folder from `fedsynth deploy keys`.")
+        OptionalPath, options.path_option("The folder from `fedsynth deploy keys`.")
     ] = None,
     insecure: Insecure = False,
     host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote clients.")] = "127.0.0.1",
@@ -96,9 +96,9 @@ def server(
         float, typer.Option(help="Seconds until all clients must join.")
     ] = 600.0,
     answer_seconds: Annotated[float, typer.Option(help="Seconds that a step may take.")] = 3600.0,
-    config: given.Config = None,
-    output: given.Output = Path("runs"),
-    resume: given.Resume = None,
+    config: options.Config = None,
+    output: options.Output = Path("runs"),
+    resume: options.Resume = None,
 ) -> None:
     """Run the server of one run, to which data owners' nodes connect with Flower.
 
@@ -132,30 +132,30 @@ def client(
         int,
         typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
     ],
-    ledger: Annotated[Path, given.path_option("Your ledger folder, the same for all runs.")],
-    data: Annotated[OptionalPath, given.path_option("Your images, as DIR/CLASS/*.png.")] = None,
-    trial: Annotated[bool, given.flag("--trial", "Use part of a published data set.")] = False,
+    ledger: Annotated[Path, options.path_option("Your ledger folder, the same for all runs.")],
+    data: Annotated[OptionalPath, options.path_option("Your images, as DIR/CLASS/*.png.")] = None,
+    trial: Annotated[bool, options.flag("--trial", "Use part of a published data set.")] = False,
     ca: Annotated[
-        OptionalPath, given.path_option("The certificate of the CA, in PEM format.")
+        OptionalPath, options.path_option("The certificate of the CA, in PEM format.")
     ] = None,
-    key: Annotated[OptionalPath, given.path_option("Your private key, client-NNN.")] = None,
+    key: Annotated[OptionalPath, options.path_option("Your private key, client-NNN.")] = None,
     insecure: Insecure = False,
     policy: Annotated[
-        OptionalPath, given.path_option("A file with rules for allowed runs.")
+        OptionalPath, options.path_option("A file with rules for allowed runs.")
     ] = None,
     approve: Annotated[
         list[str] | None,
         typer.Option(help="The agreement of a run that you allow, or 'any'. May be repeated."),
     ] = None,
     identity: Annotated[
-        OptionalPath, given.path_option("Your Ed25519 key for secure aggregation, in PEM format.")
+        OptionalPath, options.path_option("Your Ed25519 key for secure aggregation, in PEM format.")
     ] = None,
     identities: Annotated[
         OptionalPath,
-        given.path_option("The folder with the public key of each client, client-NNN.pem."),
+        options.path_option("The folder with the public key of each client, client-NNN.pem."),
     ] = None,
     device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
-    once: Annotated[bool, given.flag("--once", "Exit after one run.")] = False,
+    once: Annotated[bool, options.flag("--once", "Exit after one run.")] = False,
     wait: Annotated[
         float, typer.Option(help="Exit after this many seconds without a server.")
     ] = 600.0,
@@ -205,8 +205,8 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     return Owner(None, approved)
 
 
-def _proposal(chosen: given.Sections, config: Path | None, spec: Path | None) -> Proposal:
+def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run over a network that the options, --set and --config describe."""
     from fedsynth.deployment.proposal import new_proposal
 
-    return new_proposal(given.merged(given.read_config(config), chosen), spec)
+    return new_proposal(options.merged(options.read_config(config), chosen), spec)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsynth.cli import options as given
+from fedsynth.cli import options
 from fedsynth.cli.application import Application, OptionError, keep_large_allocations, note, say
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 MAX_PRINTED = 40  # the maximum number of differences that are printed
 
 Run = Annotated[
-    Path, given.path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
+    Path, options.path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
 ]
 LedgerFolder = Annotated[
     Path | None,
-    given.path_option(
+    options.path_option(
         "The folder of the ledger files. Default: ledger/ in the run folder, or the folder that "
         "config.toml states.",
         "--ledger",
@@ -41,8 +41,8 @@ LedgerFolder = Annotated[
 ]
 
 
-@given.takes_settings(*given.OWN_CODE, set_option=False)
-def report(chosen: given.Sections, run: Run, ledger: LedgerFolder = None) -> None:
+@options.takes_settings(*options.OWN_CODE, set_option=False)
+def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> None:
     """Show the privacy report of a run as Markdown.
 
     The run folder also contains the report as privacy_report.html and privacy_report.json.
@@ -53,7 +53,7 @@ def report(chosen: given.Sections, run: Run, ledger: LedgerFolder = None) -> Non
     from fedsynth.privacy.report.file import sound_report
     from fedsynth.privacy.report.pages import render_markdown
 
-    given.with_own_code(chosen)
+    options.with_own_code(chosen)
     _report_unfinished(run, ledger)
     print(render_markdown(sound_report(run)), end="")
 
@@ -72,14 +72,14 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
 
-@given.takes_settings(*given.OWN_CODE, set_option=False)
+@options.takes_settings(*options.OWN_CODE, set_option=False)
 def verify(
-    chosen: given.Sections,
+    chosen: options.Sections,
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
         Path | None,
-        given.path_option("Also check the signature, with this public Ed25519 key in PEM."),
+        options.path_option("Also check the signature, with this public Ed25519 key in PEM."),
     ] = None,
 ) -> None:
     """Check that a run's report follows from the run's settings and ledgers.
@@ -93,7 +93,7 @@ def verify(
     from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
-    given.with_own_code(chosen)
+    options.with_own_code(chosen)
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*result.problems, *problems]
@@ -128,8 +128,8 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
 
 
 def sign(
-    run: Annotated[Path, given.path_argument("A run folder.", metavar="RUN")],
-    key: Annotated[Path, given.path_option("A private Ed25519 key in PEM format.")],
+    run: Annotated[Path, options.path_argument("A run folder.", metavar="RUN")],
+    key: Annotated[Path, options.path_option("A private Ed25519 key in PEM format.")],
 ) -> None:
     """Sign all files of a run folder except those in simulation_only/.
 
@@ -171,12 +171,12 @@ AUDIT = "Audit"
 _audit_option = partial(typer.Option, rich_help_panel=AUDIT)
 
 
-@given.takes_settings(
+@options.takes_settings(
     "run", "data.folder", "data.declaration", "data.dataset", "data.data_root", "partition",
     "model", "method", "privacy",
 )  # fmt: skip
 def audit(
-    chosen: given.Sections,
+    chosen: options.Sections,
     canaries: Annotated[
         int,
         _audit_option(
@@ -194,13 +194,13 @@ def audit(
     ] = 0.999,
     run: Annotated[
         Path | None,
-        given.path_option(
+        options.path_option(
             "Audit the settings in this run folder, and add the result to its privacy report.",
             panel=AUDIT,
         ),
     ] = None,
-    config: given.Config = None,
-    as_json: given.AsJson = False,
+    config: options.Config = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Attack a run's releases to test the claimed ε.
 
@@ -212,7 +212,7 @@ def audit(
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
     runs/… --canaries 1000`.
     """
-    chosen = {name: values for name, values in given.with_own_code(chosen).items() if values}
+    chosen = {name: values for name, values in options.with_own_code(chosen).items() if values}
     numbers = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
@@ -222,7 +222,7 @@ def audit(
 
 
 def _audit_options(
-    config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
+    config: Path | None, chosen: options.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """Audits the run that the options describe.
 
@@ -230,19 +230,19 @@ def _audit_options(
     """
     from fedsynth.config.resolve import resolve
 
-    sections = given.merged(given.read_config(config), {"run": {}, "data": {}, **chosen}, say)
+    sections = options.merged(options.read_config(config), {"run": {}, "data": {}, **chosen}, say)
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
             "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or --run "
             "with the folder of a private run"
         )
-    result = _audited(settings, numbers, given.from_preset(sections))
+    result = _audited(settings, numbers, options.from_preset(sections))
     return result, shlex.join(["fedsynth", *sys.argv[1:]])
 
 
 def _audit_folder(
-    run: Path, config: Path | None, chosen: given.Sections, numbers: dict[str, Any]
+    run: Path, config: Path | None, chosen: options.Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """Audits the settings of a finished run, and adds the result to the run's report.
 
@@ -255,9 +255,9 @@ def _audit_folder(
         raise OptionError(
             "--run and --config cannot be used together, because both define all settings"
         )
-    sections = given.read_config(run / "config.toml")
+    sections = options.read_config(run / "config.toml")
     settings = resolve(sections)
-    if resolve(given.merged(sections, {"run": {}, **chosen})) != settings:
+    if resolve(options.merged(sections, {"run": {}, **chosen})) != settings:
         raise OptionError(
             f"the options differ from the settings of the run in {run}. Remove the options or --run"
         )
@@ -300,7 +300,7 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
 
 
 NAMES = {
-    f"privacy.{key}": f"--{key.replace('_', '-')}" for key in given.KEYS["privacy"].split()
+    f"privacy.{key}": f"--{key.replace('_', '-')}" for key in options.KEYS["privacy"].split()
 } | {"privacy.noise_multiplier": "--sigma", "privacy.nominal_size": "--n"}
 """The names of the options of `plan`."""
 SIGNAL = (
@@ -317,13 +317,13 @@ for command in (report, verify, sign, audit):
 
 
 @privacy_app.command()
-@given.takes_settings(
+@options.takes_settings(
     "run.method", "run.rounds", "run.participation", "data.dataset", "partition.clients",
     "partition.subset", "partition.local_test", "privacy.epsilon", "privacy.noise_multiplier",
     "privacy.delta", "privacy.max_records", "privacy.mechanism", "privacy.sample_rate",
     "privacy.nominal_size", "privacy.adjacency", "privacy.unit", names=NAMES,
 )  # fmt: skip
-def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
+def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
 
     The plan uses only public numbers and reads no data. For fedstats, it also shows the
@@ -335,7 +335,7 @@ def plan(chosen: given.Sections, as_json: given.AsJson = False) -> None:
     from fedsynth.federation.context import costs_of, plans_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
-    sections = given.with_own_code(chosen)
+    sections = options.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError(
             "set --epsilon, from which the plan computes σ, or --sigma, from which it computes ε"
@@ -398,7 +398,7 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
 @privacy_app.command(name="carry-over")
 def carry_over(
     folder: Annotated[
-        Path, given.path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")
+        Path, options.path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")
     ],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
@@ -417,7 +417,9 @@ def carry_over(
 
 @privacy_app.command()
 def repair(
-    ledger: Annotated[Path, given.path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")],
+    ledger: Annotated[
+        Path, options.path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")
+    ],
 ) -> None:
     """Repair a ledger whose last line is incomplete, for example after a power cut or a full disk.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedsynth.cli import options as given
+from fedsynth.cli import options
 from fedsynth.cli.application import (
     OptionError,
     ended_by_signals,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def runs(
     folders: Annotated[
         list[Path] | None,
-        given.path_argument(
+        options.path_argument(
             "Run folders, or folders that contain run folders. Default: runs.", metavar="FOLDERS"
         ),
     ] = None,
-    as_json: Annotated[bool, given.flag("--json", "Print the rows as JSON.")] = False,
+    as_json: Annotated[bool, options.flag("--json", "Print the rows as JSON.")] = False,
 ) -> None:
     """Compare finished runs in a table with their results and the settings that differ.
 
@@ -70,13 +70,15 @@ def runs(
 
 Runs = Annotated[
     list[Path],
-    given.path_argument("Run folders, or folders that contain run folders (runs/).", metavar="RUN"),
+    options.path_argument(
+        "Run folders, or folders that contain run folders (runs/).", metavar="RUN"
+    ),
 ]
 
 
 def plot(
     runs: Runs,
-    output: Annotated[Path, given.path_option("The file to write (.svg, .png or .html).")] = Path(
+    output: Annotated[Path, options.path_option("The file to write (.svg, .png or .html).")] = Path(
         "curves.svg"
     ),
     by: Annotated[str, typer.Option(help="The x axis: rounds, bytes, seconds or eps.")] = "rounds",
@@ -85,7 +87,7 @@ def plot(
         typer.Option(help="A metric in metrics.jsonl, such as local.amp or generator.agreement."),
     ] = "test_accuracy",
     mean: Annotated[
-        bool, given.flag("--mean", "Show the mean ± std of runs that differ only in their seeds.")
+        bool, options.flag("--mean", "Show the mean ± std of runs that differ only in their seeds.")
     ] = False,
 ) -> None:
     """Draw learning curves of finished runs.
@@ -114,10 +116,10 @@ def plot(
 
 def report(
     runs: Runs,
-    output: Annotated[Path, given.path_option("The HTML file to write.")] = Path("report.html"),
+    output: Annotated[Path, options.path_option("The HTML file to write.")] = Path("report.html"),
     simulation_only: Annotated[
         bool,
-        given.flag(
+        options.flag(
             "--simulation-only", "Also show exact values from the private data, and a warning."
         ),
     ] = False,
@@ -140,19 +142,19 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 
 
 def sweep(
-    file: Annotated[Path, given.path_argument("The TOML file of the sweep.", metavar="FILE")],
+    file: Annotated[Path, options.path_argument("The TOML file of the sweep.", metavar="FILE")],
     form: Annotated[
         str, typer.Option("--format", help="The format: table, csv or markdown.")
     ] = "table",
     output: Annotated[
-        Path | None, given.path_option("The folder for the runs. Default: sweep.output in FILE.")
+        Path | None, options.path_option("The folder for the runs. Default: sweep.output in FILE.")
     ] = None,
-    table: Annotated[Path | None, given.path_option("Write the table to this file.")] = None,
+    table: Annotated[Path | None, options.path_option("Write the table to this file.")] = None,
     only_table: Annotated[
-        bool, given.flag("--only-table", "Show the table. Start no run.")
+        bool, options.flag("--only-table", "Show the table. Start no run.")
     ] = False,
     dry_run: Annotated[
-        bool, given.flag("--dry-run", "Check and list the runs. Start no run.")
+        bool, options.flag("--dry-run", "Check and list the runs. Start no run.")
     ] = False,
 ) -> None:
     """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
@@ -224,15 +226,15 @@ def seconds_of(text: str | None) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-@given.takes_settings(*SPEED, set_option=False)
+@options.takes_settings(*SPEED, set_option=False)
 def reproduce(
-    chosen: given.Sections,
+    chosen: options.Sections,
     preset: Annotated[
         str | None,
         typer.Argument(metavar="TABLE", help="A published table, such as feddm:table2 (--list)."),
     ] = None,
     listed: Annotated[
-        bool, given.flag("--list", "List all tables, or describe one table.")
+        bool, options.flag("--list", "List all tables, or describe one table.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
     alpha: Annotated[
@@ -248,7 +250,7 @@ def reproduce(
     seeds: Annotated[
         int, typer.Option(min=1, max=10_000, help="The number of seeds for each cell.")
     ] = 1,
-    output: Annotated[Path, given.path_option("The folder for results and runs.")] = Path(
+    output: Annotated[Path, options.path_option("The folder for results and runs.")] = Path(
         "reproduction"
     ),
     time_budget: Annotated[
@@ -262,8 +264,8 @@ def reproduce(
             "and data."
         ),
     ] = None,
-    settings: given.Set = None,
-    download: given.Download = False,
+    settings: options.Set = None,
+    download: options.Download = False,
 ) -> None:
     """Run cells of a published table and compare the results with the published numbers.
 
@@ -295,7 +297,7 @@ def reproduce(
     if listed:
         _list_cells(table, cells)
         return
-    overrides = given.set_options(settings or [])
+    overrides = options.set_options(settings or [])
     changes = {section: values for section, values in overrides.items() if values}
     speed = {"run": chosen["run"], "data": chosen["data"]}
     for entry in cells:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsynth.cli import options as given
+from fedsynth.cli import options
 from fedsynth.cli.application import (
     Application,
     OptionError,
@@ -127,12 +127,12 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-@given.takes_settings(
+@options.takes_settings(
     "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
     set_option=False,
 )  # fmt: skip
 def distill(
-    chosen: given.Sections,
+    chosen: options.Sections,
     models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
     arch: Annotated[
         str,
@@ -154,9 +154,9 @@ def distill(
         ),
     ] = None,
     evaluate: Annotated[
-        bool, given.flag("--evaluate", "Also test the models and the student on the data set.")
+        bool, options.flag("--evaluate", "Also test the models and the student on the data set.")
     ] = False,
-    output: Annotated[Path, given.path_option("The file to write the student to.")] = Path(
+    output: Annotated[Path, options.path_option("The file to write the student to.")] = Path(
         "student.safetensors"
     ),
 ) -> None:
@@ -167,7 +167,7 @@ def distill(
     """
     from fedsynth.simulation.student import distil_files
 
-    sections = given.set_options(settings or [])
+    sections = options.set_options(settings or [])
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     run = chosen["run"]
@@ -198,15 +198,15 @@ data_app = Application(
 
 
 @data_app.command()
-@given.takes_settings(
+@options.takes_settings(
     "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", "data.window",
-    "data.slice", *given.COLUMNS, "data.bounds", "data.revision", set_option=False,
+    "data.slice", *options.COLUMNS, "data.bounds", "data.revision", set_option=False,
 )  # fmt: skip
 def describe(
-    chosen: given.Sections,
+    chosen: options.Sections,
     folder: Annotated[
         Path,
-        given.path_argument(
+        options.path_argument(
             "A folder with the structure SITE/CLASS/files or CLASS/files, or with a manifest.csv "
             "(path, label, site, user), or a file .npz, .npy, .safetensors, .parquet or .csv.",
             metavar="DIR",
@@ -218,7 +218,7 @@ def describe(
     ] = None,
     output: Annotated[
         Path | None,
-        given.path_option(
+        options.path_option(
             "The file to write. Default: fedsynth.toml in the folder, or FILE.fedsynth.toml next to "
             "a file, where `train --data` looks for it."
         ),
@@ -251,7 +251,7 @@ def describe(
 @data_app.command("clear-cache")
 def clear_cache(
     folder: Annotated[
-        Path, given.path_argument("The folder that --encoder-cache named.", metavar="DIR")
+        Path, options.path_argument("The folder that --encoder-cache named.", metavar="DIR")
     ],
 ) -> None:
     """Delete the vectors that runs have stored in a folder with --encoder-cache.
@@ -264,33 +264,33 @@ def clear_cache(
 
 
 Out = Annotated[
-    Path, given.path_option("The folder to create. You may share all of its files.", "--out")
+    Path, options.path_option("The folder to create. You may share all of its files.", "--out")
 ]
 Unprotected = Annotated[
     bool,
-    given.flag(
+    options.flag(
         "--unprotected", "Also export images without a guarantee. They may reveal real images."
     ),
 ]
 WithModel = Annotated[
-    bool, given.flag("--with-model", "Also export the run's model, which has the same guarantee.")
+    bool, options.flag("--with-model", "Also export the run's model, which has the same guarantee.")
 ]
 
 
-@given.takes_settings(
+@options.takes_settings(
     "data", "privacy", "report", "run.method", "run.rounds", "run.seed", "run.device",
     "run.memory_gb", "method.ipc", "model.name", "model.width", "model.depth", "model.norm",
     "model.features",
 )  # fmt: skip
 def synthesize(
-    chosen: given.Sections,
+    chosen: options.Sections,
     out: Out,
-    download: given.Download = False,
+    download: options.Download = False,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
-    config: given.Config = None,
-    output: given.Output = Path("runs"),
-    as_json: given.AsJson = False,
+    config: options.Config = None,
+    output: options.Output = Path("runs"),
+    as_json: options.AsJson = False,
 ) -> None:
     """Make synthetic images from the private images of one owner.
 
@@ -305,7 +305,9 @@ def synthesize(
     from fedsynth.simulation.simulate import owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
-    resolved = owner_settings(given.merged(given.read_config(config), given.with_own_code(chosen)))
+    resolved = owner_settings(
+        options.merged(options.read_config(config), options.with_own_code(chosen))
+    )
     keep_large_allocations()
     with make_observer(resolved) as observer, ended_by_signals():
         result = make(
@@ -321,17 +323,17 @@ def synthesize(
     say(f"you may share the folder {out}, but nothing from the run folder")
 
 
-@given.takes_settings(*given.OWN_CODE, set_option=False)
+@options.takes_settings(*options.OWN_CODE, set_option=False)
 def export(
-    chosen: given.Sections,
-    run: Annotated[Path, given.path_argument("The folder of a finished run.", metavar="RUN")],
+    chosen: options.Sections,
+    run: Annotated[Path, options.path_argument("The folder of a finished run.", metavar="RUN")],
     out: Annotated[
         Path | None,
-        given.path_option("The folder to create. You may share all of its files.", "--out"),
+        options.path_option("The folder to create. You may share all of its files.", "--out"),
     ] = None,
     onnx: Annotated[
         Path | None,
-        given.path_option("Write the run's model to this ONNX file, from pixels in [0, 1]."),
+        options.path_option("Write the run's model to this ONNX file, from pixels in [0, 1]."),
     ] = None,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
@@ -349,7 +351,7 @@ def export(
 
     if out is None and onnx is None:
         raise OptionError("name the folder with --out, or the model's file with --onnx")
-    given.with_own_code(chosen)
+    options.with_own_code(chosen)
     if out is not None:
         folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
         print(f"you may share the folder {folder}")
@@ -357,16 +359,16 @@ def export(
         print(f"model: {export_onnx(run, onnx, unprotected=unprotected)}")
 
 
-@given.takes_settings(
+@options.takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
     "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
-    "data.encoder_weights", "data.public_images", *given.COLUMNS, "run.seed", "run.device",
+    "data.encoder_weights", "data.public_images", *options.COLUMNS, "run.seed", "run.device",
     set_option=False,
 )  # fmt: skip
 def student(
-    chosen: given.Sections,
+    chosen: options.Sections,
     share: Annotated[
-        Path, given.path_argument("A folder that `fedsynth export` wrote.", metavar="SET")
+        Path, options.path_argument("A folder that `fedsynth export` wrote.", metavar="SET")
     ],
     labels: Annotated[
         str, typer.Option(help="The labels: soft (stored with the images), hard (classes) or auto.")
@@ -389,11 +391,11 @@ def student(
         int | None, typer.Option(help="The number of augmented copies of an image.")
     ] = None,
     flip: Annotated[
-        bool, given.flag("--flip", "Also mirror the copies. Not for digits or letters.")
+        bool, options.flag("--flip", "Also mirror the copies. Not for digits or letters.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
-    download: given.Download = False,
-    output: Annotated[Path, given.path_option("The file to write the network to.")] = Path(
+    download: options.Download = False,
+    output: Annotated[Path, options.path_option("The file to write the network to.")] = Path(
         "student.safetensors"
     ),
 ) -> None:
@@ -411,10 +413,10 @@ def student(
     keep_large_allocations()
     spec = load_synthetic(share).spec
     require_place(output)
-    data, run = given.with_own_code({"data": chosen["data"]})["data"], chosen["run"]
+    data, run = options.with_own_code({"data": chosen["data"]})["data"], chosen["run"]
     test = _test_images(spec, data, dataset, download)
-    given.with_own_code({"model": {"features": features}})
-    network = network_for(spec, **given.with_own_code({"model": chosen["model"]})["model"])
+    options.with_own_code({"model": {"features": features}})
+    network = network_for(spec, **options.with_own_code({"model": chosen["model"]})["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
     changes = {name: value for name, value in numbers.items() if value is not None}
     settings = StudentSettings(flip=flip, **changes)
@@ -441,15 +443,15 @@ def student(
     print(f"student: {output}")
 
 
-@given.takes_settings(
+@options.takes_settings(
     "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
-    "data.encoder_weights", "data.public_images", *given.COLUMNS, set_option=False,
+    "data.encoder_weights", "data.public_images", *options.COLUMNS, set_option=False,
 )  # fmt: skip
 def fidelity(
-    chosen: given.Sections,
+    chosen: options.Sections,
     folder: Annotated[
         Path,
-        given.path_argument(
+        options.path_argument(
             "A folder that `fedsynth export` wrote, or the folder of a finished run.", metavar="SET"
         ),
     ],
@@ -470,8 +472,8 @@ def fidelity(
         ),
     ] = "pretrained",
     dataset: Annotated[str | None, typer.Option(help="The data set of the real images.")] = None,
-    download: given.Download = False,
-    as_json: given.AsJson = False,
+    download: options.Download = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure how similar synthetic images are to real images: FID and KID.
 
@@ -514,7 +516,7 @@ def _test_images(
 
     return real_images(
         spec,
-        encoder=given.encoder_of(data),
+        encoder=options.encoder_of(data),
         folder=data.get("test_folder"),
         skip_corrupt=data.get("skip_corrupt", False),
         skip_other=data.get("skip_other", False),
@@ -522,7 +524,7 @@ def _test_images(
         data_root=data.get("data_root"),
         download=download,
         note=say,
-        **{name: value for name, value in data.items() if f"data.{name}" in given.COLUMNS},
+        **{name: value for name, value in data.items() if f"data.{name}" in options.COLUMNS},
     )
 
 
