@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,11 +40,7 @@ from fedsynth.features.pretrained import (
     pretrained_network,
 )
 from fedsynth.features.public_statistics import normalised_map, public_vectors
-from fedsynth.features.registry import (
-    feature_map,
-    feature_names,
-    is_own_features,
-)
+from fedsynth.features.registry import feature_map, feature_names, is_own_features
 from fedsynth.own_code import is_label, unloaded_file
 from fedsynth.privacy.batch_independence import dependence_on_batch
 from fedsynth.privacy.files import write_whole
@@ -136,43 +132,43 @@ def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
 @lru_cache(maxsize=8)
 def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
     """Returns the feature map of a pretrained network for images of the given shape."""
-    name, _, stated = settings.encoder.partition("@")
+    name, _, stated_hash = settings.encoder.partition("@")
     if shape[0] not in (1, 3):
-        raise _refused(
-            f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
-        )
+        reason = f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
+        raise _refused(reason)
     weights = settings.encoder_weights or PRETRAINED
-    with torch.inference_mode(False):  # kept for later runs
+    with torch.inference_mode(False):  # the cached network may be used outside inference mode
         loaded = pretrained_network(name, weights, ("data", "encoder"))
-    if finding := _dependence(loaded):
-        raise _refused(f"cannot be used: the network {finding}")
+    if fault := _dependence(loaded):
+        raise _refused(f"cannot be used: the network {fault}")
     label = label_of(name, loaded.sha256)
-    source = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
+    preparation = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
     if settings.public_images:
         images = public_images(Path(settings.public_images), shape)
         pixels_hash = hashlib.sha256(images.numpy().tobytes()).hexdigest()
-        source += f", {len(images)} public images with SHA-256 {pixels_hash}"
+        preparation += f", {len(images)} public images with SHA-256 {pixels_hash}"
         label += f"-{pixels_hash[:6]}"
-    if stated and label != settings.encoder:
-        reason = (
+    if stated_hash and label != settings.encoder:
+        raise _refused(
             f"must be {settings.encoder}, but with these weights and public images it is {label}"
         )
-        raise _refused(reason)
     features = normalised_map(label, shape, loaded.embed_pixels, images)
-    return replace(features, source=f"{features.source}. Preparation: {source}")
+    return replace(features, source=f"{features.source}. Preparation: {preparation}")
 
 
 def _dependence(loaded: PretrainedNetwork) -> str:
-    """Describes the fault of a network whose vector for an image depends on other images.
+    """Tests if a network's vector for an image depends on other images.
 
-    Small images are used if the network accepts them, because the test is slow. The result is an
-    empty string if the test found no fault.
+    Small images are used if the network accepts them, because the test is slow.
+
+    Returns:
+        A description of the fault, or an empty string if the vector depends only on its image.
     """
     side = min(TEST_SIDE, *loaded.size)
     try:
         return dependence_on_batch(loaded.network, (3, side, side), torch.device("cpu"))
-    except (RuntimeError, AssertionError, ValueError):  # it needs larger images
+    except (RuntimeError, AssertionError, ValueError):  # the network needs larger images
         return dependence_on_batch(loaded.network, (3, *loaded.size), torch.device("cpu"))
 
 
@@ -196,9 +192,9 @@ def public_images(folder: Path, shape: Shape) -> Tensor:
 
 
 def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
-    """Returns the specification of the vectors of images.
+    """Returns the specification of the vectors that an encoder computes from images.
 
-    The inputs of networks have values of about 1, as the norm of a vector is about 1.
+    The norm of a vector is about 1. The normalisation scales its values to a magnitude of about 1.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> encoded_spec(dataset_spec("digits"), feature_map("pixels", (1, 8, 8))).image_shape
@@ -221,8 +217,8 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
 def image_spec(spec: DatasetSpec) -> DatasetSpec:
     """Returns a specification of the images from which vectors were encoded.
 
-    Their normalisation constants are not known, and are those of images in a folder. The
-    specification of data that were not encoded is returned unchanged.
+    The normalisation constants of these images are not known. Those of images in a folder are used.
+    If the data were not encoded, their specification is returned unchanged.
     """
     shape = spec.encoded_shape
     if shape is None:
@@ -270,10 +266,7 @@ def encode(
     >>> vectors.images.shape, vectors.spec.bounds
     (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
     """
-
-    def compute() -> Tensor:
-        return _vectors(data, features, device, progress)
-
+    compute = partial(_vectors, data, features, device, progress)
     vectors = compute() if not cache else _cached(Path(cache), data, features, compute)
     stored = ((vectors + 1) / 2).clamp(0, 1)
     return replace(
@@ -287,6 +280,7 @@ def encode(
 def _vectors(
     data: ImageData, features: FeatureMap, device: torch.device, progress: Progress
 ) -> Tensor:
+    """Computes the vectors float32 [N, d], clipped to norm 1. A vector that is not finite is 0."""
     vectors = torch.zeros(len(data), features.dimension)
     total = -(-len(data) // PASS)
     with torch.no_grad():
@@ -320,7 +314,7 @@ def _check_pass(features: FeatureMap, device: torch.device) -> None:
 def _cached(
     folder: Path, data: ImageData, features: FeatureMap, compute: Callable[[], Tensor]
 ) -> Tensor:
-    """Returns the vectors of a data set from a file in the cache, which is written if it is missing.
+    """Reads the vectors of a data set from the cache, or computes and stores them.
 
     A file that is damaged, or has another shape, is replaced.
     """
@@ -356,7 +350,11 @@ def _key(data: ImageData, features: FeatureMap) -> str:
 
 
 def _require_private(folder: Path) -> None:
-    """Creates a folder that only the current user can open, or checks that a folder is such one."""
+    """Creates a folder that only the current user can open, or checks an existing folder.
+
+    Raises:
+        OutputError: other users can open the folder, or it cannot be created.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
@@ -385,7 +383,7 @@ def clear_cache(folder: str | Path) -> int:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise OutputError(f"there is no folder {one_line(path)}")
+        raise OutputError(f"the folder {one_line(path)} does not exist")
     files = sorted(path.glob(CACHED.format("*")))
     try:
         for file in files:

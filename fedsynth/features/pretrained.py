@@ -137,7 +137,6 @@ def _timm(
         raise _refused(place, name, "needs timm: pip install 'fedsynth[encoders]'") from None
     if not timm.is_model(model.partition(".")[0]):
         raise _refused(place, name, "is not a network of timm. timm.list_models() lists them")
-    network = None
     try:
         network = timm.create_model(model, pretrained=weights == PRETRAINED, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
@@ -145,12 +144,9 @@ def _timm(
     if weights not in ("", PRETRAINED):
         _fill(network, name, weights)
     config: dict[str, Any] = timm.data.resolve_model_data_config(network)
-    return network, {**config, **_fixed(network)}
-
-
-def _fixed(network: nn.Module) -> dict[str, Any]:
-    config: Any = getattr(network, "pretrained_cfg", {})
-    return {"fixed_input_size": config.get("fixed_input_size", False)}
+    trained: Any = getattr(network, "pretrained_cfg", {})
+    config["fixed_input_size"] = trained.get("fixed_input_size", False)
+    return network, config
 
 
 def _torchvision(
@@ -183,7 +179,11 @@ def _torchvision(
 
 
 def _fill(network: nn.Module, name: str, file: str) -> None:
-    """Fills a network with the weights of a file, without those of a last layer that it lacks."""
+    """Copies the weights in a file to a network. Weights of layers that it lacks are ignored.
+
+    Raises:
+        SettingError: the file cannot be read, or belongs to another network.
+    """
     state = read_weights(file)
     expected = network.state_dict()
     missing = sorted(set(expected) - set(state))
@@ -197,7 +197,7 @@ def _fill(network: nn.Module, name: str, file: str) -> None:
 
 
 def read_weights(file: str) -> dict[str, Tensor]:
-    """Reads a network's weights from a safetensors file, or from a file that torch has saved.
+    """Reads a network's weights from a safetensors file, or from a file that torch saved.
 
     Raises:
         SettingError: the file cannot be read, or does not contain a dictionary of finite tensors.
@@ -232,7 +232,7 @@ def _hash_of(state: Mapping[str, Tensor]) -> str:
 
 
 def label_of(name: str, sha256: str) -> str:
-    """Returns the name of a network with the first digits of its weights' hash."""
+    """Returns a network's name followed by `@` and the first digits of its weights' hash."""
     return f"{name}@{sha256[:HASH_DIGITS]}"
 
 
