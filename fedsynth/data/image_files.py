@@ -116,7 +116,9 @@ def read_pixels(
         if values.dtype != np.uint8:
             values = np.rint(values * 255).astype(np.uint8)
         images[position] = _decoded(Image.fromarray(values), channels, height, width)
-        return lost + (COLOUR_LOST,) * (values.ndim > channels + 1)
+        if values.ndim == 3 and channels == 1:
+            lost = (*lost, COLOUR_LOST)
+        return lost
 
     results, faults = _attempt(read, range(len(paths)))
     for lost in filter(None, results):
@@ -234,16 +236,15 @@ def _is_grey(image: Image.Image) -> bool:
 
 
 def _read_picture(path: Path, decoding: Decoding) -> Picture:
-    """Decodes an image file upright, and notes what is lost."""
+    """Decodes an image file, turned upright, and lists what the decoding lost."""
     reader = medical_files.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
             return reader(path, decoding)
     with opened_image(path) as image:
         losses = []
-        if _has_wide_levels(image) or ";16" in str(
-            getattr(image, "tile", "")
-        ):  # how Pillow will decode it
+        decoders = str(getattr(image, "tile", ""))  # of Pillow, with the modes of the stored data
+        if _has_wide_levels(image) or ";16" in decoders:
             losses.append(medical_files.BITS_LOST)
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
             losses.append(PAGES_LOST)
@@ -271,5 +272,5 @@ def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Byte
 
 
 def _has_wide_levels(image: Image.Image) -> bool:
-    """Returns True if an image is grey with more than 8 bits. Pillow would clip all levels above 255."""
+    """Returns True if an image is grey with more than 8 bits. Pillow would clip levels above 255."""
     return image.mode.startswith(("I", "F"))

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -127,7 +128,7 @@ def is_dicom(path: Path) -> bool:
 
 
 def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
-    """Returns the function that decodes a medical file, or None if the file is no such file."""
+    """Returns the function that decodes a DICOM or NIfTI file, or None for other files."""
     if path.name.lower().endswith(NIFTI_EXTENSIONS):
         return read_nifti
     if is_dicom(path):
@@ -160,6 +161,11 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     return np.nan_to_num(unit, nan=0.0).clip(0, 1)
 
 
+def _losses(*, bits: bool, slices: bool) -> tuple[str, ...]:
+    """Returns descriptions of what a decoding lost: bits of the values, or other slices."""
+    return tuple(compress((BITS_LOST, SLICES_LOST), (bits, slices)))
+
+
 @contextmanager
 def _plain_errors(kind: str) -> Iterator[None]:
     """Replaces the errors of a library, which may quote the file, by one sentence.
@@ -174,8 +180,8 @@ def _plain_errors(kind: str) -> Iterator[None]:
     except UnsupportedImageError:
         raise
     except ImportError:
-        hint = f"{kind} files need the extra medical. Run pip install 'fedsynth[medical]'"
-        raise UnsupportedImageError(hint) from None
+        reason = f"{kind} files need the extra medical. Run pip install 'fedsynth[medical]'"
+        raise UnsupportedImageError(reason) from None
     except Exception:
         raise UnsupportedImageError(f"the {kind} file is damaged or unsupported") from None
 
@@ -208,9 +214,9 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         position = decoding.position(frames)
         _check_frame(data, position, frames)
         values = pixel_array(data, index=position)
-        losses = [BITS_LOST] * (data.BitsStored > 8) + [SLICES_LOST] * (frames > 1)
         _use_frame_values(data, position)
-        return Picture(_displayed(values, data, decoding), tuple(losses))
+        losses = _losses(bits=data.BitsStored > 8, slices=frames > 1)
+        return Picture(_displayed(values, data, decoding), losses)
 
 
 def patient_of(path: Path) -> str:
@@ -254,7 +260,9 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
     pixels = data.Rows * data.Columns
     if not 0 < pixels <= MAX_FRAME_PIXELS or data.SamplesPerPixel not in (1, 3):
-        raise UnsupportedImageError(f"the image may have at most {MAX_FRAME_PIXELS:,} pixels")
+        raise UnsupportedImageError(
+            f"the image must have at most {MAX_FRAME_PIXELS:,} pixels, each with 1 or 3 samples"
+        )
     syntax = data.file_meta.TransferSyntaxUID
     if not syntax.is_compressed:
         return
@@ -272,7 +280,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
 
 def _use_frame_values(data: Any, position: int) -> None:
-    """Copies the rescale and the window of a frame to the place of a single frame.
+    """Copies the rescale and the window of a frame to the top level of the header.
 
     Enhanced files with several frames have these values in a group for all frames or each frame.
     """
@@ -312,7 +320,7 @@ def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
         output = apply_voi(np.rint(values).astype(np.int64), data)
         return scaled(output, (highest / 2, highest))
     if data.get("WindowCenter") is not None and data.get("WindowWidth") is not None:
-        # the output range depends on other elements: two extreme values reach its ends
+        # two extreme values give the ends of the output range, which depends on other elements
         with np.errstate(over="ignore"):
             low, high = apply_windowing(np.array([-1e30, 1e30]), data)
             output = apply_windowing(values, data)
@@ -352,11 +360,14 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         index[axis] = position
         plane = np.asarray(volumes[tuple(index)])
         if plane.dtype.kind not in "iuf" or plane.size > MAX_FRAME_PIXELS:
-            raise UnsupportedImageError("the NIfTI file must have grey values")
+            raise UnsupportedImageError(
+                f"a NIfTI slice must have grey values, and at most {MAX_FRAME_PIXELS:,} pixels"
+            )
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
-        losses = [SLICES_LOST] * (math.prod(volumes.shape) > plane.size)
-        losses += [BITS_LOST] * (image.get_data_dtype() != np.uint8)
-        return Picture(scaled(upright, decoding.window), tuple(losses))
+        losses = _losses(
+            bits=image.get_data_dtype() != np.uint8, slices=math.prod(volumes.shape) > plane.size
+        )
+        return Picture(scaled(upright, decoding.window), losses)
 
 
 def _nifti_bytes(path: Path) -> bytes:

@@ -106,7 +106,7 @@ class Part:
         Raises:
             DataFilesCorruptError: the column is damaged, or does not consist of numbers or text.
         """
-        with damage_is_named(f"{one_line(name)!r} in {self.place}"):
+        with file_errors(f"{one_line(name)!r} in {self.place}"):
             array = self.readers[name]()
             if array.dtype.kind not in "biufUO":
                 raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
@@ -143,12 +143,15 @@ def is_record_file(path: str | Path) -> bool:
 
     A CSV file with a column of paths is a list of image files, and not a table.
     """
-    suffix = Path(path).suffix.lower()
-    if str(path).startswith(HUB) or suffix != ".csv":
-        return str(path).startswith(HUB) or (suffix in SUFFIXES and not Path(path).is_dir())
-    if not Path(path).is_file():
+    if str(path).startswith(HUB):
+        return True
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix != ".csv":
+        return suffix in SUFFIXES and not path.is_dir()
+    if not path.is_file():
         return False
-    with damage_is_named(one_line(path)), BufferedReader(open_regular(Path(path))) as file:
+    with file_errors(one_line(path)), BufferedReader(open_regular(path)) as file:
         header = file.readline(2**20).decode("utf-8-sig", errors="replace")
     cells = re.split(f"[{re.escape(DELIMITERS)}]", header.casefold())
     return "path" not in [HEADINGS.get(cell.strip(' \r\n"')) for cell in cells]
@@ -168,7 +171,7 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
     """
     path = Path(downloaded(place, revision)[0].removeprefix(HUB))
     kind = path.suffix.lower()
-    with damage_is_named(one_line(place)):
+    with file_errors(one_line(place)):
         if place.startswith(HUB):
             return _hub_parts(path)
         if kind in (".parquet", ".csv"):
@@ -203,16 +206,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             "it with --label-column"
         )
     values = _features(part, columns["feature"], {*map("".join, named.values())}, note)
-    facts = []
-    for names in named.values():
-        facts.append(np.full(len(values), "", object))
-        for name in names:
-            facts[-1] = _names_in(part.read(name), f"{one_line(name)!r} in {part.place}")
-            if len(facts[-1]) != len(values):
-                raise DataError(
-                    f"{one_line(name)!r} in {part.place} must have a value for each of the "
-                    f"{len(values)} records, got {len(facts[-1])}"
-                )
+    facts = [_facts(part, names, len(values)) for names in named.values()]
     rows = np.arange(len(values))
     files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
     files = with_classes(files, part.class_names)
@@ -243,6 +237,23 @@ def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str],
     return np.column_stack(list(columns.values()))
 
 
+def _facts(part: Part, names: list[str], count: int) -> Names:
+    """Reads the label, site or user of each record. Without a column, they are empty texts.
+
+    Raises:
+        DataError: the number of values is not `count`.
+    """
+    facts = np.full(count, "", object)
+    for name in names:
+        what = f"{one_line(name)!r} in {part.place}"
+        facts = _names_in(part.read(name), what)
+        if len(facts) != count:
+            raise DataError(
+                f"{what} must have a value for each of the {count} records, got {len(facts)}"
+            )
+    return facts
+
+
 def _names_in(array: Array, what: str) -> Names:
     """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1"."""
     if array.ndim == 2 and array.shape[1] == 1:
@@ -261,8 +272,11 @@ def _names_in(array: Array, what: str) -> Names:
 
 
 @contextmanager
-def damage_is_named(what: str) -> Iterator[None]:
-    """Turns the errors of damaged files into one-line errors that name the file.
+def file_errors(what: str) -> Iterator[None]:
+    """Replaces the errors of a damaged file by one-line errors that name the file.
+
+    Args:
+        what: the name of the file or column.
 
     Raises:
         DataFilesMissingError: the file does not exist.
@@ -343,6 +357,11 @@ def _tensor_readers(path: Path) -> Readers:
 
 
 def _optional(module: str, extra: str) -> Any:
+    """Imports a module of an optional package.
+
+    Raises:
+        DataError: the package is missing. The message names the extra that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -411,8 +430,8 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     if name == place or Path(name).is_dir():
         return place, ""
     hub = _optional("huggingface_hub", "hub")
-    owner, *names = name.split("/")
-    name = "/".join((owner, *names[:1]))
+    names = name.split("/")
+    name = "/".join(names[:2])
     options = {"repo_type": "dataset", "allow_patterns": ["*.parquet", "*.safetensors"]}
     try:
         commit = str(hub.HfApi().dataset_info(name, revision=revision or None).sha)
@@ -420,7 +439,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     except Exception as error:  # from the network, the disk or the hub
         reason = one_line(error)
         raise DataFilesMissingError(f"cannot download {one_line(place)}: {reason}") from None
-    return f"{HUB}{Path(folder, *names[1:])}", commit
+    return f"{HUB}{Path(folder, *names[2:])}", commit
 
 
 def _hub_parts(folder: Path) -> dict[str, Part]:
@@ -433,7 +452,8 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     places = set()
     for path in sorted(folder.rglob("*.parquet")):
         head, *splits = _SPLIT_OF_PATH.split(path.relative_to(folder).as_posix())
-        files.setdefault((*splits, TRAIN)[0], []).append(str(path))
+        split = next(iter(splits), TRAIN)
+        files.setdefault(split, []).append(str(path))
         places.add(head.rpartition("/")[0])
     if len(places) > 1:
         raise DataError(
@@ -464,15 +484,16 @@ def _decoded(column: Iterable[Any]) -> Array:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, cell in enumerate(column):
-            paths.append(Path(folder, str(number)))
-            paths[-1].write_bytes(cell["bytes"].as_py())
-        headers, faults = read_headers(paths)
+            path = Path(folder, str(number))
+            path.write_bytes(cell["bytes"].as_py())
+            paths.append(path)
+        headers, header_faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
         if len(sizes) != 1:
             raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
         channels = 1 if all(header.grey for header in headers) else 3
         height, width = sizes.pop()
-        pixels, more_faults, _ = read_pixels(paths, channels, height, width, Decoding())
-    for fault in (*faults.values(), *more_faults.values()):
+        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, Decoding())
+    for fault in (*header_faults.values(), *pixel_faults.values()):
         raise ValueError(fault)
     return pixels
