@@ -19,6 +19,7 @@ from fedsynth.privacy.files import file_hash
 
 CROISSANT, VALUES = "croissant.json", "values.csv"
 PICTURES = "images/*/*.png"
+_LABEL_IN_PATH = r"(?:.*/)?images/(\d+)-[^/]*/[^/]*"
 _TERMS = (
     "column extract field fileObject fileProperty fileSet includes recordSet regex source transform"
 )
@@ -46,8 +47,8 @@ def write_values(synthetic: SharedSet, folder: Path) -> None:
         names += [f"p{label}" for label in range(synthetic.spec.classes)]
         columns.append(synthetic.soft_labels.numpy())
     table = np.hstack(columns)
-    form = ["%d", *["%.9g"] * (len(names) - 1)]
-    np.savetxt(folder / VALUES, table, form, ",", header=",".join(names), comments="")
+    formats = ["%d", *["%.9g"] * (len(names) - 1)]
+    np.savetxt(folder / VALUES, table, formats, ",", header=",".join(names), comments="")
 
 
 def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> None:
@@ -69,12 +70,12 @@ def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> Non
                 "encodingFormat": "image/png",
             }
         )
-        label = {"fileProperty": "fullpath"}
+        source = {"fileSet": {"@id": "pictures"}, "extract": {"fileProperty": "content"}}
+        label = {"extract": {"fileProperty": "fullpath"}, "transform": {"regex": _LABEL_IN_PATH}}
         fields = [
-            _field("image", "sc:ImageObject", "fileSet", "pictures", {"fileProperty": "content"}),
-            _field("label", "sc:Integer", "fileSet", "pictures", label),
+            _field("image", "sc:ImageObject", source),
+            _field("label", "sc:Integer", {**source, **label}),
         ]
-        fields[1]["source"]["transform"] = {"regex": r"(?:.*/)?images/(\d+)-[^/]*/[^/]*"}
     else:
         files.append(_file(folder, VALUES, "text/csv"))
         with (folder / VALUES).open(encoding="utf-8") as file:
@@ -82,7 +83,8 @@ def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> Non
         kinds = ["sc:Integer", *["sc:Float"] * (len(names) - 1)]
         fields = []
         for name, kind in zip(names, kinds, strict=True):
-            fields.append(_field(name, kind, "fileObject", VALUES, {"column": name}))
+            source = {"fileObject": {"@id": VALUES}, "extract": {"column": name}}
+            fields.append(_field(name, kind, source))
     card = {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -99,6 +101,7 @@ def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> Non
 
 
 def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
+    """Describes a file, with its hash."""
     return {
         "@type": "cr:FileObject",
         "@id": name,
@@ -109,22 +112,12 @@ def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
     }
 
 
-def _field(
-    name: str, kind: str, place: str, source: str, extract: dict[str, str]
-) -> dict[str, Any]:
-    """Returns the description of a field of the records.
-
-    Args:
-        name: the name of the field.
-        kind: the type of its values.
-        place: "fileSet" or "fileObject".
-        source: the identifier of the files that contain the field.
-        extract: the part of a file that is the field.
-    """
+def _field(name: str, kind: str, source: dict[str, Any]) -> dict[str, Any]:
+    """Describes a field of the records by its type, its files and the part of a file."""
     return {
         "@type": "cr:Field",
         "@id": f"examples/{name}",
         "name": name,
         "dataType": kind,
-        "source": {place: {"@id": source}, "extract": extract},
+        "source": source,
     }
