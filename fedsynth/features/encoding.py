@@ -30,7 +30,7 @@ from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import MEAN, STD, DatasetSpec
-from fedsynth.errors import DataError, OutputError, SettingError, unknown_name
+from fedsynth.errors import DataError, OutputError, SettingError, unknown_name, writing
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.pretrained import (
     PRETRAINED,
@@ -328,10 +328,8 @@ def _cached(
     except (OSError, ValueError, LookupError, RuntimeError, IndexError):
         pass
     vectors = compute()
-    try:
+    with writing(path):
         write_whole(path, safetensors.torch.save({"vectors": vectors}), secret=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {one_line(error)}") from None
     return vectors
 
 
@@ -355,16 +353,15 @@ def _require_private(folder: Path) -> None:
     Raises:
         OutputError: other users can open the folder, or it cannot be created.
     """
+    place = one_line(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
-        raise OutputError(
-            f"the cache {one_line(folder)} cannot be used: {one_line(error)}"
-        ) from None
+        raise OutputError(f"the cache {place} cannot be used: {one_line(error)}") from None
     if state.st_mode & 0o077 or (hasattr(os, "getuid") and state.st_uid != os.getuid()):
         raise OutputError(
-            f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
+            f"the cache {place} must be a folder that only you can open, because vectors "
             "are as private as images. Run chmod 700, or name a new folder"
         )
 

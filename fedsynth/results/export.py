@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
-from safetensors import SafetensorError
 from torch import nn
 
 from fedsynth.core.method import Method
@@ -33,7 +32,7 @@ from fedsynth.data.shared_set import (
     write_hashes,
     write_set,
 )
-from fedsynth.errors import OutputError, UnknownNameError
+from fedsynth.errors import OutputError, UnknownNameError, writing
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.methods import method_class
 from fedsynth.own_code import is_label
@@ -130,7 +129,7 @@ def export_run(
     target = Path(out)
     share = _read(folder, unprotected, with_model, method)
     require_new(target)
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # all or nothing: an incomplete folder must never be released
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
@@ -140,8 +139,6 @@ def export_run(
             if target.exists():
                 target.rmdir()
             shutil.move(staging, target)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"cannot write {target}: {one_line(error)}") from None
     return target
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, writing
 from fedsynth.results.export import verified_report
 from fedsynth.results.saved_model import model_of_run
 from fedsynth.seeding import torch_generator
@@ -101,11 +100,9 @@ def export_onnx(
             "delta": json.dumps(guarantee.get("delta")),
         }
     )
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         program.save(target)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {one_line(error)}") from None
     return target
 
 
@@ -135,7 +132,7 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
             verbose=False,
         )
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
-        # one image instead of three: code such as `len(images)` fixes the number
+        # one image instead of three, because code such as `len(images)` may fix the number
         evaluator = ReferenceEvaluator(program.model_proto)
         (result,) = evaluator.run(None, {"images": images[:1].numpy()})
     except (RuntimeError, ValueError) as error:
