@@ -377,8 +377,15 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     items["what the server does"] = server
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
-    if not plan.facts.guaranteed:
-        return items
+    if plan.facts.guaranteed:
+        items |= _guarantee_items(plan)
+    return items
+
+
+def _guarantee_items(plan: PrivacyPlan) -> dict[str, str]:
+    """Returns the public sizes on which a guarantee depends, and the public fields of uploads."""
+    items = {}
+    run = plan.run
     unit = "record"
     if plan.privacy.unit == USER:
         unit = run.report.person or "person"

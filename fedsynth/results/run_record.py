@@ -120,7 +120,6 @@ def summarise(
     method = settings.method
     personal = method.personal
     hidden = privacy is not None and test == PRIVATE
-    last: Mapping[str, Any] = metrics[-1] if metrics else {}
     summary: dict[str, Any] = {
         "method": method.name,
         "settings": method.to_dict(),
@@ -134,27 +133,15 @@ def summarise(
         names = (*MEASURES, disclosed.CONFUSION)
         summary |= {name: final[name] for name in names if name in final}
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
-    summary["upload_floats_per_round"] = last.get("upload_floats", 0)
+    summary["upload_floats_per_round"] = 0
+    if metrics:
+        summary["upload_floats_per_round"] = metrics[-1].get("upload_floats", 0)
     summary["device"] = device
     summary["seed"] = settings.seed
     if test == NO_TEST or hidden:
         summary["test_data"] = test
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
-    if "domain_average" in last:
-        summary["domain_average"] = last["domain_average"]
-    if disclosed.MODELS in last:
-        summary[disclosed.MODELS] = {
-            name: {"test_accuracy": entry["test_accuracy"]}
-            for name, entry in last[disclosed.MODELS].items()
-            if "test_accuracy" in entry
-        }
-    generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
-    if generators:
-        summary[GENERATOR] = generators[-1]
-    if disclosed.LOCAL in last:
-        summary[disclosed.LOCAL] = {
-            name: last[disclosed.LOCAL][name] for name in ("amp", "fm", "wlp")
-        }
+    summary |= _last_measures(metrics)
     if privacy is not None:
         summary["differential_privacy"] = privacy
     if sources := own_sources(settings):
@@ -163,6 +150,27 @@ def summarise(
             for key, entry in sources.items()
         }
     return summary
+
+
+def _last_measures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the last measures by domain, by model and by client, and the last generator's."""
+    last: Mapping[str, Any] = metrics[-1] if metrics else {}
+    measures: dict[str, Any] = {}
+    if "domain_average" in last:
+        measures["domain_average"] = last["domain_average"]
+    if disclosed.MODELS in last:
+        measures[disclosed.MODELS] = {
+            name: {"test_accuracy": entry["test_accuracy"]}
+            for name, entry in last[disclosed.MODELS].items()
+            if "test_accuracy" in entry
+        }
+    generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
+    if generators:
+        measures[GENERATOR] = generators[-1]
+    if disclosed.LOCAL in last:
+        local = last[disclosed.LOCAL]
+        measures[disclosed.LOCAL] = {name: local[name] for name in ("amp", "fm", "wlp")}
+    return measures
 
 
 @dataclass

@@ -153,9 +153,8 @@ def student_of_set(
     if labels not in LABELS:
         raise unknown_value(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        raise SettingError(
-            None, "labels", "must be 'hard' or 'auto', because the set has no soft labels"
-        )
+        reason = "must be 'hard' or 'auto', because the set has no soft labels"
+        raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
         kind, target = SOFT, synthetic.soft_labels
@@ -351,6 +350,40 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     return replace(vectors, spec=spec)
 
 
+def _data_free_distillation(
+    method: str, settings: Mapping[str, Any]
+) -> DataFreeEnsembleDistillation:
+    """Returns a method that distils without data.
+
+    Raises:
+        SettingError: the method needs data.
+    """
+    kind = method_class(method)
+    if not issubclass(kind, DataFreeEnsembleDistillation):
+        reason = "cannot distil without data. Use fedhydra or dense"
+        raise SettingError("run", "method", reason, value=method)
+    return kind.from_mapping(settings)
+
+
+def _architecture_of_each(files: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
+    """Returns one architecture for each model file.
+
+    Raises:
+        SettingError: there is no file, or the numbers of files and architectures differ.
+    """
+    if not files:
+        raise SettingError(None, "files", "must name at least one model file")
+    if len(names) == 1:
+        names = [*names] * len(files)
+    if len(names) != len(files):
+        reason = (
+            f"must be one name, or one name for each of the {len(files)} model files, got "
+            f"{len(names)} names"
+        )
+        raise SettingError(None, "architectures", reason)
+    return names
+
+
 def distil_files(
     files: Sequence[Path],
     architectures: Sequence[str],
@@ -391,21 +424,8 @@ def distil_files(
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
-    kind = method_class(method)
-    if not issubclass(kind, DataFreeEnsembleDistillation):
-        reason = "cannot distil without data. Use fedhydra or dense"
-        raise SettingError("run", "method", reason, value=method)
-    distillation = kind.from_mapping(settings)
-    if not files:
-        raise SettingError(None, "files", "must name at least one model file")
-    if len(architectures) == 1:
-        architectures = [*architectures] * len(files)
-    if len(architectures) != len(files):
-        reason = (
-            f"must be one name, or one name for each of the {len(files)} model files, got "
-            f"{len(architectures)} names"
-        )
-        raise SettingError(None, "architectures", reason)
+    distillation = _data_free_distillation(method, settings)
+    architectures = _architecture_of_each(files, architectures)
 
     def network_of(name: str) -> nn.Module:
         model = registry.ModelSettings(name, **sizes)
