@@ -212,20 +212,12 @@ def data_of_run(
     if isinstance(data, FolderData):
         run_data = _of_folder(settings, data, test or data.test_kind)
     else:
-        loaded: Any = data
-        if data is None:
-            loaded = load_dataset(settings.dataset, settings.data_root, download=download)
-        train, tested = checked_data(loaded)
-        if settings.privacy is not None and train.spec.source == DERIVED:
-            raise DataError(
-                "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) to "
-                "from_arrays"
-            )
-        if data is None and settings.privacy is None:  # private runs print nothing about the data
-            _note_missing(train, note)
-        kind = test or (PUBLIC if is_published(train.spec) else PRIVATE)
-        settings = replace(settings, dataset=train.spec.name)
-        run_data = RunData(settings, train, tested, kind)
+        is_named = data is None
+        if is_named:
+            data = load_dataset(settings.dataset, settings.data_root, download=download)
+        run_data = _of_arrays(settings, data, test)
+        if is_named and settings.privacy is None:  # private runs print nothing about the data
+            _note_missing(run_data.train, note)
     if run_data.test is None or run_data.test_kind == NO_TEST:
         run_data = replace(run_data, test=None, test_kind=NO_TEST)
     elif not is_published(run_data.train.spec):
@@ -234,9 +226,7 @@ def data_of_run(
 
 
 def _encoded(
-    run_data: RunData,
-    device: torch.device,
-    progress: Callable[[int, str, int, int], None] | None,
+    run_data: RunData, device: torch.device, progress: Callable[[int, str, int, int], None] | None
 ) -> RunData:
     """Replaces the images of a run by the vectors of its encoder, if it has one."""
     settings, images, test = run_data.settings, run_data.train, run_data.test
@@ -264,7 +254,29 @@ def _encoded(
     return replace(run_data, settings=settings, train=train, test=test, images=images)
 
 
+def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunData:
+    """Returns custom or published data that do not come from a folder or file.
+
+    Raises:
+        DataError: the run is private, and no person stated the specification of the data.
+    """
+    train, test = checked_data(data)
+    if settings.privacy is not None and train.spec.source == DERIVED:
+        raise DataError(
+            "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) to "
+            "from_arrays"
+        )
+    kind = test_kind or (PUBLIC if is_published(train.spec) else PRIVATE)
+    return RunData(replace(settings, dataset=train.spec.name), train, test, kind)
+
+
 def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunData:
+    """Returns the data of a folder or file, with the declared facts in the settings.
+
+    Raises:
+        DataError: the run is private, and the folder has no signed declaration.
+        PartitionError: the sites are to be the clients, but the folder has no sites.
+    """
     name = data.train.spec.name
     settings = replace(settings, dataset=name)
     if settings.privacy is not None:
@@ -321,6 +333,11 @@ def declared(settings: RunSettings) -> Declaration:
 
 
 def _required(declaration: Declaration | None, settings: RunSettings) -> Declaration:
+    """Checks that there is a signed declaration, and returns it.
+
+    Raises:
+        DataError: there is no declaration, or it is not signed.
+    """
     if declaration is None:
         folder = "FOLDER"
         if settings.folder is not None:
@@ -364,7 +381,8 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         report = replace(report, person=printable(declaration.person))
     if not report.sites and settings.partition.kind != EXPLICIT and settings.partition.clients == 1:
         names = [printable(site).replace(",", " ") for site in declaration.sites]
-        report = replace(report, sites=", ".join(names))  # a single owner has the data of all sites
+        # a single owner has the data of all sites
+        report = replace(report, sites=", ".join(names))
     return replace(settings, privacy=privacy, report=report)
 
 
