@@ -1,8 +1,8 @@
-"""The commands `fedsynth methods`, `distill`, `data describe`, `synthesize`, `export` and
-`student`.
+"""The commands `fedsynth methods`, `distill`, `data`, `synthesize`, `export`, `student` and
+`fidelity`.
 
-These commands describe methods and custom images, make synthetic images for release, and train
-networks without private images.
+These commands describe methods and custom images, make synthetic images for release and compare
+them with real images, and train networks without private images.
 """
 
 from __future__ import annotations
@@ -436,8 +436,8 @@ def student(
         print(f"augmented copies: {settings.views} of each image, with {labels_from} labels")
     print(f"guarantee: {_guarantee(result)}")
     if test is not None:
-        right = 100 * result.accuracy_on(test)
-        print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
+        percent = 100 * result.accuracy_on(test)
+        print(f"accuracy: {percent:.2f} % of {len(test.labels)} real test images")
         if "test_folder" in data:
             note("the guarantee does not cover this accuracy if these test images are private")
     print(f"student: {output}")

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from fedsynth._lazy_import import lazy_exports
 
 if TYPE_CHECKING:
-    from fedsynth.privacy.accounting import (
-        calibrate_noise_multiplier as calibrate_noise_multiplier,
-    )
+    from fedsynth.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
     from fedsynth.privacy.accounting import epsilon as epsilon
     from fedsynth.privacy.errors import BudgetExceededError as BudgetExceededError
     from fedsynth.privacy.errors import PrivacyError as PrivacyError

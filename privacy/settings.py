@@ -59,9 +59,7 @@ def ledger_setting(value: Path | str) -> Path | str:
 def needs_a_budget() -> PrivacySettingError:
     """Returns the error for settings that have neither a noise multiplier nor a budget."""
     return PrivacySettingError(
-        "privacy",
-        "noise_multiplier",
-        "or privacy.epsilon must be set for differential privacy",
+        "privacy", "noise_multiplier", "or privacy.epsilon must be set for differential privacy"
     )
 
 

@@ -1,4 +1,4 @@
-"""Proposes a declaration for a folder of images or a file of records, which a person then checks and signs."""
+"""Proposes a declaration for images or records, which a person then checks and signs."""
 
 from __future__ import annotations
 
@@ -94,9 +94,8 @@ def _numbered(names: Sequence[str]) -> str:
 def coarse(count: float, *, up: bool = False) -> int:
     """Rounds a number so coarsely that the result does not reveal the exact number.
 
-    The result is 1, 2 or 5 times a power of ten.
-
-    Of these numbers, the function returns the nearest, or the next higher number if `up` is true.
+    The result is the nearest of the numbers 1, 2 or 5 times a power of ten, or the next higher of
+    these numbers if `up` is true.
 
     >>> coarse(570), coarse(640, up=True), coarse(3)
     (500, 1000, 2)

@@ -52,10 +52,10 @@ class ImageData:
             sets with domains, such as the hospitals or styles that the images come from.
         groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
             from. A number may have no image.
-        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: their
-            values as float32 before scaling. None for the bytes of the images.
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
+        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: its values as
+            float32 before scaling. None stands for the bytes of the images.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
@@ -206,9 +206,7 @@ def from_arrays(
         images, labels, groups, sites = _of_frame(images, labels, groups, sites)
     elif labels is None:
         if isinstance(images, DataLoader) and (groups is not None or sites is not None):
-            raise DataError(
-                "groups and sites need a fixed order. Pass the loader's dataset instead"
-            )
+            raise DataError("groups and sites need a fixed order. Pass the loader's data set")
         images, labels = _stacked(images)
     x = _as_tensor(images, "images")
     if spec is None:
@@ -260,6 +258,7 @@ def from_dataset(
 
 
 def _stacked(dataset: Any) -> tuple[Any, Any]:
+    """Joins the arrays and the labels of a data set of pairs, or of a loader of batches."""
     images, labels = [], []
     try:
         for image, label in dataset:
@@ -276,20 +275,24 @@ def _stacked(dataset: Any) -> tuple[Any, Any]:
         ) from None
 
 
-def _of_frame(frame: Any, *named: Any) -> tuple[Any, ...]:
-    """Returns the features of a data frame, and the columns with the given names as arrays."""
-    chosen = [name for name in named if isinstance(name, str)]
-    for name in chosen:
+def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
+    """Returns the features of a data frame, and its named columns as arrays.
+
+    The features are the columns that are not named. Arrays in `columns` are returned unchanged.
+    """
+    names = [column for column in columns if isinstance(column, str)]
+    for name in names:
         if name not in frame.columns:
             raise DataError(
                 f"the column {name!r} is missing from the data frame, which has "
                 f"{', '.join(map(str, frame.columns))}"
             )
-    features = frame[[name for name in frame.columns if name not in chosen]].to_numpy()
-    return features, *(frame[n].to_numpy() if isinstance(n, str) else n for n in named)
+    features = frame[[name for name in frame.columns if name not in names]].to_numpy()
+    return features, *(frame[c].to_numpy() if isinstance(c, str) else c for c in columns)
 
 
 def _texts(values: Any, what: str) -> list[str]:
+    """Converts integers or names to text."""
     array = np.asarray(values)
     if array.dtype.kind not in "biuUO":
         raise DataError(f"the {what} must be integers or text, got {array.dtype}")
@@ -485,9 +488,7 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts arrays of pixels, or of values within the specification's bounds, to stored images."""
     if spec.bounds is not None:
         if not bool(torch.isfinite(x).all()):
-            raise DataError(
-                f"the values of {spec.name} must be finite, but some are NaN or infinite"
-            )
+            raise DataError(f"the values of {spec.name} must be finite, not NaN or infinite")
         low, high = spec.bounds
         # float32 first, so that a record has the same bytes whatever file it comes from
         return x.float().double().sub(low).div(high - low).clamp(0, 1).float()

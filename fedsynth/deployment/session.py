@@ -291,10 +291,7 @@ class Session:
                 "those that the run's settings select"
             )
         return replace(
-            runtime.context,
-            note=self._node.say,
-            round=question.round,
-            participants=participants,
+            runtime.context, note=self._node.say, round=question.round, participants=participants
         )
 
     # ----------------------------------------------------------------------------- an exchange

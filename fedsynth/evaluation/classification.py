@@ -14,7 +14,7 @@ CALIBRATION_BINS = 15
 
 
 def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, float | None]:
-    """Computes measures of a classifier that do not depend on the class frequencies alone.
+    """Computes measures of a classifier from its logits.
 
     Args:
         logits_NC: the logits [N, C] of N ≥ 1 examples.
@@ -29,8 +29,8 @@ def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, fl
         - `calibration_error`, the expected calibration error of the predicted class (Guo et al.
           2017, arXiv 1706.04599, Eq. 3), with 15 bins.
 
-        `auroc` is None if all examples have the same class. Both are None if C = 1, or if a logit
-        is NaN or infinite.
+        `auroc` is None if all examples have the same class. `auroc` and `calibration_error` are
+        None if C = 1, or if a logit is NaN or infinite.
 
     >>> logits = torch.tensor([[2.0, 0.0], [0.5, 0.0], [0.0, 1.0], [1.0, 0.0]])
     >>> measures = classification_measures(logits, torch.tensor([0, 0, 1, 1]))
@@ -66,10 +66,10 @@ def rates(matrix: list[list[int]]) -> dict[str, float | None]:
     0.75
     """
     counts_CC = torch.tensor(matrix, dtype=torch.float64)
-    right = counts_CC.diagonal()
+    correct = counts_CC.diagonal()
     true, predicted = counts_CC.sum(dim=1), counts_CC.sum(dim=0)
-    recall = (right / true)[true > 0]
-    f1 = (2 * right / (true + predicted))[true + predicted > 0]
+    recall = (correct / true)[true > 0]
+    f1 = (2 * correct / (true + predicted))[true + predicted > 0]
     return {"balanced_accuracy": float(recall.mean()), "f1": float(f1.mean())}
 
 
@@ -88,9 +88,9 @@ def measures_by_domain(logits_NC: Tensor, data: ImageData) -> dict[str, dict[str
     if data.domains is None:
         return measures
     for number, name in enumerate(data.spec.domains):
-        inside = data.domains == number
-        if bool(inside.any()):
-            measures[name] = classification_measures(logits_NC[inside], data.labels[inside])
+        in_domain = data.domains == number
+        if bool(in_domain.any()):
+            measures[name] = classification_measures(logits_NC[in_domain], data.labels[in_domain])
     return measures
 
 

@@ -22,6 +22,7 @@ from fedsynth.errors import DataError
 from fedsynth.seeding import torch_generator
 
 SUBSETS, SUBSET_SIZE = 100, 1000
+"""The number of subsets for KID, and the number of images in a subset."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     metric.update(synthetic, real=False)
     metric.update(real, real=True)
     size = min(smaller, SUBSET_SIZE)
-    draws = torch_generator(0, "subsets of KID")
+    generator = torch_generator(0, "subsets of KID")
     values = []
     for _ in range(SUBSETS):
-        of_real = real[torch.randperm(len(real), generator=draws)[:size]]
-        of_synthetic = synthetic[torch.randperm(len(synthetic), generator=draws)[:size]]
-        values.append(poly_mmd(of_real, of_synthetic))
+        real_subset = real[torch.randperm(len(real), generator=generator)[:size]]
+        rows = torch.randperm(len(synthetic), generator=generator)[:size]
+        values.append(poly_mmd(real_subset, synthetic[rows]))
     kid = torch.stack(values)
     return Fidelity(
         fid=float(metric.compute()),

@@ -21,8 +21,8 @@ from fedsynth.features.random_images import random_images
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600
-TESTED = 8
-"""The number of images of uniform noise with which a map is tested that needs no measured constants."""
+TEST_IMAGES = 8
+"""The number of images of uniform noise that test a map without measured constants."""
 SEED = 0
 DIGITS = 3  # the number of significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
@@ -142,8 +142,8 @@ def normalised_map(
 ) -> FeatureMap:
     """Makes a feature map whose vectors have norm 1, so that clipping to 1 never changes them.
 
-    A vector is divided by its norm. If public images are given, their mean vector is subtracted
-    before. The bound is then exact for all images, whatever the public images are.
+    If there are public images, their mean vector is subtracted first. Each vector is then divided
+    by its norm, so the bound is exact for all images, whatever the public images are.
 
     The arguments and errors are those of `measured_map`, but `images` has no default images.
 
@@ -151,10 +151,11 @@ def normalised_map(
     >>> halves(torch.rand(3, 1, 16, 16)).norm(dim=1)
     tensor([1.0000, 1.0000, 1.0000])
     """
-    tested = images
+    test_images = images
     if images is None:
-        tested = torch.rand(TESTED, *image_shape, generator=torch_generator(SEED, "tested images"))
-    vectors = checked_vectors(name, image_shape, function, tested)
+        generator = torch_generator(SEED, "tested images")
+        test_images = torch.rand(TEST_IMAGES, *image_shape, generator=generator)
+    vectors = checked_vectors(name, image_shape, function, test_images)
     centre = torch.zeros(vectors.shape[1])
     source = "vectors of norm 1: analytic"
     if images is not None:
@@ -168,10 +169,7 @@ def normalised_map(
 
 
 def checked_vectors(
-    name: str,
-    shape: Shape,
-    function: Callable[[Tensor], Tensor],
-    images: Tensor | None,
+    name: str, shape: Shape, function: Callable[[Tensor], Tensor], images: Tensor | None
 ) -> Tensor:
     """Computes the vectors [N, d] of public images, and checks that a map can be made from them.
 

@@ -26,10 +26,7 @@ Embed = Callable[[Tensor], Tensor]
 
 
 def fidelity_of_set(
-    folder: str | Path,
-    test: ImageData,
-    network: str | Path | nn.Module,
-    weights: str = PRETRAINED,
+    folder: str | Path, test: ImageData, network: str | Path | nn.Module, weights: str = PRETRAINED
 ) -> Fidelity:
     """Computes FID and KID between a synthetic set and real test images.
 
@@ -67,11 +64,8 @@ def fidelity_of_set(
     synthetic = synthetic_set(Path(folder))
     spec = synthetic.spec
     if test.spec.image_shape != spec.image_shape:
-        raise SettingError(
-            None,
-            "test",
-            f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}",
-        )
+        reason = f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}"
+        raise SettingError(None, "test", reason)
     embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
     return fidelity(_features(embed, images), _features(embed, test.images.cpu()))
