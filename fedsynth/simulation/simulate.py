@@ -121,14 +121,49 @@ def simulate(
         device=device,
         progress=observer.step,
     )
-    settings = loaded.settings
-    train = loaded.train
-    tested = loaded.test
+    run_data.require_a_ledger(loaded.settings, loaded.train.spec)
     if parts is None:
         parts = loaded.parts
         if names is None:
             names = loaded.names
-    run_data.require_a_ledger(settings, train.spec)
+    settings, clients = _divided(loaded, parts, names)
+    test_images = loaded.test
+    if test_images is not None:
+        test_images = test_images.to(device)
+    with cpu_threads(settings.threads):
+        result = Simulation(
+            settings,
+            clients,
+            loaded.train.to(device),
+            (test_images, loaded.test_kind),
+            observer,
+            None if output is None else Path(output),
+            download,
+            None if resume is None else RunFolder.reopen(Path(resume)),
+            None if trained is None else Path(trained),
+        ).run()
+    if loaded.left_out:
+        observer.note(f"excluded from the data: {loaded.left_out}")
+    return result
+
+
+def _divided(
+    loaded: run_data.RunData, parts: Sequence[IntArray] | None, names: Sequence[str] | None
+) -> tuple[RunSettings, run_data.Clients]:
+    """Divides the training records of a run among its clients.
+
+    Args:
+        loaded: the data of the run.
+        parts: the indices of each client's records. None divides them by the settings.
+        names: the names of the clients, or None.
+
+    Returns:
+        The settings of the run with the actual division, and the clients.
+
+    Raises:
+        FedsynthError: the division does not fit the data or the settings (see `simulate`).
+    """
+    settings, train = loaded.settings, loaded.train
     if parts is None:
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, train.spec.classes, *train.origins())
@@ -146,23 +181,7 @@ def simulate(
         check_one_client_each(positions, train)
     if names is not None:
         names = check_names(names, len(positions))
-    if tested is not None:
-        tested = tested.to(device)
-    with cpu_threads(settings.threads):
-        result = Simulation(
-            settings,
-            run_data.Clients(loaded.records, positions, names),
-            train.to(device),
-            (tested, loaded.test_kind),
-            observer,
-            None if output is None else Path(output),
-            download,
-            None if resume is None else RunFolder.reopen(Path(resume)),
-            None if trained is None else Path(trained),
-        ).run()
-    if loaded.left_out:
-        observer.note(f"excluded from the data: {loaded.left_out}")
-    return result
+    return settings, run_data.Clients(loaded.records, positions, names)
 
 
 Preset = Mapping[str, Mapping[str, Any]]
