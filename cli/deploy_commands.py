@@ -12,7 +12,7 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import Application, OptionError, ended_by_signals
-from fedsynth.data.partition_settings import MOST_CLIENTS
+from fedsynth.data.partition_settings import MAX_CLIENTS
 
 if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner
@@ -130,7 +130,7 @@ def client(
     server: Annotated[str, typer.Option(help="The address of the server, as HOST:PORT.")],
     number: Annotated[
         int,
-        typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
+        typer.Option("--number", min=0, max=MAX_CLIENTS - 1, help="This client's index, from 0."),
     ],
     ledger: Annotated[Path, options.path_option("Your ledger folder, the same for all runs.")],
     data: Annotated[OptionalPath, options.path_option("Your images, as DIR/CLASS/*.png.")] = None,

@@ -141,7 +141,7 @@ class SecretGenerator:
 DIGITS = 52
 """The number of bits for one coordinate of a client's vector. A float64 can represent every
 multiple of the spacing up to 2^52 grid steps exactly."""
-MOST_BITS = 63
+MAX_BITS = 63
 SUM_DIGITS = 62
 """The number of bits for one coordinate of the sum over clients. The coordinate is a signed 64-bit
 integer."""
@@ -201,7 +201,7 @@ def finest(bound: float, clients: int) -> Grid:
     True
     """
     digits = min(DIGITS, SUM_DIGITS - math.ceil(math.log2(clients)))
-    return Grid(min(MOST_BITS, digits - math.ceil(math.log2(bound))), bound)
+    return Grid(min(MAX_BITS, digits - math.ceil(math.log2(bound))), bound)
 
 
 def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:

@@ -99,7 +99,7 @@ class ReportSettings:
 
 QUORUM = 0.5  # the default quorum: the smallest share of a round's clients that must send uploads
 MAX_ROUNDS = 1_000_000
-MOST_GB = 1_000_000
+MAX_GB = 1_000_000
 MAX_THREADS = 4096
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
@@ -246,8 +246,8 @@ class RunSettings:
 
         Each item consists of the section, the key and the reason.
         """
-        if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
-            reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
+        if self.memory_gb is not None and not 0 < self.memory_gb <= MAX_GB:
+            reason = f"must be above 0 and at most {MAX_GB:,}, got {self.memory_gb}"
             yield "run", "memory_gb", reason
         if not 0 < self.participation <= 1:
             yield "run", "participation", f"must be in (0, 1], got {self.participation}"

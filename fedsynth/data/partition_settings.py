@@ -22,7 +22,7 @@ BY_LABELS = (
     "quantity",
 )
 """The kinds that need only labels."""
-MOST_CLIENTS = 200_000
+MAX_CLIENTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PartitionSettings:
         counts = ("clients", "classes_per_client", "missing_classes", "dominant_classes")
         for name, inside, allowed in (
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
-            ("clients", self.clients <= MOST_CLIENTS, f"at most {MOST_CLIENTS:,}"),
+            ("clients", self.clients <= MAX_CLIENTS, f"at most {MAX_CLIENTS:,}"),
             ("dominant_share", 0 < self.dominant_share < 1, "in (0, 1)"),
             ("subset", 0 < self.subset <= 1, "in (0, 1]"),
             ("local_test", 0 <= self.local_test < 1, "in [0, 1)"),

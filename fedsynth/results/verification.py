@@ -51,7 +51,8 @@ TAKEN_AS_STATED = (
     "these parts of the report cannot be verified: the run's name and date, the versions of the "
     "software, the run's warnings, and the counts of an audit"
 )
-MOST_TESTED = 10**9  # test examples, so that a confusion matrix has no place for other contents
+MAX_TEST_EXAMPLES = 10**9
+"""The maximum sum of a confusion matrix, whose entries could otherwise carry other content."""
 NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
 _REASON = re.compile(r".{1,1000}")
 
@@ -352,7 +353,7 @@ def _is_confusion_matrix(run: PrivateRun, final: Mapping[str, Any]) -> bool:
         return False
     classes = run.spec.classes
     total = sum(map(sum, matrix))
-    if [len(row) for row in matrix] != [classes] * classes or not 0 < total <= MOST_TESTED:
+    if [len(row) for row in matrix] != [classes] * classes or not 0 < total <= MAX_TEST_EXAMPLES:
         return False
     accuracy = sum(matrix[label][label] for label in range(classes)) / total
     measures = {"test_accuracy": accuracy, **rates(matrix)}

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedsynth.data.partition_settings import MOST_CLIENTS
+from fedsynth.data.partition_settings import MAX_CLIENTS
 from fedsynth.errors import SettingError
 from fedsynth.validation import check_number
 
@@ -56,7 +56,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
         SettingError: if the number of clients is out of range, or a host name is invalid.
         OSError: if the files cannot be written, or if one already exists.
     """
-    check_number(None, "clients", clients, 1, MOST_CLIENTS, integer=True)
+    check_number(None, "clients", clients, 1, MAX_CLIENTS, integer=True)
     ca_key = ec.generate_private_key(ec.SECP256R1())
     server_key = ec.generate_private_key(ec.SECP256R1())
     pkcs8 = server_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
