@@ -99,7 +99,7 @@ def hostile_pickles() -> Iterator[bytes]:
 
 
 def batches() -> list[bytes]:
-    """Returns valid files: of each protocol, and of Python 2."""
+    """Returns valid pickles of Python 2 and of each later protocol."""
     batch = {b"labels": [3, 4], b"data": ROWS, b"filenames": [b"a.png", b"b.png"]}
     fortran = {b"labels": [3, 4], b"data": np.asfortranarray(ROWS)}
     return [python2(), *(pickle.dumps(b, p) for b in (batch, fortran) for p in range(2, 6))]
@@ -135,7 +135,7 @@ def images(rng: random.Random) -> Iterator[bytes]:
 
 
 def dicom_files(rng: random.Random) -> Iterator[bytes]:
-    """DICOM files of each kind of compression that the readers decode."""
+    """Yields damaged DICOM files of each compression that the readers decode."""
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
     jpeg = io.BytesIO()
     Image.fromarray(grey).save(jpeg, "JPEG")
@@ -190,7 +190,7 @@ def user_files(rng: random.Random) -> Iterator[bytes]:
 
 
 def lists(rng: random.Random) -> Iterator[bytes]:
-    """DomainNet's lists of images."""
+    """Yields damaged lists of DomainNet's images."""
     yield "clipart/clock/²".encode() + b"\n"
     yield "clipart/clock/a.png ²\n".encode()
     yield b"clipart/clock/../../etc/passwd 1\n"
@@ -207,11 +207,10 @@ def idx_files(rng: random.Random) -> Iterator[bytes]:
     plain = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
     while True:
         changed = mutated([plain], rng)
-        yield (
-            gzip.compress(changed, 1)
-            if rng.random() < 0.7
-            else mutated([gzip.compress(plain)], rng)
-        )
+        if rng.random() < 0.7:
+            yield gzip.compress(changed, 1)
+        else:
+            yield mutated([gzip.compress(plain)], rng)
 
 
 def record_file(kind: str) -> bytes:
@@ -238,14 +237,17 @@ def record_files(rng: random.Random, kind: str) -> Iterator[bytes]:
     if kind in ("npz", "npy"):
         objects = io.BytesIO()
         items = np.array([os.system], object)
-        np.savez(objects, x=items, y=[0]) if kind == "npz" else np.save(objects, items)
+        if kind == "npz":
+            np.savez(objects, x=items, y=[0])
+        else:
+            np.save(objects, items)
         yield objects.getvalue()
         yield valid[0].replace(b"(6, 4), }       ", b"(6, 99999999), }")
     while True:
         yield mutated(valid, rng, lambda content: list(range(len(content))))
 
 
-def read_one_record_file(path: Path) -> None:
+def read_record_file(path: Path) -> None:
     if path.suffix == ".npy":
         np.save(path.with_name("y.npy"), np.arange(6) % 2)
     for part in parts_of(str(path)).values():
@@ -264,20 +266,20 @@ def weight_files(rng: random.Random) -> Iterator[bytes]:
         yield mutated(valid, rng, lambda content: list(range(len(content))))
 
 
-def read_one_weight_file(path: Path) -> None:
+def read_weight_file(path: Path) -> None:
     try:
         read_weights(str(path))
     except SettingError as error:
         raise DataError(str(error)) from None
 
 
-def read_one_image(path: Path) -> None:
+def read_image(path: Path) -> None:
     x = read_images([path], OFFICE, resize=True)
     if x.shape != (1, 3, 64, 64):
         raise ValueError(f"accepted as {x.shape}")
 
 
-def read_own_image(path: Path) -> None:
+def read_user_image(path: Path) -> None:
     x, faults, _ = read_pixels([path], 3, 16, 16, Decoding())
     for fault in faults.values():
         raise DataFilesCorruptError(fault)
@@ -286,14 +288,14 @@ def read_own_image(path: Path) -> None:
     read_patients([path])
 
 
-def read_one_batch(path: Path) -> None:
+def read_batch(path: Path) -> None:
     x, y = read_cifar_batch(path, "labels")
     if x.dtype != np.uint8 or x.shape != (len(y), 3, 32, 32) or y.dtype != np.int64:
         raise ValueError(f"accepted as {x.dtype} {x.shape}")
     int(x.sum())  # touches all of it
 
 
-def read_one_writer(path: Path) -> None:
+def read_writer(path: Path) -> None:
     root = path.parent
     for split in ("train", "test"):
         (root / "femnist" / split).mkdir(parents=True, exist_ok=True)
@@ -303,7 +305,7 @@ def read_one_writer(path: Path) -> None:
         raise ValueError(f"accepted as {train.images.shape}")
 
 
-def read_one_list(path: Path) -> None:
+def read_list(path: Path) -> None:
     for file, label, domain in read_domainnet_list(path.parent, "train", 0, DOMAINNET):
         inside = file.is_relative_to(path.parent) and ".." not in file.parts
         if not inside or not 0 <= label < 10 or domain != 0:
@@ -311,17 +313,17 @@ def read_one_list(path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
-    "pickle": (pickles, "batch", read_one_batch),
-    "image": (images, "image.png", read_one_image),
-    "dicom": (dicom_files, "image.dcm", read_own_image),
-    "nifti": (nifti_files, "volume.nii.gz", read_own_image),
-    "leaf": (leaves, "leaf", read_one_writer),
-    "list": (lists, "clipart_train.txt", read_one_list),
+    "pickle": (pickles, "batch", read_batch),
+    "image": (images, "image.png", read_image),
+    "dicom": (dicom_files, "image.dcm", read_user_image),
+    "nifti": (nifti_files, "volume.nii.gz", read_user_image),
+    "leaf": (leaves, "leaf", read_writer),
+    "list": (lists, "clipart_train.txt", read_list),
     "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
-    "weights": (weight_files, "network.pt", read_one_weight_file),
+    "weights": (weight_files, "network.pt", read_weight_file),
     "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
     **{
-        kind: (partial(record_files, kind=kind), f"x.{kind}", read_one_record_file)
+        kind: (partial(record_files, kind=kind), f"x.{kind}", read_record_file)
         for kind in RECORD_FILES
     },
 }

@@ -33,8 +33,7 @@ NAME = "Marianne Musterfrau"
 
 
 def write_dicom(path: Path, values: Array, patient: str = "P1", **elements: Any) -> Path:
-    """Writes a DICOM file with stored values of 8 or 16 bits, and a header that identifies a
-    person."""
+    """Writes a DICOM file of 8 or 16 bits whose header identifies a person."""
     data = Dataset()
     data.file_meta = FileMetaDataset()
     data.file_meta.TransferSyntaxUID = elements.pop("syntax", ExplicitVRLittleEndian)
@@ -88,6 +87,8 @@ def fault(path: Path, slice: int = -1) -> str:
 
 
 # -------------------------------------------------------------------------------------- DICOM
+
+
 def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
     """The chosen window replaces the file's window, which replaces the range of the values."""
     plain = write_ct(tmp_path / "plain.dcm")
@@ -171,12 +172,14 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------- patients
+
+
 def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
     """Only a hash of the ID is kept, and two spellings of an ID are one patient."""
     for name, patient in {"ill/1": "A7", "ill/2": " A7 ", "well/3": "B2"}.items():
         write_ct(tmp_path / f"{name}.dcm", patient)
     loaded = load_folder(tmp_path)
-    assert loaded.train.groups.tolist() == [0, 0, 1] or loaded.train.groups.tolist() == [1, 1, 0]
+    assert loaded.train.groups.tolist() in ([0, 0, 1], [1, 1, 0])
     assert "A7" not in patient_of(tmp_path / "ill/1.dcm")
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
@@ -189,7 +192,7 @@ def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
     write_ct(tmp_path / "ill/2.dcm", "")
     (tmp_path / "ill/3.dcm").write_bytes(b"damaged")
     write_ct(tmp_path / "well/4.dcm", "A")
-    declaration = read_records_spec(tmp_path)
+    declaration = declared_spec(tmp_path)
     notes: list[str] = []
     records = read_records(tmp_path, declaration, notes.append, by_user=True)
     assert (len(records), records.groups.tolist()) == (2, [0, 0])
@@ -202,7 +205,7 @@ def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
     for number in range(4):
         write_ct(tmp_path / ("ill", "well")[number % 2] / f"{number}.dcm", f"study {number}")
     paths = ["ill/0.dcm", "well/1.dcm", "ill/2.dcm", "well/3.dcm"]
-    declaration = read_records_spec(tmp_path)
+    declaration = declared_spec(tmp_path)
     (tmp_path / "fedsynth.toml").unlink()
     users = tmp_path / "users.csv"
     users.write_text("path,user\n" + "".join(f"{path},P1\n" for path in paths))
@@ -216,18 +219,20 @@ def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
     assert records.groups.tolist() == [0, 0]
 
 
-def read_records_spec(folder: Path) -> Any:
+def declared_spec(folder: Path) -> Any:
     write_declaration(folder, ())
     return FolderSettings(str(folder)).declared().spec
 
 
 # -------------------------------------------------------------------------------------- NIfTI
+
+
 def test_nifti_slice_is_upright_in_any_orientation(tmp_path: Path) -> None:
     """The rows run from front to back, and the columns from the patient's right to the left."""
     rng = np.random.default_rng(0)
     volume = rng.integers(0, 256, (6, 7, 5)).astype(np.uint8)
     ras = nibabel.Nifti1Image(volume, np.eye(4))
-    expected = volume[::-1, ::-1, 2].T  # x grows to the right side of the patient...
+    expected = volume[::-1, ::-1, 2].T  # x grows towards the patient's right in RAS
     low, high = expected.min(), expected.max()
     expected = np.rint((expected - low) * (255 / (high - low)))
     for name, codes in (("a.nii", "RAS"), ("b.nii.gz", "LPI"), ("c.nii", "PSR")):
@@ -265,6 +270,8 @@ def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- other images
+
+
 def test_window_scales_wide_levels_and_16_bits_are_counted(tmp_path: Path) -> None:
     """Without a window, all 65,536 levels count, so that a 12-bit image becomes dark."""
     stored = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
@@ -286,9 +293,8 @@ def test_tiff_pages_and_orientation_are_handled(tmp_path: Path) -> None:
     pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
     stored = np.zeros((6, 8), np.uint8)
     stored[:, :2] = 255
-    Image.fromarray(stored).save(
-        tmp_path / "b.tif", tiffinfo={0x0112: 6}
-    )  # the left becomes the top
+    turned = {0x0112: 6}  # the orientation in which the left of the stored image is its top
+    Image.fromarray(stored).save(tmp_path / "b.tif", tiffinfo=turned)
     assert set(levels(tmp_path / "a.tif").flat) == {70}
     assert np.array_equal(levels(tmp_path / "b.tif"), np.rot90(stored, -1))
     _, _, losses = read_pixels([tmp_path / "a.tif"], 1, 8, 8, Decoding())
@@ -304,9 +310,7 @@ def test_modes_of_images_become_grey_or_rgb(tmp_path: Path) -> None:
     Image.new("RGBA", (8, 8), (*ink, 255)).save(tmp_path / "opaque.png")
     Image.new("CMYK", (8, 8), (55, 225, 195, 0)).save(tmp_path / "cmyk.tif")
     colour.convert("RGB").quantize(4).save(tmp_path / "palette.png")
-    paths = [
-        tmp_path / f"{name}" for name in ("alpha.png", "opaque.png", "cmyk.tif", "palette.png")
-    ]
+    paths = [tmp_path / name for name in ("alpha.png", "opaque.png", "cmyk.tif", "palette.png")]
     images, faults, losses = read_pixels(paths, 3, 8, 8, Decoding())
     assert not faults
     for image, expected in zip(images, (half, ink, ink, ink), strict=True):
@@ -319,6 +323,8 @@ def test_modes_of_images_become_grey_or_rgb(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- declarations
+
+
 def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
     """The draft has the chosen window, and other settings than the declared ones are refused."""
     for place in ("ill/1", "well/2"):
