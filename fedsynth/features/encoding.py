@@ -31,14 +31,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import MEAN, STD, DatasetSpec
 from fedsynth.errors import DataError, OutputError, SettingError, unknown_name, writing
+from fedsynth.features import pretrained
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.pretrained import (
-    PRETRAINED,
-    PretrainedNetwork,
-    label_of,
-    names_a_library,
-    pretrained_network,
-)
 from fedsynth.features.public_statistics import normalised_map, public_vectors
 from fedsynth.features.registry import feature_map, feature_names, is_own_features
 from fedsynth.own_code import is_label, unloaded_file
@@ -109,7 +103,7 @@ class EncoderSettings:
     @property
     def is_pretrained(self) -> bool:
         """True if the encoder is a network of timm or torchvision."""
-        return names_a_library(self.encoder)
+        return pretrained.names_a_library(self.encoder)
 
 
 def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
@@ -136,12 +130,12 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
     if shape[0] not in (1, 3):
         reason = f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
         raise _refused(reason)
-    weights = settings.encoder_weights or PRETRAINED
+    weights = settings.encoder_weights or pretrained.PRETRAINED
     with torch.inference_mode(False):  # the cached network may be used outside inference mode
-        loaded = pretrained_network(name, weights, ("data", "encoder"))
+        loaded = pretrained.pretrained_network(name, weights, ("data", "encoder"))
     if fault := _dependence(loaded):
         raise _refused(f"cannot be used: the network {fault}")
-    label = label_of(name, loaded.sha256)
+    label = pretrained.label_of(name, loaded.sha256)
     preparation = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
     if settings.public_images:
@@ -157,7 +151,7 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
     return replace(features, source=f"{features.source}. Preparation: {preparation}")
 
 
-def _dependence(loaded: PretrainedNetwork) -> str:
+def _dependence(loaded: pretrained.PretrainedNetwork) -> str:
     """Tests if a network's vector for an image depends on other images.
 
     Small images are used if the network accepts them, because the test is slow.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
@@ -55,18 +55,20 @@ class LibraryNetwork(EmbeddingNetwork):
             if has_batch_norm(self.body):
                 reason = f"cannot be 'group' for {name}. Use a network with layer norm"
                 raise SettingError("model", "norm", reason)
-        self._resize: Callable[[Tensor], Tensor] | None = None
+        self._prepare: Callable[[Tensor], Tensor] = _in_colour
         if loaded.fixed_size:
-            self._resize = partial(loaded.resized)
+            self._prepare = loaded.resized
         self.classifier = nn.Linear(loaded.dimension, classes)
         self.embedding_size = loaded.dimension
         self.largest_activation = 64 * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, embedding_size]."""
-        if self._resize is not None:
-            return self.body(self._resize(x_NCHW))
-        return self.body(x_NCHW.expand(-1, 3, -1, -1))
+        return self.body(self._prepare(x_NCHW))
+
+
+def _in_colour(x_NCHW: Tensor) -> Tensor:
+    return x_NCHW.expand(-1, 3, -1, -1)
 
 
 @lru_cache(maxsize=16)

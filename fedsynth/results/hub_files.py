@@ -85,6 +85,7 @@ def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> Non
         for name, kind in zip(names, kinds, strict=True):
             source = {"fileObject": {"@id": VALUES}, "extract": {"column": name}}
             fields.append(_field(name, kind, source))
+    records = {"@type": "cr:RecordSet", "@id": "examples", "name": "examples", "field": fields}
     card = {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -92,9 +93,7 @@ def write_croissant(synthetic: SharedSet, folder: Path, description: str) -> Non
         "description": description,
         "conformsTo": "http://mlcommons.org/croissant/1.0",
         "distribution": files,
-        "recordSet": [
-            {"@type": "cr:RecordSet", "@id": "examples", "name": "examples", "field": fields}
-        ],
+        "recordSet": [records],
     }
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     (folder / CROISSANT).write_text(text, "utf-8")

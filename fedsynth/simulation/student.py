@@ -203,9 +203,8 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    return registry.ModelSettings(
-        **{"width": 32, "depth": registry.usual_depth(spec.image_shape), **settings}
-    )
+    defaults: dict[str, Any] = {"width": 32, "depth": registry.usual_depth(spec.image_shape)}
+    return registry.ModelSettings(**{**defaults, **settings})
 
 
 def _teacher(
