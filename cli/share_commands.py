@@ -243,8 +243,10 @@ def describe(
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"
-        "Check each line, because the whole file is public. Then fill in [signed_off], and run "
-        f"`fedsynth synthesize --data {folder} --dp-epsilon 8`."
+        "Check each line, because the whole file is public. Then fill in [signed_off], and run one "
+        "of these commands. The second one treats all records as those of one owner.\n"
+        f"  fedsynth train --data {folder} --method fedstats --dp-epsilon 8\n"
+        f"  fedsynth synthesize --data {folder} --dp-epsilon 8"
     )
 
 

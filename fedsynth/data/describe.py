@@ -161,8 +161,7 @@ source = {toml(spec.source)}
 # `most_images` must be a true upper bound (δ is checked against it).
 images = {coarse(images)}  # approximate number at all sites together
 most_images = {coarse(2 * images, up=True)}  # upper bound of the number of images
-# Approximate number of people in the images; 0: unknown. (A run that protects users, privacy.unit,
-# still needs the number of users per client: privacy.nominal_size.)
+# Approximate number of people at all sites together, for runs that protect users; 0: unknown.
 users = {coarse(users) * (users > 0)}
 
 [privacy]

@@ -215,7 +215,8 @@ def users_of(data: ImageData) -> IntArray:
     if data.groups is None:
         raise DataError(
             f"{data.spec.name} must state the user of each record, because the run protects users. "
-            f"Pass groups= to from_arrays, or put a file {USERS_FILE} next to the image folders"
+            "Name their column with --user-column, pass groups= to from_arrays, or put a file "
+            f"{USERS_FILE} next to the image folders"
         )
     users: IntArray = data.groups.cpu().numpy()
     return users

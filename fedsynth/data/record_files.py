@@ -51,7 +51,7 @@ _SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")
 _USUAL_NAMES = {
     "feature": "x images image features embeddings embedding data",
     "label": "label labels y target targets class",
-    "user": "user users patient patients person group groups",
+    "user": "user users patient patients subject subjects person group groups",
     "site": "site sites hospital hospitals client clients",
 }
 

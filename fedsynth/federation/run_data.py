@@ -362,6 +362,11 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
     if settings.partition.kind == EXPLICIT:
         clients = max(1, len(declaration.sites))
         settings = replace(settings, partition=replace(settings.partition, clients=clients))
+    if settings.folder is not None:
+        decoding = declaration.decoding
+        window = ",".join(f"{number:.15g}" for number in decoding.window or ())
+        folder = replace(settings.folder, window=window, slice=decoding.slice)
+        settings = replace(settings, folder=folder)
     privacy = settings.privacy
     if privacy is None:
         return settings

@@ -364,6 +364,8 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
             f"{spec.encoder}. It is fixed before data are read. The vector of an image depends only "
             "on this image"
         )
+    if run.folder is not None and run.folder.window:
+        items["window"] = f"{run.folder.window} (centre and width of the levels shown), as declared"
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
         share = f"{count} of {run.partition.clients} clients a round"

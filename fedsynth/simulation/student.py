@@ -193,7 +193,7 @@ def student_of_set(
 def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     """Returns the settings of a network that suits the images of a synthetic set.
 
-    By default, the network is a ConvNet of width 32.
+    By default, the network is a ConvNet of width 32, or an MLP for vectors.
 
     Args:
         spec: the specification of the set.
@@ -204,6 +204,8 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     2
     """
     defaults: dict[str, Any] = {"width": 32, "depth": registry.usual_depth(spec.image_shape)}
+    if spec.channels == spec.height == 1:
+        defaults = {"name": "mlp"}
     return registry.ModelSettings(**{**defaults, **settings})
 
 
