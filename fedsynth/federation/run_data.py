@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
-from fedsynth.data.folder_settings import Declaration, require_signed
+from fedsynth.data.folder_settings import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_own_data
@@ -234,12 +234,7 @@ def _encoded(
     if encoder is None:
         return run_data
     if settings.folder is not None and encoder.public_images:
-        public = Path(encoder.public_images).resolve()
-        for name in filter(None, (settings.folder.folder, settings.folder.test_folder)):
-            folder = Path(name).resolve()
-            if folder.is_relative_to(public) or public.is_relative_to(folder):
-                reason = f"must not contain images of the run, which are in {name}"
-                raise SettingError("data", "public_images", reason)
+        _check_public_images(Path(encoder.public_images), settings.folder)
     features = encoder_map(encoder, images.spec.image_shape)
 
     def show(completed: int, total: int) -> None:
@@ -252,6 +247,20 @@ def _encoded(
         test = encode(test, features, device, **options)
     settings = replace(settings, encoder=replace(encoder, encoder=features.name))
     return replace(run_data, settings=settings, train=train, test=test, images=images)
+
+
+def _check_public_images(public: Path, settings: FolderSettings) -> None:
+    """Checks that a folder of public images contains no image of the run.
+
+    Raises:
+        SettingError: the folder contains, or is in, a folder of the run's images.
+    """
+    public = public.resolve()
+    for name in filter(None, (settings.folder, settings.test_folder)):
+        folder = Path(name).resolve()
+        if folder.is_relative_to(public) or public.is_relative_to(folder):
+            reason = f"must not contain images of the run, which are in {name}"
+            raise SettingError("data", "public_images", reason)
 
 
 def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunData:
