@@ -293,11 +293,16 @@ def _vectors(
 
 
 def _check_pass(features: FeatureMap, device: torch.device) -> None:
-    """Raises an error if a vector changes with the other random images of a full pass."""
+    """Checks that a vector does not change with the other images of a full pass.
+
+    Raises:
+        SettingError: the vector of a random image depends on other images.
+    """
     generator = torch_generator(0, "images of a pass")
     images = torch.rand(2, PASS, *features.image_shape, generator=generator).to(device)
     images[1, 0] = images[0, 0]
-    first, second = (features(some.clone())[0] for some in (images * 255).round().byte())
+    pixels = (images * 255).round().byte()
+    first, second = features(pixels[0].clone())[0], features(pixels[1].clone())[0]
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
         raise _refused(f"cannot be used: the map {features.name} mixes the images of a batch")
 
@@ -319,7 +324,7 @@ def _cached(
         norms = torch.linalg.vector_norm(vectors, dim=1)
         if vectors.shape == (len(data), features.dimension) and bool((norms <= 1.00001).all()):
             return vectors
-    except (OSError, ValueError, LookupError, RuntimeError, IndexError):
+    except (OSError, ValueError, LookupError, RuntimeError):
         pass
     vectors = compute()
     with writing(path):
