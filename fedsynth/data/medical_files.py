@@ -296,6 +296,8 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> Array:
     from pydicom.pixels import apply_color_lut, apply_modality_lut
 
     if data.PhotometricInterpretation == "PALETTE COLOR":
+        if "SegmentedRedPaletteColorLookupTableData" in data:  # pydicom expands it without a limit
+            raise UnsupportedImageError("segmented palettes are not supported. Use a plain palette")
         values = apply_color_lut(values, data)
         return (values >> (8 * values.itemsize - 8)).astype(np.uint8)
     if values.ndim == 3:

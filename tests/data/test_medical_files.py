@@ -135,6 +135,18 @@ def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
         assert np.abs(image.transpose(1, 2, 0).astype(int) - rgb).max() <= 3
 
 
+def test_segmented_palettes_are_refused(tmp_path: Path) -> None:
+    """A segmented palette of few bytes may expand to gigabytes."""
+    palette: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
+    for colour in ("Red", "Green", "Blue"):
+        palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, 16]
+        segments = np.array([0, 1, 0, 1, 63, 65535], "<u2")  # black, and a line to full colour
+        palette[f"Segmented{colour}PaletteColorLookupTableData"] = segments.tobytes()
+    indices = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    path = write_dicom(tmp_path / "palette.dcm", indices, **palette)
+    assert fault(path) == "segmented palettes are not supported. Use a plain palette"
+
+
 def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
     frames = np.repeat(np.arange(5, dtype=np.uint8), 64).reshape(5, 8, 8)
     cine = write_dicom(tmp_path / "cine.dcm", frames, NumberOfFrames=5)
