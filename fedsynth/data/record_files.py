@@ -16,10 +16,10 @@ import importlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -45,6 +45,8 @@ HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
 MAX_ARRAY_BYTES = 2**34
 """The size limit of an array in memory."""
+MAX_EXPANDED_BYTES = 2**31
+"""The size limit of decompressed data that are larger than their file."""
 TRAIN, TEST = "train", "test"
 _SPLIT = re.compile(r"(?:(train|val|test)_(.+)|(.+)_(train|val|test))", re.IGNORECASE)
 _SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")
@@ -174,9 +176,12 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
     with file_errors(one_line(place)):
         if place.startswith(HUB):
             return _hub_parts(path)
-        if kind in (".parquet", ".csv"):
-            table = {".parquet": _read_parquet, ".csv": _read_csv}[kind](path)
-            return {TRAIN: _table_part(one_line(place), table)}
+        if kind == ".parquet":
+            read = partial(_read_parquet, [path])
+            return {TRAIN: _table_part(one_line(place), _parquet_schema(path), read)}
+        if kind == ".csv":
+            table = _read_csv(path)
+            return {TRAIN: _table_part(one_line(place), table.schema, table.select)}
         if kind == ".npy":
             return {TRAIN: Part(one_line(place), _npy_readers(path))}
         readers = {".npz": _npz_readers, ".safetensors": _tensor_readers}[kind](path)
@@ -264,6 +269,8 @@ def _names_in(array: Array, what: str) -> Names:
         if not (np.isfinite(array) & (array == np.rint(array))).all():
             raise DataError(f"{what} must have a whole number or text in every row")
         array = array.astype(np.int64)
+    if not all(isinstance(value, Hashable) for value in array[:1]):
+        raise DataError(f"{what} must have a number or text in every row, not several values")
     distinct, positions = np.unique(array, return_inverse=True)
     names = np.array([same_name(str(value)) for value in distinct], object)
     if "" in names:
@@ -318,6 +325,12 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
+def _check_expanded(size: int, path: Path) -> None:
+    limit = max(path.stat().st_size, MAX_EXPANDED_BYTES)
+    if size > limit:
+        raise ValueError(f"it may expand to at most {limit:,} bytes. Split or decompress the file")
+
+
 def _npz_readers(path: Path) -> Readers:
     with BufferedReader(open_regular(path)) as file, ZipFile(file) as archive:
         names = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -329,7 +342,9 @@ def _read_array(path: Path, member: str = "") -> Array:
         if not member:
             return _read_npy(file, path.stat().st_size)
         with ZipFile(file) as archive, archive.open(member) as content:
-            return _read_npy(content, archive.getinfo(member).file_size)
+            size = archive.getinfo(member).file_size
+            _check_expanded(size, path)
+            return _read_npy(content, size)
 
 
 def _npy_readers(path: Path) -> Readers:
@@ -370,13 +385,34 @@ def _optional(module: str, extra: str) -> Any:
         ) from None
 
 
-def _read_parquet(path: Path) -> Any:
+def _parquet_schema(path: Path) -> Any:
     with BufferedReader(open_regular(path)) as file:
-        table = _optional("pyarrow.parquet", "tables").ParquetFile(file)
-        cells = table.metadata.num_rows * table.metadata.num_columns
-        if not 0 <= 4 * cells <= MAX_ARRAY_BYTES:
-            raise ValueError(f"it states {cells:,} cells, which are too many")
-        return table.read()
+        return _optional("pyarrow.parquet", "tables").read_schema(file)
+
+
+def _read_parquet(paths: list[Path], names: list[str]) -> Any:
+    """Reads columns of Parquet files.
+
+    Repeated text is stored once, because a small file may repeat a large text many times. The sizes
+    that the files declare are checked before memory is allocated, and the real sizes meanwhile.
+    """
+    parquet = _optional("pyarrow.parquet", "tables")
+    batches = []
+    for path in paths:
+        with BufferedReader(open_regular(path)) as file:
+            metadata = parquet.read_metadata(file)
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            leaves = [group.column(i) for group in groups for i in range(group.num_columns)]
+            sizes = [max(0, leaf.total_uncompressed_size, 4 * leaf.num_values) for leaf in leaves]
+            _check_expanded(sum(sizes), path)
+            texts = {leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
+            table = parquet.ParquetFile(file, read_dictionary=texts, pre_buffer=True)
+            size = 0
+            for batch in table.iter_batches(columns=names):
+                size += batch.nbytes
+                _check_expanded(size, path)
+                batches.append(batch)
+    return _optional("pyarrow", "tables").Table.from_batches(batches)
 
 
 def _read_csv(path: Path) -> Any:
@@ -387,23 +423,26 @@ def _read_csv(path: Path) -> Any:
         return csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter))
 
 
-def _table_part(place: str, table: Any) -> Part:
+def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
     types = _optional("pyarrow", "tables").types
     numbers = []
-    for field in table.schema:
+    for field in schema:
         kind = getattr(field.type, "value_type", field.type)  # of the items of lists
         if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
             numbers.append(field.name)
-    readers: Readers = {name: partial(_column, table[name]) for name in table.column_names}
+    readers: Readers = {
+        name: partial(_column, partial(read, [name]), name) for name in schema.names
+    }
+    read_numbers = cache(partial(read, numbers))
+    readers |= {name: partial(_column, read_numbers, name) for name in numbers}
     return Part(place, readers, tuple(numbers))
 
 
-def _column(column: Any) -> Array:
-    """Converts a column to an array [N], or [N, D] if the cells are lists of the same length."""
+def _column(read: Callable[[], Any], name: str) -> Array:
+    """Reads a column as an array [N], or [N, D] if the cells are lists of the same length."""
+    column = read()[name]
     if column.null_count:
         raise ValueError(f"it has {column.null_count} empty cells. Fill in or remove these rows")
-    if hasattr(column.type, "index_type"):  # text that is stored once for all its cells
-        column = column.cast(column.type.value_type)
     array = column.to_numpy()
     if len(array) and isinstance(array[0], np.ndarray):
         array = np.stack(list(array))
@@ -443,17 +482,13 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
 
 
 def _hub_parts(folder: Path) -> dict[str, Part]:
-    """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file.
-
-    `datasets` reads the files with its own reader of Parquet. Its cache is a folder of mode 0700,
-    which is then removed.
-    """
-    files: dict[str, list[str]] = {}
+    """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file."""
+    files: dict[str, list[Path]] = {}
     places = set()
     for path in sorted(folder.rglob("*.parquet")):
         head, *splits = _SPLIT_OF_PATH.split(path.relative_to(folder).as_posix())
         split = next(iter(splits), TRAIN)
-        files.setdefault(split, []).append(str(path))
+        files.setdefault(split, []).append(path)
         places.add(head.rpartition("/")[0])
     if len(places) > 1:
         raise DataError(
@@ -462,28 +497,27 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
         )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
-    load = _optional("datasets", "hub").load_dataset
-    with tempfile.TemporaryDirectory() as cache:
-        loaded = load("parquet", data_files=files, cache_dir=cache, keep_in_memory=True)
-    return {split: _hub_part(data, one_line(folder)) for split, data in loaded.items()}
+    return {split: _hub_part(paths, one_line(folder)) for split, paths in files.items()}
 
 
-def _hub_part(loaded: Any, place: str) -> Part:
-    part = _table_part(place, loaded.data.table)
-    for name, feature in loaded.features.items():
+def _hub_part(paths: list[Path], place: str) -> Part:
+    schema, read = _parquet_schema(paths[0]), partial(_read_parquet, paths)
+    features = _optional("datasets", "hub").Features.from_arrow_schema(schema)
+    part = _table_part(place, schema, read)
+    for name, feature in features.items():
         if type(feature).__name__ == "Image":
-            part.readers[name] = partial(_decoded, loaded.data.table[name])
+            part.readers[name] = partial(_decoded, partial(read, [name]), name)
             part = replace(part, numbers=None)
     labels = part.names_of("label", "")
-    names = getattr(loaded.features.get("".join(labels)), "names", ())
+    names = getattr(features.get("".join(labels)), "names", ())
     return replace(part, class_names=tuple(map(same_name, names)))
 
 
-def _decoded(column: Iterable[Any]) -> Array:
+def _decoded(read: Callable[[], Any], name: str) -> Array:
     """Decodes a column of image files that have one size: uint8 [N, C, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
-        for number, cell in enumerate(column):
+        for number, cell in enumerate(read()[name]):
             path = Path(folder, str(number))
             path.write_bytes(cell["bytes"].as_py())
             paths.append(path)

@@ -37,10 +37,11 @@ from fedsynth import (
     resolve,
     simulate,
 )
+from fedsynth.data import record_files
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import record_digests
 from fedsynth.data.load_file import read_own_data, read_test
-from fedsynth.data.record_files import parts_of
+from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.privacy.errors import LedgerError
@@ -62,6 +63,7 @@ TABLE = pa.table(
         "day": pa.array([0] * N, pa.date32()),
     }
 )
+COLUMNS = dict.fromkeys(("feature", "label", "site", "user"), "")
 
 
 def write_npy(path: Path) -> None:
@@ -173,6 +175,56 @@ def test_unusable_files_raise_one_line_errors(
         load_file(tmp_path / "empty.npz")
 
 
+@pytest.mark.parametrize("name", ["struct", "map"])
+def test_struct_and_map_labels_raise_one_line_errors(name: str, tmp_path: Path) -> None:
+    kind = {"struct": pa.struct([("a", pa.int64())]), "map": pa.map_(pa.string(), pa.int64())}
+    cell = {"struct": {"a": 1}, "map": [("a", 1)]}[name]
+    table = pa.table({"x": [0.0, 1.0], "label": pa.array([cell, cell], kind[name])})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"'label' in .* must have a number or text in every row"):
+        read_part(parts_of(str(tmp_path / "a.parquet"))["train"], COLUMNS, quiet)
+
+
+def test_expanding_arrays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that are not larger than their file have any size."""
+    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**16)
+    np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
+    np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
+    assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
+    with pytest.raises(DataError, match=r"'x' in .* at most 65,536 bytes\. Split"):
+        parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
+
+
+def test_expanding_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The declared sizes are checked before the columns are read, and the real sizes after it."""
+    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**19)
+    for rows in (100_000, 200_000):  # of at least 4 bytes, and really 8 bytes
+        pa.parquet.write_table(pa.table({"x": np.zeros(rows)}), tmp_path / "bomb.parquet")
+        with pytest.raises(DataError, match="may expand to at most 524,288 bytes"):
+            parts_of(str(tmp_path / "bomb.parquet"))["train"].read("x")
+        monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
+
+
+def test_parquet_reads_needed_columns_and_stores_repeated_text_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[str]] = []
+    original = pa.parquet.ParquetFile.iter_batches
+
+    def iter_batches(file: Any, columns: list[str], **options: Any) -> Any:
+        read.append(list(columns))
+        return original(file, columns=columns, **options)
+
+    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
+    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**20)
+    rows = 10_000  # 10 MB of text
+    table = pa.table({"x": np.zeros(rows), "label": ["a" * 1000] * rows, "note": ["b"] * rows})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    records = read_part(parts_of(str(tmp_path / "a.parquet"))["train"], COLUMNS, quiet)
+    assert records.class_names == ("a" * 1000,)
+    assert sorted(read) == [["label"], ["x"]]
+
+
 def test_csv_with_image_paths_is_not_a_table(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "list.csv").write_text("Image;label\na.png;ill\n")
@@ -274,6 +326,15 @@ def test_hub_data_sets_keep_class_names_and_splits(hub: Path) -> None:
         [4, 1, 9, 8],
         [1, 0, 1],
     )
+
+
+def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
+    for number, name in enumerate(("hub[d]/train-*", "hub[d]/train-1", "hubd/train-1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        table = pa.table({"x": [0.0, 1.0], "label": [number] * 2})
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    labels = parts_of(f"hf:{tmp_path / 'hub[d]'}")["train"].read("label")
+    assert labels.tolist() == [0, 0, 1, 1]
 
 
 def test_runs_record_hub_commits(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
