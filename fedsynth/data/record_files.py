@@ -402,10 +402,10 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
         with BufferedReader(open_regular(path)) as file:
             metadata = parquet.read_metadata(file)
             groups = map(metadata.row_group, range(metadata.num_row_groups))
-            leaves = [group.column(i) for group in groups for i in range(group.num_columns)]
-            sizes = [max(0, leaf.total_uncompressed_size, 4 * leaf.num_values) for leaf in leaves]
-            _check_expanded(sum(sizes), path)
-            texts = {leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
+            _check_expanded(sum(max(0, group.total_byte_size) for group in groups), path)
+            _check_expanded(4 * metadata.num_rows * metadata.num_columns, path)
+            leaves = map(metadata.schema.column, range(metadata.num_columns))
+            texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
             table = parquet.ParquetFile(file, read_dictionary=texts, pre_buffer=True)
             size = 0
             for batch in table.iter_batches(columns=names):
