@@ -198,8 +198,10 @@ def test_expanding_arrays_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_expanding_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The declared sizes are checked before the columns are read, and the real sizes after it."""
     monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**19)
-    for rows in (100_000, 200_000):  # of at least 4 bytes, and really 8 bytes
-        pa.parquet.write_table(pa.table({"x": np.zeros(rows)}), tmp_path / "bomb.parquet")
+    for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
+        options = {"compression": "zstd", "use_dictionary": repeats}
+        table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
+        pa.parquet.write_table(table, tmp_path / "bomb.parquet", **options)
         with pytest.raises(DataError, match="may expand to at most 524,288 bytes"):
             parts_of(str(tmp_path / "bomb.parquet"))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
