@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from library.pivot import Axis, Table
+from library.pivot import Axis, Table, figure_of
 
 METHODS = {
     "fedstats": "FedStats",
@@ -32,6 +32,9 @@ _ROWS = {
 TABLES = {
     "medical-auroc": Table(_measures("auroc"), _COLUMNS, _ROWS, corner="AUROC"),
     "medical-balanced-accuracy": Table(
-        _measures("balanced_accuracy"), _COLUMNS, _ROWS, corner="balanced accuracy"
+        _measures("balanced_accuracy"),
+        _COLUMNS,
+        {**_ROWS, "show": figure_of, "form": ".1f"},
+        corner="balanced accuracy, mean",
     ),
 }

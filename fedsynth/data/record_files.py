@@ -84,9 +84,12 @@ class Part:
                 a usual name is used, or all columns of numbers for the features of a table.
 
         Raises:
-            DataError: a chosen column does not exist.
+            DataError: a chosen column does not exist, or several are chosen for another role than
+                the features.
         """
         names = list(filter(None, map(str.strip, chosen.split(","))))
+        if role != "feature" and len(names) > 1:
+            raise DataError(f"--{role}-column must name one column, got {one_line(chosen)}")
         if self.numbers is None:
             names = [_split_of(name)[1] for name in names]
         elif role == "feature" and not names:
@@ -224,7 +227,7 @@ def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str],
     """Reads the features: one array, or columns of numbers side by side."""
     columns = {}
     for name in part.names_of("feature", chosen):
-        if chosen or name not in meanings:
+        if chosen or (name and name not in meanings):  # pandas' index has no name
             columns[name] = part.read(name)
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(

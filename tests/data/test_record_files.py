@@ -432,3 +432,13 @@ def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     text = "\n".join(notes)
     assert "1 of 3 users" in text
     assert "4 of 4 test images are identical" in text
+
+
+def test_index_of_pandas_is_no_feature_and_roles_have_one_column(tmp_path: Path) -> None:
+    path = tmp_path / "scans.csv"
+    columns = {"label": Y, "patient": PATIENTS, "site": SITES, "f0": X[:, 0], "f1": X[:, 1]}
+    pandas.DataFrame(columns).to_csv(path)  # its first column has no name
+    data = load_file(path, bounds="-9,9")
+    assert data.train.spec.width == 2
+    with pytest.raises(DataError, match="--label-column must name one column"):
+        load_file(path, bounds="-9,9", label_column="label,site")
