@@ -55,7 +55,7 @@ class ImageData:
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
         record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: its values as
-            float32 before scaling. None stands for the bytes of the images.
+            float32 before scaling. With None, these are the bytes of the images.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
