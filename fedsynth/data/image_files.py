@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +26,7 @@ from fedsynth.data.images import Bytes
 from fedsynth.data.medical_files import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError
-from fedsynth.privacy.files import read_regular
+from fedsynth.privacy.files import open_regular, read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -124,6 +125,22 @@ def read_pixels(
     for lost in filter(None, results):
         losses.update(lost)
     return images, faults, losses
+
+
+def file_hashes(paths: Sequence[Path]) -> Bytes:
+    """Computes the SHA-256 hash of each file, uint8 [N, 32].
+
+    The hash of a file that cannot be read is 0.
+    """
+    hashes = np.zeros((len(paths), hashlib.sha256().digest_size), np.uint8)
+
+    def read(position: int) -> None:
+        with BufferedReader(open_regular(paths[position])) as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        hashes[position] = np.frombuffer(digest, np.uint8)
+
+    _attempt(read, range(len(paths)))
+    return hashes
 
 
 def read_patients(paths: Sequence[Path]) -> list[str]:

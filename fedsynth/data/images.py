@@ -54,8 +54,9 @@ class ImageData:
             from. A number may have no image.
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
-        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: its values as
-            float32 before scaling. With None, these are the bytes of the images.
+        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: a hash of its
+            image file, or its values as float32 before scaling. With None, these are the bytes of
+            the images.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,

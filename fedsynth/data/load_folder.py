@@ -29,7 +29,7 @@ from fedsynth.data.folder_settings import (
     require_declared,
     require_declared_counts,
 )
-from fedsynth.data.image_files import read_headers, read_pixels
+from fedsynth.data.image_files import file_hashes, read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import DatasetSpec, plain_spec
@@ -366,7 +366,8 @@ def _read(
     if files.users.any():
         groups = torch.from_numpy(np.unique(files.users, return_inverse=True)[1])
     pixels = torch.from_numpy(images)
-    data = ImageData(pixels, labels, spec, groups=groups, may_be_empty=may_be_empty)
+    hashes = torch.from_numpy(file_hashes(files.full_paths))
+    data = ImageData(pixels, labels, spec, None, groups, may_be_empty, hashes)
     return data, files, skipped
 
 

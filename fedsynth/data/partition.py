@@ -289,7 +289,7 @@ def hold_out(
     """Divides the records of each client into a training split and a test split at random.
 
     Each record is put into the test split with probability `share`. The split of a record depends
-    on the seed and on the record's bytes, but not on its position. With differential privacy, an
+    on the seed, its image and its label, but not on its position. With differential privacy, an
     additional record must not move other records between the splits. Equal records are in the same
     split, so no test record is used for training.
 
@@ -305,6 +305,7 @@ def hold_out(
         The training positions and the test positions of each client, sorted.
     """
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
+    data = replace(data, record_bytes=None)  # equal images from different files are equal records
     digests = {True: user_digests, False: record_digests}[by_user]
     training = []
     testing = []

@@ -15,8 +15,8 @@ Whoever has the key can test guesses of records, and a file of hashes reveals th
 Therefore only the owner can read the folder `private` and its files (modes 0700 and 0600). It is
 never published, copied or printed. The fingerprint in a ledger is useless without the key.
 
-Two records are equal if the bytes of their images are equal, whatever the labels. The same picture
-with other preprocessing, such as cropping or scaling, counts as a different record.
+Two records are equal if their image files, or their values in an array, are equal, whatever the
+labels. A picture that was saved again counts as a different record.
 """
 
 from __future__ import annotations

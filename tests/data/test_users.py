@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_bounded_is_independent_of_other_users() -> None:
 
 
 def test_local_splits_are_disjoint_with_given_share() -> None:
-    """Equal records are in the same split; the label is part of a record."""
+    """Equal records are in the same split, also from different files; the label is part of a record."""
     data = people(np.zeros(3000, np.int64))
     parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
     training, testing = hold_out(parts, 0.2, 0, data)
@@ -57,7 +58,8 @@ def test_local_splits_are_disjoint_with_given_share() -> None:
     labelled = ImageData(data.images, (data.labels + 1) % 10, data.spec)
     assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
     twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
-    for side in hold_out([np.arange(400)], 0.3, 0, twice):
+    files = torch.arange(400).view(-1, 1).view(torch.uint8)
+    for side in hold_out([np.arange(400)], 0.3, 0, replace(twice, record_bytes=files)):
         assert len(side[0]) > 0
         assert set((399 - side[0]).tolist()) == set(side[0].tolist())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedsynth import RunSettings, load_dataset, load_folder, resolve, simulate
 from fedsynth.data.medical_files import patient_of
@@ -169,7 +170,9 @@ def test_duplicate_test_images_are_counted(
     """Copies of training images in the test folder are counted under any name; public data sets are
     not checked."""
     make_image_folder(tmp_path / "scans")
-    make_image_folder(tmp_path / "test", sites=(), per_class=2)  # drawn from the same seeds
+    test_folder = make_image_folder(tmp_path / "test", sites=(), per_class=2)  # from equal seeds
+    Image.open(test_folder / "ill/00.png").save(test_folder / "ill/00.bmp")
+    (test_folder / "ill/00.png").unlink()
     simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
     assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
     train, test = load_dataset("digits")
@@ -206,6 +209,15 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 def test_pooled_and_per_site_budgets_are_not_separate(clinic: Path) -> None:
     """Regression: the same images get two budgets, one pooled and one by site."""
     simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
+        simulate(tiny(clinic, privacy=BUDGET), quiet=True)
+
+
+def test_ledgers_recognise_files_at_any_size(clinic: Path) -> None:
+    """Regression: with another size and client name, the same files have a new budget."""
+    simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    declaration = clinic / "fedsynth.toml"
+    declaration.write_text(declaration.read_text().replace("height = 16", "height = 24"))
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
         simulate(tiny(clinic, privacy=BUDGET), quiet=True)
 
