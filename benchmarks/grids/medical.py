@@ -39,7 +39,7 @@ CONDENSING: dict[str, Any] = {
     "privacy": {"clip": CLIP["features"]},
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "fedstats": {},
+    "fedstats": {"run": {"rounds": 32}},
     "fedavg": {
         "run": {"rounds": 64},
         "method": {"local_steps": 1, "lr": 128.0, "momentum": 0.0},
