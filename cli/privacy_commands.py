@@ -64,10 +64,12 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     """
     if not run.is_dir():
         return
-    from fedsynth.privacy.report.build import write_report
-    from fedsynth.results.verification import is_unfinished, unfinished_report
+    from fedsynth.results.finished import is_unfinished
 
     if is_unfinished(run):
+        from fedsynth.privacy.report.build import write_report
+        from fedsynth.results.verification import unfinished_report
+
         write_report(unfinished_report(run, ledger=ledger), run)
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 

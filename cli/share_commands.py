@@ -47,12 +47,12 @@ def methods(context: typer.Context) -> None:
     """List the methods, one per line. To describe one method in full, use `fedsynth methods show
     NAME`.
     """
-    from fedsynth.methods import METHODS, method_class
+    from fedsynth.methods import METHODS, described
 
     if context.invoked_subcommand is None:
         for name in sorted(METHODS):
-            cls = method_class(name)
-            print(f"{name:10} {cls.summary} ({cls.reference})")
+            summary, reference = described(name)
+            print(f"{name:10} {summary} ({reference})")
 
 
 @methods_app.command("show")

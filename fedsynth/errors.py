@@ -172,3 +172,14 @@ def _did_you_mean(value: str, choices: Iterable[str]) -> str:
     if not near:
         return ""
     return f"; did you mean {' or '.join(near)}?"
+
+
+def one_line(value: object, limit: int = 200) -> str:
+    """Returns untrusted text in a form that is safe to print.
+
+    The result is one line of at most `limit` printable characters. The value may be text from a
+    file, or an error that quotes a file. Of an operating system's error, only its reason is taken.
+    """
+    reason = value.strerror if isinstance(value, OSError) else None
+    text = " ".join(str(reason or value).split()) or type(value).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, one_line
 from fedsynth.privacy.files import expand_home, read_regular
 
 MAX_FILE_BYTES = 2**24

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torch import nn
-
 from fedsynth.errors import FedsynthError, SettingError, unknown_name, unknown_value
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.files import load_toml
@@ -127,23 +125,6 @@ def check_choice(section: str | None, key: str, value: str, allowed: Sequence[st
     """
     if value not in allowed:
         raise unknown_value(section, key, value, allowed)
-
-
-def check_embedding(method: str, model: nn.Module) -> None:
-    """Checks that a network has the parts that a method on embeddings needs.
-
-    The parts are a function `embed` and a linear layer `classifier`.
-
-    Raises:
-        SettingError: the network lacks one of these parts.
-    """
-    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-        reason = (
-            f"must be a network with `embed` and a linear `classifier`, because {method} uses "
-            "embeddings. A custom model needs embed(x), which returns [N, embedding_size], and "
-            "classifier = nn.Linear(embedding_size, classes)"
-        )
-        raise SettingError("model", "name", reason)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:

@@ -26,8 +26,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import MessageError
+from fedsynth.errors import MessageError, one_line
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import is_real
 

@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import one_line
 from fedsynth.data.images import Bytes, IntArray
-from fedsynth.errors import DataFilesCorruptError
+from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.privacy.files import open_regular, read_regular
 
 SVHN_MD5 = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
     decode_json,
@@ -32,17 +32,6 @@ from fedsynth.privacy.files import (
 
 MAX_LIST_BYTES = 2**26
 """Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB."""
-
-
-def one_line(value: object, limit: int = 200) -> str:
-    """Returns untrusted text in a form that is safe to print.
-
-    The result is one line of at most `limit` printable characters. The value may be text from a
-    file, or an error that quotes a file. Of an operating system's error, only its reason is taken.
-    """
-    reason = value.strerror if isinstance(value, OSError) else None
-    text = " ".join(str(reason or value).split()) or type(value).__name__
-    return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
 def first_fault(error: ValidationError) -> str:

@@ -20,18 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import (
-    USERS_FILE,
-    one_line,
-    read_table,
-    read_users,
-    same_name,
-    users_of_images,
-)
+from fedsynth.data.files import USERS_FILE, read_table, read_users, same_name, users_of_images
 from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
 from fedsynth.data.medical_files import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
 from fedsynth.data.registry import in_order
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
 LEDGERS = "fedsynth-ledger"

@@ -18,13 +18,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.data.files import expanded, first_fault, one_line, same_name
+from fedsynth.data.files import expanded, first_fault, same_name
 from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding, parsed_window
 from fedsynth.data.record_files import HUB, SUFFIXES, is_record_file
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
-from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
+from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError, one_line
 from fedsynth.privacy.files import expand_home
 from fedsynth.validation import check_choice, check_number, read_sections
 

@@ -21,11 +21,10 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data import medical_files
-from fedsynth.data.files import one_line
 from fedsynth.data.images import Bytes
 from fedsynth.data.medical_files import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesCorruptError
+from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.privacy.files import open_regular, read_regular
 
 T = TypeVar("T")

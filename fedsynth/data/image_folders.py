@@ -24,11 +24,11 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.files import Reader, Split, first_fault, one_line, read_lines
+from fedsynth.data.files import Reader, Split, first_fault, read_lines
 from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.privacy.files import read_regular
 
 _TINY = "Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in the data folder"

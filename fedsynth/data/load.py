@@ -40,11 +40,11 @@ import numpy as np
 import torch
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
-from fedsynth.data.files import Reader, Split, expanded, one_line
+from fedsynth.data.files import Reader, Split, expanded
 from fedsynth.data.image_folders import FOLDER_READERS
 from fedsynth.data.images import Floats, ImageData, IntArray
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.seeding import numpy_generator
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"

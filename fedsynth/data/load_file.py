@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fedsynth.data.files import one_line
 from fedsynth.data.folder_settings import (
     Declaration,
     FolderSettings,
@@ -43,7 +42,7 @@ from fedsynth.data.record_files import (
     with_classes,
 )
 from fedsynth.data.registry import DatasetSpec, plain_spec
-from fedsynth.errors import DataError, SettingError
+from fedsynth.errors import DataError, SettingError, one_line
 
 
 def load_file(file: str | Path, **settings: Any) -> FolderData:

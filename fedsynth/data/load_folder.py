@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.files import one_line
 from fedsynth.data.folder_files import (
     FolderFiles,
     counted,
@@ -33,7 +32,7 @@ from fedsynth.data.image_files import file_hashes, read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import DatasetSpec, plain_spec
-from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
 
 Note = Callable[[str], None]
 

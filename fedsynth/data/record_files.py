@@ -30,11 +30,17 @@ import numpy.typing as npt
 import torch
 from numpy.lib import format as npy_format
 
-from fedsynth.data.files import DELIMITERS, HEADINGS, one_line, read_tensors, same_name
+from fedsynth.data.files import DELIMITERS, HEADINGS, read_tensors, same_name
 from fedsynth.data.folder_files import FolderFiles, Names, refuse_similar_names
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.medical_files import Decoding
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, FedsynthError
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    DataFilesMissingError,
+    FedsynthError,
+    one_line,
+)
 from fedsynth.privacy.files import open_regular
 
 Array = npt.NDArray[Any]

@@ -27,10 +27,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from torch import Tensor
 
-from fedsynth.data.files import MAX_LIST_BYTES, first_fault, one_line, read_tensors, save_tensors
+from fedsynth.data.files import MAX_LIST_BYTES, first_fault, read_tensors, save_tensors
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, custom_spec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError, one_line
 from fedsynth.privacy.files import expand_home, file_hash, plain_files, read_text
 from fedsynth.privacy.report.formatting import format_epsilon
 

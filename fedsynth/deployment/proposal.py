@@ -25,7 +25,6 @@ from fedsynth.config.checks import check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.files import one_line
 from fedsynth.data.registry import (
     DATASETS,
     DEFAULT_DATASET,
@@ -33,7 +32,7 @@ from fedsynth.data.registry import (
     dataset_spec,
     spec_from_json,
 )
-from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError
+from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.files import load_toml, read_text
 

@@ -25,12 +25,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedsynth.data.files import expanded, one_line, read_tensors
+from fedsynth.data.files import expanded, read_tensors
 from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import MEAN, STD, DatasetSpec
-from fedsynth.errors import DataError, OutputError, SettingError, unknown_name, writing
+from fedsynth.errors import DataError, OutputError, SettingError, one_line, unknown_name, writing
 from fedsynth.features import pretrained
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors

@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, one_line
 from fedsynth.own_code import HASH_DIGITS
 from fedsynth.privacy.files import expand_home, read_regular
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import FedsynthError, SettingError, unknown_name
+from fedsynth.errors import FedsynthError, SettingError, one_line, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.files import one_line
 from fedsynth.data.folder_settings import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
@@ -25,7 +24,7 @@ from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.record_files import HUB, downloaded
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
-from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
+from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError, one_line
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.files import expand_home

@@ -5,6 +5,7 @@ The list of methods is in `registry.py`. Listing the methods imports neither tor
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from importlib import import_module
@@ -114,3 +115,22 @@ def method_class(name: str) -> type[Method]:
         raise unknown_name("method", name, {**METHODS, **_CUSTOM}, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def described(name: str) -> tuple[str, str]:
+    """Returns the summary and the reference of a built-in method, without importing its module.
+
+    Both are string literals in the class, and are read from the text of the file.
+
+    >>> described("moon")[1]
+    'Li, He and Song 2021, MOON, arXiv 2103.16257'
+    """
+    module, _, attribute = METHODS[name].partition(":")
+    file = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py")
+    texts = {}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == attribute:
+            for line in node.body:
+                if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+                    texts[ast.unparse(line.targets[0])] = str(line.value.value)
+    return texts["summary"], texts["reference"]

@@ -40,9 +40,10 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.layers import check_embedding
 from fedsynth.seeding import torch_generator
 from fedsynth.training import feature_statistics
-from fedsynth.validation import check_embedding, in_range, one_of
+from fedsynth.validation import in_range, one_of
 
 HISTOGRAM = "histogram"
 

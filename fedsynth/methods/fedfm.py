@@ -40,10 +40,11 @@ from fedsynth.methods.shared.class_sums import (
 )
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import check_embedding, in_range, one_of
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,7 @@ class FedFMLite(FedFM):
 
     name = "fedfm-lite"
     summary = "FedFM with anchors made after local training and sent with the model"
+    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     upload = ModelAndSums
     first_downlink = None
     first_upload = None

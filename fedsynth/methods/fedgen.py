@@ -40,13 +40,14 @@ from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, t
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.distillation.generator import LatentGenerator
 from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.loop import load_tensors, named_tensors
-from fedsynth.validation import check_embedding, in_range
+from fedsynth.validation import in_range
 
 DECAY = 0.98
 POOL = 16  # noise vectors per class

@@ -48,12 +48,13 @@ from fedsynth.methods.shared.aggregation import (
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.mixed_precision import mixed, widened
+from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
 from fedsynth.training.loop import load_tensors, named_tensors
-from fedsynth.validation import check_embedding, in_range, one_of
+from fedsynth.validation import in_range, one_of
 
 TALLY = "tally"
 """The key of the tally of generated images in a client's memory. The images come from the client's

@@ -44,6 +44,7 @@ from fedsynth.methods.shared.class_sums import (
 )
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.methods.shared.noise_shares import DistributedNoise
+from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.disclosure import released as made_of_released
 from fedsynth.privacy.dpsgd import refuse_batch_norm
@@ -51,7 +52,7 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation import augmentation, matching, private_matchers, sets
-from fedsynth.validation import check_embedding, in_range, one_of
+from fedsynth.validation import in_range, one_of
 
 FRESH = "fresh"
 """The value of `perturbation` that selects newly initialised networks."""

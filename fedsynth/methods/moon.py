@@ -26,8 +26,9 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
-from fedsynth.validation import check_embedding, in_range
+from fedsynth.validation import in_range
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:

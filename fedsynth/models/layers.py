@@ -216,3 +216,20 @@ class _Statistics(torch.autograd.Function):
 def group_norm(channels: int) -> nn.GroupNorm:
     """Creates a group norm with at most 32 groups, as Wu and He (2018) and Opacus use it."""
     return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
+
+
+def check_embedding(method: str, model: nn.Module) -> None:
+    """Checks that a network has the parts that a method on embeddings needs.
+
+    The parts are a function `embed` and a linear layer `classifier`.
+
+    Raises:
+        SettingError: the network lacks one of these parts.
+    """
+    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+        reason = (
+            f"must be a network with `embed` and a linear `classifier`, because {method} uses "
+            "embeddings. A custom model needs embed(x), which returns [N, embedding_size], and "
+            "classifier = nn.Linear(embedding_size, classes)"
+        )
+        raise SettingError("model", "name", reason)

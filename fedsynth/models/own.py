@@ -13,8 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Shape = tuple[int, int, int]

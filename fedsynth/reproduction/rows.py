@@ -37,8 +37,8 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, writing
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.presets import Number
+from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS
 from fedsynth.results.finished import run_folders
-from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS
 from fedsynth.version import __version__
 
 Row = Mapping[str, Any]

@@ -41,7 +41,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy import files
-from fedsynth.results.run_folder import CONFIG, RunFolder
+from fedsynth.results.file_names import CONFIG
+from fedsynth.results.run_folder import RunFolder
 from fedsynth.training.loop import TRAINED, LoopCheckpointer, MakeTensors
 from fedsynth.validation import read_sections
 

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import nn
 
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.files import read_tensors
 from fedsynth.data.shared_set import (
     README,
     TENSORS,
@@ -32,7 +32,7 @@ from fedsynth.data.shared_set import (
     write_hashes,
     write_set,
 )
-from fedsynth.errors import OutputError, UnknownNameError, writing
+from fedsynth.errors import OutputError, UnknownNameError, one_line, writing
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.methods import method_class
 from fedsynth.own_code import is_label

@@ -16,12 +16,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.data.files import one_line
-from fedsynth.errors import FedsynthError
+from fedsynth.errors import FedsynthError, one_line
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report.figures import faults
 from fedsynth.privacy.report.formatting import format_epsilon, printable
-from fedsynth.results.run_folder import CONFIG, HIDDEN, INCOMPLETE, METRICS
+from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 from fedsynth.validation import flattened, read_sections
 
 Rows = Sequence[Mapping[str, Any]]
@@ -178,7 +177,7 @@ def run_folders(folder: Path) -> list[Path]:
     the folder names. Runs with the same time stamp are ordered by the modification time of
     summary.json.
     """
-    if (folder / "summary.json").is_file():
+    if (folder / SUMMARY).is_file():
         return [folder]
     summaries = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
     summaries.sort(key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
@@ -206,13 +205,20 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     return runs
 
 
+def is_unfinished(path: Path) -> bool:
+    """Returns True if the run in a folder was killed or is still running."""
+    if not (path / CONFIG).is_file() or (path / SUMMARY).exists():
+        return False
+    return path.resolve().suffix == INCOMPLETE or not (path / "privacy_report.json").exists()
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """Reads the summary.json of a run.
 
     Raises:
         RunFolderError: the file cannot be read, or its content is not a run's summary.
     """
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     try:
         return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
     except ValidationError as error:

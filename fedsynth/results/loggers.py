@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.files import one_line
-from fedsynth.errors import OutputError
+from fedsynth.errors import OutputError, one_line
 from fedsynth.federation.protocol import Observer
 from fedsynth.validation import check_choice, flattened
 

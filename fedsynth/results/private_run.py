@@ -43,7 +43,8 @@ from fedsynth.privacy.report.verify import differences
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results import disclosed, run_folder
 from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED, Declared
-from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS, PRIVATE_START, RESUMED, SUMMARY
+from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS, SUMMARY
+from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
 SIGMA_TOLERANCE = 2e-3

@@ -53,6 +53,7 @@ from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write
 from fedsynth.privacy.report.figures import Resumptions, Start
 from fedsynth.privacy.report.file import read_part
 from fedsynth.results.disclosed import Disclosed, finite
+from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 
 SIMULATION_ONLY_NOTE = """\
 Everything in this folder is an exact function of the clients' data. A simulation may show it, but
@@ -66,9 +67,6 @@ run over a network has this file.
 """
 ARTEFACTS = "artefacts.json"
 MODEL = "model.safetensors"
-CONFIG = "config.toml"
-SUMMARY = "summary.json"
-INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1  # the client index that is stored with images that the server made
@@ -76,8 +74,6 @@ GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
 GRID_COLUMNS = 20
 PARTITION = "simulation_only/partition.png"
 ROUNDS = "synthetic_by_round"
-METRICS = "metrics.jsonl"
-HIDDEN = "simulation_only/rounds.jsonl"
 
 
 Sets = Sequence[tuple[int, Tensor, Tensor]]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
-from fedsynth.data.files import one_line
-from fedsynth.errors import FedsynthError
+from fedsynth.errors import FedsynthError, one_line
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.features.registry import features_source

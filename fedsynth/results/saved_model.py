@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line, read_tensors, save_tensors
+from fedsynth.data.files import read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import FedsynthError, OutputError, writing
+from fedsynth.errors import FedsynthError, OutputError, one_line, writing
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.federation.run_data import specification
 from fedsynth.methods import METHODS
@@ -33,8 +33,9 @@ from fedsynth.models.flat import restore
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE
+from fedsynth.results.file_names import CONFIG
 from fedsynth.results.private_run import read_start
-from fedsynth.results.run_folder import CONFIG, MODEL, PRIVATE_START
+from fedsynth.results.run_folder import MODEL, PRIVATE_START
 from fedsynth.seeding import torch_generator
 from fedsynth.validation import read_sections
 

@@ -45,8 +45,8 @@ from fedsynth.errors import FedsynthError
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
+from fedsynth.results.file_names import INCOMPLETE
 from fedsynth.results.finished import run_folders
-from fedsynth.results.run_folder import INCOMPLETE
 from fedsynth.validation import check_fields, from_mapping, in_range, read_sections, to_toml
 
 MAX_RUNS = 10_000

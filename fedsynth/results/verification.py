@@ -20,9 +20,9 @@ import numpy as np
 
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.files import read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
-from fedsynth.errors import FedsynthError
+from fedsynth.errors import FedsynthError, one_line
 from fedsynth.evaluation.classification import MEASURES, rates
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -38,6 +38,8 @@ from fedsynth.privacy.report.figures import Event, Owner, schema_problems
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
+from fedsynth.results.file_names import CONFIG, METRICS, SUMMARY
+from fedsynth.results.finished import is_unfinished
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
 from fedsynth.results.run_record import own_sources, summarise
@@ -45,7 +47,7 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWNER = "owner.json"  # the name of a file that only the folder of a data owner's report contains
-REQUIRED = (run_folder.CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
+REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
     "these parts of the report cannot be verified: the run's name and date, the versions of the "
@@ -98,7 +100,7 @@ def _verified(
         )
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
-    if run_folder.CONFIG not in missing and run_folder.PRIVATE_START not in missing:
+    if CONFIG not in missing and run_folder.PRIVATE_START not in missing:
         check = _run_problems
         if (folder / OWNER).exists():
             check = _owner_problems
@@ -144,9 +146,7 @@ def _run_problems(
     problems = [*ledger_rows.problems, *charges.problems()]
     if _ended_early(charges) and not run.networked and charges.refusal() is None:
         rounds = f"{charges.rounds_done} of {run.settings.rounds} rounds"
-        problems.append(
-            f"{run_folder.METRICS} has only {rounds}, which the limit on ε does not explain"
-        )
+        problems.append(f"{METRICS} has only {rounds}, which the limit on ε does not explain")
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
@@ -227,7 +227,7 @@ def _row_problems(charges: Charges) -> list[str]:
     problems = []
     for row in charges.run.rows:
         for problem in (*_measurement_problems(row, charges), *_planned_problems(row, charges)):
-            problems.append(f"{run_folder.METRICS}: round {row['round']} {problem}")
+            problems.append(f"{METRICS}: round {row['round']} {problem}")
     return [*problems, *_epsilon_problems(charges)]
 
 
@@ -286,7 +286,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         if any("epsilon" in row for row in rows):
-            return [f"{run_folder.METRICS} states an epsilon, but the run has no guarantee"]
+            return [f"{METRICS} states an epsilon, but the run has no guarantee"]
         return []
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.networked and any(LOST in row or REJECTED in row for row in rows)
@@ -297,7 +297,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     for row in rows:
         spent = by_round.get(row["round"], spent)
         epsilon = row.get("epsilon")
-        location = f"{run_folder.METRICS}: epsilon of round {row['round']}"
+        location = f"{METRICS}: epsilon of round {row['round']}"
         if epsilon is None and math.isinf(upper):  # another run's release had no guarantee
             continue
         if not charges.foreign and not lost:
@@ -340,7 +340,7 @@ def _summary_problems(charges: Charges) -> list[str]:
     declared = disclosed.declared_summary(type(settings.method))
     public = dict(disclosed.disclosed(expected, declared).public)
     public["folder"] = str(run.summary.get("folder"))
-    return differences(run_folder.SUMMARY, json.loads(json.dumps(public)), run.summary)
+    return differences(SUMMARY, json.loads(json.dumps(public)), run.summary)
 
 
 def _is_confusion_matrix(run: PrivateRun, final: Mapping[str, Any]) -> bool:
@@ -376,9 +376,9 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
-    required = [run_folder.MODEL, run_folder.SUMMARY]
+    required = [run_folder.MODEL, SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
-        required.append(run_folder.METRICS)
+        required.append(METRICS)
     if counted and (sends_sets or method.produces_synthetic_data(counted)):
         required.append(TENSORS)
     checks = {run_folder.MODEL: _model_problems}
@@ -515,13 +515,6 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
 
 
 # ------------------------------------------------------------------------- runs that did not finish
-
-
-def is_unfinished(path: Path) -> bool:
-    """Returns True if the run in a folder was killed or is still running."""
-    if not (path / run_folder.CONFIG).is_file() or (path / run_folder.SUMMARY).exists():
-        return False
-    return path.resolve().suffix == run_folder.INCOMPLETE or not (path / f"{NAME}.json").exists()
 
 
 def unfinished_report(

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.files import read_tensors
 from fedsynth.data.images import ImageData, normalise, to_stored
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, shared_set
-from fedsynth.errors import DataFilesCorruptError, SettingError
+from fedsynth.errors import DataFilesCorruptError, SettingError, one_line
 from fedsynth.evaluation.fidelity import Fidelity, fidelity
 from fedsynth.features.pretrained import PRETRAINED, names_a_library, pretrained_network
 from fedsynth.features.registry import feature_map, register_file

@@ -31,7 +31,7 @@ from fedsynth import (
 )
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.runs_commands import seconds_of
-from fedsynth.methods import METHODS
+from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.validation import read_sections
@@ -53,7 +53,9 @@ def test_partition_prints_examples_per_client(fedsynth: Call, train: Call) -> No
 
 def test_methods_are_listed_and_their_settings_explained(fedsynth: Call) -> None:
     listed = fedsynth("methods")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == sorted(METHODS)
+    classes = {name: method_class(name) for name in sorted(METHODS)}
+    lines = [f"{name:10} {cls.summary} ({cls.reference})" for name, cls in classes.items()]
+    assert listed.stdout.splitlines() == lines
     feddm = fedsynth("methods show feddm").stdout
     for text in ("ipc = 10", "residual, gradient, features, paper", "images: released"):
         assert text in feddm
@@ -362,3 +364,13 @@ def test_threads_wait_passively_by_default(policy: str | None) -> None:
     if policy is not None:
         environment["OMP_WAIT_POLICY"] = policy
     assert python(code, env=environment).split() == [policy or "PASSIVE", "False"]
+
+
+def test_commands_that_train_nothing_do_not_import_torch(train: Call) -> None:
+    run = str(train("fedavg --dp-epsilon 8").folder)
+    code = (
+        "import atexit, sys; from fedsynth.cli.app import main;"
+        "atexit.register(lambda: print('torch' in sys.modules)); main()"
+    )
+    for command in (["--help"], ["methods"], ["runs", run], ["privacy", "report", run]):
+        assert python(code, *command).splitlines()[-1] == "False", command

@@ -29,7 +29,7 @@ from fedsynth.errors import OutputError, SettingError, UnknownNameError
 from fedsynth.features import FeatureMap, feature_map, normalised_map, register_features
 from fedsynth.features.encoding import PASS, clear_cache, encode, encoder_map
 from fedsynth.features.pretrained import read_weights
-from fedsynth.results.run_folder import CONFIG
+from fedsynth.results.file_names import CONFIG
 from fedsynth.results.verification import verify_run
 from fedsynth.seeding import forked_rng
 

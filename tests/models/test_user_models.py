@@ -23,10 +23,10 @@ from fedsynth import (
 )
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.models.flat import flatten
+from fedsynth.models.layers import check_embedding
 from fedsynth.models.registry import build_model, has_given_weights, model_names
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
-from fedsynth.validation import check_embedding
 
 Shape = tuple[int, int, int]
 

@@ -22,7 +22,8 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
-from fedsynth.results.verification import is_unfinished, unfinished_report, verify_run
+from fedsynth.results.finished import is_unfinished
+from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation.simulate import simulate
 from tests.quick_settings import quick_settings
 from tests.results.private_runs import run, settings, verify

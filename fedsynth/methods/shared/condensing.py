@@ -21,7 +21,7 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, Plans, Presets, ReleasePlan, Upload
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared import class_sums
-from fedsynth.models.layers import has_batch_norm
+from fedsynth.models.layers import check_embedding, has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
@@ -29,7 +29,7 @@ from fedsynth.synthesizer.condensation import losses, sets
 from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
 from fedsynth.training.loop import resumable
 from fedsynth.training.sgd import MomentumSgd, SgdSettings
-from fedsynth.validation import check_embedding, in_range, one_of
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,8 @@
+"""Names of files in a run folder, which `run_folder.py` describes. Reading them imports no torch."""
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+HIDDEN = "simulation_only/rounds.jsonl"
+INCOMPLETE = ".incomplete"
+"""The end of the folder's name while the run lasts."""
