@@ -14,6 +14,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from fedsynth import (
     FedAvg,
     FedProx,
@@ -27,7 +30,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Method
 from fedsynth.data.images import normalise
 from fedsynth.data.partition import partition
-from fedsynth.evaluation.accuracy import inexactness
+from fedsynth.models.flat import flatten
 from fedsynth.models.registry import build_model
 
 DATASET = "synthetic(1,1)"
@@ -45,6 +48,12 @@ def settings(method: Method, rounds: int) -> RunSettings:
     )
 
 
+def gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+    """Returns the gradient ∇F of a device's mean cross-entropy, as a vector."""
+    loss = nn.functional.cross_entropy(model(images_NCHW), labels_N)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
 def gammas(run: RunSettings, mu: float) -> list[float]:
     """Returns γ of each device that takes part in a single round from the initial model."""
     train, _ = load_dataset(DATASET)
@@ -59,9 +68,10 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
         model = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
         model.load_state_dict(dict(upload.parameters))
         images = normalise(train.images[parts[client]], train.spec)
-        values.append(
-            inexactness(model, start.state_dict(), images, train.labels[parts[client]], mu)
-        )
+        labels = train.labels[parts[client]]
+        moved = flatten(model) - flatten(start)
+        residual = gradient(model, images, labels) + mu * moved
+        values.append(float(residual.norm() / gradient(start, images, labels).norm()))
     return values
 
 

@@ -1,5 +1,4 @@
-"""Metrics of generated images and of clients' splits (AMP, FM, WLP: FedKF's Table II), and
-γ-inexactness."""
+"""Metrics of generated images and of clients' splits (AMP, FM, WLP: FedKF's Table II)."""
 
 from __future__ import annotations
 
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.evaluation.accuracy import inexactness, local_metrics
+from fedsynth.evaluation.accuracy import local_metrics
 from fedsynth.evaluation.generated import average, describe, tally
-from fedsynth.models.flat import flatten
-from fedsynth.models.small import Linear
 
 
 def _scores(labels: list[int], classes: int) -> torch.Tensor:
@@ -72,27 +69,3 @@ def test_clients_without_test_records_are_excluded() -> None:
     assert metrics["fm"] == pytest.approx(np.var([2 / 3, 0.5]))
     assert metrics["wlp"] == 0.5
     assert local_metrics(right=[0], tested=[0], sizes=[10]) is None
-
-
-def test_inexactness_equals_numpy(device: torch.device) -> None:
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(7, 1, 2, 2)), rng.integers(0, 3, 7)
-    model, start = Linear((1, 2, 2), 3).to(device), Linear((1, 2, 2), 3).to(device)
-    images = torch.tensor(x, dtype=torch.float32, device=device)
-    labels = torch.tensor(y, device=device)
-
-    def gradient(net: Linear) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-        parameters = (net.classifier.weight, net.classifier.bias)
-        W, b = (p.detach().cpu().double().numpy() for p in parameters)
-        z = x.reshape(7, 4) @ W.T + b
-        p = np.exp(z) / np.exp(z).sum(1, keepdims=True) - np.eye(3)[y]
-        flat_gradient = np.concatenate([(p.T @ x.reshape(7, 4) / 7).ravel(), p.mean(0)])
-        return flat_gradient, np.concatenate([W.ravel(), b])
-
-    (local_gradient, w), (global_gradient, w_t) = gradient(model), gradient(start)
-    expected = np.linalg.norm(local_gradient + 0.3 * (w - w_t)) / np.linalg.norm(global_gradient)
-    weights = flatten(model)
-    actual = inexactness(model, start.state_dict(), images, labels, mu=0.3)
-    assert actual == pytest.approx(expected, rel=1e-4)
-    assert torch.equal(flatten(model), weights)
-    assert inexactness(start, start.state_dict(), images, labels, mu=0.3) == 1
