@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method, charge_for
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer
-from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.plans import MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -55,6 +55,25 @@ def round_context(
     return RoundContext(
         number, seed, device, SPEC, network or convnet(), nominal, privacy, **federation
     )
+
+
+def charge_for(
+    method: Method,
+    context: RoundContext,
+    clients: Sequence[int],
+    guards: Sequence[BudgetEnforcer],
+    secrets: Sequence[SecretGenerator],
+    phase: str = MAIN,
+) -> list[ReleaseBudget[GaussianSumMechanism]]:
+    """Charges each client for the releases of one exchange, as a run does."""
+    privacy, number, charged = context.privacy, context.round, []
+    assert privacy is not None
+    assert privacy.noise_multiplier is not None
+    plans = method.round_plans(method.release_plans(privacy, context), number)
+    for client, guard, secret in zip(clients, guards, secrets, strict=True):
+        own, sigma = method.client_plans(plans, client, context), privacy.noise_multiplier
+        charged.append(charge_round(own, number, sigma, guard, secret, phase=phase))
+    return charged
 
 
 def private_clients(

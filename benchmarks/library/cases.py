@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.feddm import FedDM
@@ -19,6 +18,7 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer
+from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from library.machine import seconds
@@ -99,8 +99,11 @@ class Case:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         context = replace(self.context, privacy=privacy, precision=precision)
         ids = range(len(self.parts))
-        guards = [BudgetEnforcer(Ledger(str(k)), 1e-5, None) for k in ids]
-        charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
+        plans = self.method.release_plans(privacy, context)
+        charged = []
+        for k in ids:
+            guard = BudgetEnforcer(Ledger(str(k)), 1e-5, None)
+            charged.append(charge_round(plans, 1, 1.0, guard, SecretGenerator()))
         self._step(PrivateClientView(ids, self.data, self.parts, charged), context)
 
     def _step(self, clients: Any, context: RoundContext) -> None:

@@ -27,14 +27,11 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError
 from fedsynth.models.registry import ModelSettings, build_network
-from fedsynth.privacy.disclosure import Disclosure, mechanism_facts
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
-from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, charge_round
+from fedsynth.privacy.disclosure import Disclosure
+from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import Plans as Plans  # part of this interface
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
@@ -505,45 +502,3 @@ class Method:
         paper prints no ε.
         """
         return {}
-
-
-def charge_for(
-    method: Method,
-    context: RoundContext,
-    clients: Sequence[int],
-    guards: Sequence[BudgetEnforcer],
-    secrets: Sequence[SecretGenerator],
-    phase: str = MAIN,
-) -> list[ReleaseBudget[GaussianSumMechanism]]:
-    """Charges each client's privacy budget for the releases of one exchange, in code outside a run.
-
-    In a run, each client's budget (`fedsynth.federation.client_runtime`) charges the client
-    according to the run's plan.
-
-    Args:
-        method: the method, which plans the releases.
-        context: the round's context. Its privacy settings must have a noise multiplier.
-        clients: the clients' indices.
-        guards: each client's ledger and budget cap, in the order of `clients`.
-        secrets: each client's secret random generator, in the same order.
-        phase: the exchange, "first" or "main".
-
-    Raises:
-        SettingError: the context has no privacy settings or no noise multiplier, or a planned
-            mechanism has no privacy guarantee.
-        BudgetExceededError: the charge would exceed a client's cap. The clients before this client
-            stay charged.
-    """
-    privacy = context.privacy
-    if privacy is None or privacy.noise_multiplier is None:
-        raise SettingError("privacy", "noise_multiplier", "must be set before clients are charged")
-    plans = method.round_plans(method.release_plans(privacy, context), context.round)
-    if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
-        reason = "must guarantee differential privacy. Only then can clients be charged"
-        raise SettingError("privacy", "mechanism", reason)
-    charged = []
-    for client, guard, secret in zip(clients, guards, secrets, strict=True):
-        client_plans = method.client_plans(plans, client, context)
-        noise = privacy.noise_multiplier
-        charged.append(charge_round(client_plans, context.round, noise, guard, secret, phase=phase))
-    return charged

@@ -22,7 +22,6 @@ from fedsynth import (
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData, denormalise
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import SettingError
@@ -37,7 +36,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results.verification import verify_run
-from tests.digits import SPEC, digits, round_context
+from tests.digits import SPEC, charge_for, digits, round_context
 from tests.privacy.support import guard
 
 PIXELS = FedStats(features="pixels", second_moments="yes")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedsynth import resolve, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import charge_for
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
 from fedsynth.methods.feddm import FedDM, perturbed
@@ -37,6 +36,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import (
     HOSTILE,
     SPEC,
+    charge_for,
     client_uploads,
     convnet,
     digits,
@@ -193,7 +193,7 @@ def released_sums(
     ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip, mechanism=mechanism))
     part_N = torch.tensor(part, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.core.method.charge_round", partial(charge_round, make_series=Spy))
+        patch.setattr("tests.digits.charge_round", partial(charge_round, make_series=Spy))
         client_uploads(method, ctx, private_clients(method, ctx, images, [part_N]))
     return sums
 

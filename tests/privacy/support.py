@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method, charge_for
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.ledger import Ledger
@@ -19,6 +19,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, Release
 from fedsynth.privacy.report.figures import ReportFacts
+from tests.digits import charge_for
 
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
