@@ -5,6 +5,7 @@ These commands run a federation over several machines, with Flower."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +69,7 @@ def keys(
     folder: NewFolder,
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address of the server. May be repeated.")
+        list[str] | None, typer.Option(help="A name of the server. Repeatable.")
     ] = None,
 ) -> None:
     """Make a certificate authority (CA), the server's certificate, and a key for each client."""
@@ -86,15 +87,11 @@ def keys(
 def server(
     chosen: options.Sections,
     spec: Spec = None,
-    keys: Annotated[
-        OptionalPath, options.path_option("The folder from `fedsynth deploy keys`.")
-    ] = None,
+    keys: Annotated[OptionalPath, options.path_option("From `fedsynth deploy keys`.")] = None,
     insecure: Insecure = False,
     host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote clients.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port for the clients.")] = 9092,
-    join_seconds: Annotated[
-        float, typer.Option(help="Seconds until all clients must join.")
-    ] = 600.0,
+    join_seconds: Annotated[float, typer.Option(help="Until all clients must join.")] = 600.0,
     answer_seconds: Annotated[float, typer.Option(help="Seconds that a step may take.")] = 3600.0,
     config: options.Config = None,
     output: options.Output = Path("runs"),
@@ -128,37 +125,26 @@ def server(
 
 def client(
     server: Annotated[str, typer.Option(help="The address of the server, as HOST:PORT.")],
-    number: Annotated[
-        int,
-        typer.Option("--number", min=0, max=MAX_CLIENTS - 1, help="This client's index, from 0."),
-    ],
+    number: Annotated[int, typer.Option(min=0, max=MAX_CLIENTS - 1, help="The client's index.")],
     ledger: Annotated[Path, options.path_option("Your ledger folder, the same for all runs.")],
     data: Annotated[OptionalPath, options.path_option("Your images, as DIR/CLASS/*.png.")] = None,
     trial: Annotated[bool, options.flag("--trial", "Use part of a published data set.")] = False,
-    ca: Annotated[
-        OptionalPath, options.path_option("The certificate of the CA, in PEM format.")
-    ] = None,
+    ca: Annotated[OptionalPath, options.path_option("The CA's certificate, in PEM.")] = None,
     key: Annotated[OptionalPath, options.path_option("Your private key, client-NNN.")] = None,
     insecure: Insecure = False,
-    policy: Annotated[
-        OptionalPath, options.path_option("A file with rules for allowed runs.")
-    ] = None,
+    policy: Annotated[OptionalPath, options.path_option("Rules for allowed runs.")] = None,
     approve: Annotated[
-        list[str] | None,
-        typer.Option(help="The agreement of a run that you allow, or 'any'. May be repeated."),
+        list[str] | None, typer.Option(help="A run's agreement, or 'any'. May be repeated.")
     ] = None,
     identity: Annotated[
         OptionalPath, options.path_option("Your Ed25519 key for secure aggregation, in PEM format.")
     ] = None,
     identities: Annotated[
-        OptionalPath,
-        options.path_option("The folder with the public key of each client, client-NNN.pem."),
+        OptionalPath, options.path_option("The folder with all public keys, client-NNN.pem.")
     ] = None,
     device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, options.flag("--once", "Exit after one run.")] = False,
-    wait: Annotated[
-        float, typer.Option(help="Exit after this many seconds without a server.")
-    ] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds without a server to exit.")] = 600.0,
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
@@ -190,8 +176,7 @@ def client(
         join(node, connection, once=once, wait=wait)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+_say = partial(print, flush=True)
 
 
 def _owner(policy: Path | None, approve: list[str] | None) -> Owner:

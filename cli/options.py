@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +27,6 @@ from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
-
-if TYPE_CHECKING:
-    from fedsynth.features.encoding import EncoderSettings
 
 Sections = dict[str, dict[str, Any]]
 
@@ -207,15 +204,6 @@ def with_own_code(chosen: Sections) -> Sections:
             if names_a_file(value):
                 values[key] = _register(section, key, value)
     return chosen
-
-
-def encoder_of(data: dict[str, Any]) -> EncoderSettings | None:
-    """Returns the encoder that the options of the section "data" name, or None."""
-    from fedsynth.features.encoding import EncoderSettings
-
-    names = ("encoder", "encoder_weights", "public_images")
-    values = {name: str(data[name]) for name in names if data.get(name)}
-    return EncoderSettings(**{"encoder": "", **values}) if values else None
 
 
 def _register(section: str, key: str, value: str) -> str:

@@ -32,12 +32,7 @@ Run = Annotated[
     Path, options.path_argument("A run folder, or the privacy_report.json in it.", metavar="RUN")
 ]
 LedgerFolder = Annotated[
-    Path | None,
-    options.path_option(
-        "The folder of the ledger files. Default: ledger/ in the run folder, or the folder that "
-        "config.toml states.",
-        "--ledger",
-    ),
+    Path | None, options.path_option("Default: ledger/ in RUN, or as in config.toml.", "--ledger")
 ]
 
 
@@ -80,8 +75,7 @@ def verify(
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
-        Path | None,
-        options.path_option("Also check the signature, with this public Ed25519 key in PEM."),
+        Path | None, options.path_option("Also check the signature, with this key in PEM format.")
     ] = None,
 ) -> None:
     """Check that a run's report follows from the run's settings and ledgers.
@@ -121,9 +115,8 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:
-        return signature_problems(folder, key), (
-            "the signature is valid for this key and these files"
-        )
+        problems = signature_problems(folder, key)
+        return problems, "the signature is valid for this key and these files"
     if (folder / SIGNATURE).exists():
         return [], "the signature was not checked. To check the signature, use --public-key FILE"
     return [], "the run is not signed. Anyone who can change all files of the run can forge it"
@@ -179,27 +172,14 @@ _audit_option = partial(typer.Option, rich_help_panel=AUDIT)
 )  # fmt: skip
 def audit(
     chosen: options.Sections,
-    canaries: Annotated[
-        int,
-        _audit_option(
-            help="The number of artificial records. Each record is used with probability 1/2."
-        ),
-    ] = 1000,
+    canaries: Annotated[int, _audit_option(help="The number of artificial records.")] = 1000,
     guesses: Annotated[
-        int | None,
-        _audit_option(
-            help="The number of guesses, which must be even. Default: 2/5 of --canaries."
-        ),
+        int | None, _audit_option(help="An even number. Default: 2/5 of --canaries.")
     ] = None,
-    confidence: Annotated[
-        float, _audit_option(help="The confidence that the bound is at most the true ε.")
-    ] = 0.999,
+    confidence: Annotated[float, _audit_option(help="The confidence of the bound.")] = 0.999,
     run: Annotated[
         Path | None,
-        options.path_option(
-            "Audit the settings in this run folder, and add the result to its privacy report.",
-            panel=AUDIT,
-        ),
+        options.path_option("Audit this run, and add the result to its report.", panel=AUDIT),
     ] = None,
     config: options.Config = None,
     as_json: options.AsJson = False,
@@ -254,9 +234,7 @@ def _audit_folder(
     from fedsynth.simulation.audit import settings_of_run, write_audit
 
     if config is not None:
-        raise OptionError(
-            "--run and --config cannot be used together, because both define all settings"
-        )
+        raise OptionError("--run and --config cannot be used together: both define all settings")
     sections = options.read_config(run / "config.toml")
     settings = resolve(sections)
     if resolve(options.merged(sections, {"run": {}, **chosen})) != settings:
@@ -399,9 +377,7 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
 
 @privacy_app.command(name="carry-over")
 def carry_over(
-    folder: Annotated[
-        Path, options.path_argument("The ledger folder (--dp-ledger).", metavar="FOLDER")
-    ],
+    folder: Annotated[Path, options.path_argument("The ledger folder.", metavar="FOLDER")],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
     """Allow a client to change its records and keep its ledger.
@@ -419,9 +395,7 @@ def carry_over(
 
 @privacy_app.command()
 def repair(
-    ledger: Annotated[
-        Path, options.path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")
-    ],
+    ledger: Annotated[Path, options.path_argument("The file NAME.jsonl.", metavar="LEDGER")],
 ) -> None:
     """Repair a ledger whose last line is incomplete, for example after a power cut or a full disk.
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from fedsynth.reproduction.presets import Cell, Preset
 
 
+RUNS = "Run folders, or folders that contain run folders"
+
+
 def runs(
     folders: Annotated[
-        list[Path] | None,
-        options.path_argument(
-            "Run folders, or folders that contain run folders. Default: runs.", metavar="FOLDERS"
-        ),
+        list[Path] | None, options.path_argument(f"{RUNS}. Default: runs.", metavar="FOLDERS")
     ] = None,
-    as_json: Annotated[bool, options.flag("--json", "Print the rows as JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare finished runs in a table with their results and the settings that differ.
 
@@ -68,27 +68,17 @@ def runs(
     print(aligned(table), end="")
 
 
-Runs = Annotated[
-    list[Path],
-    options.path_argument(
-        "Run folders, or folders that contain run folders (runs/).", metavar="RUN"
-    ),
-]
+Runs = Annotated[list[Path], options.path_argument(f"{RUNS}.", metavar="RUN")]
 
 
 def plot(
     runs: Runs,
-    output: Annotated[Path, options.path_option("The file to write (.svg, .png or .html).")] = Path(
-        "curves.svg"
-    ),
+    output: Annotated[Path, options.path_option("An SVG, PNG or HTML file.")] = Path("curves.svg"),
     by: Annotated[str, typer.Option(help="The x axis: rounds, bytes, seconds or eps.")] = "rounds",
     metric: Annotated[
-        str,
-        typer.Option(help="A metric in metrics.jsonl, such as local.amp or generator.agreement."),
+        str, typer.Option(help="A metric in metrics.jsonl, such as local.amp.")
     ] = "test_accuracy",
-    mean: Annotated[
-        bool, options.flag("--mean", "Show the mean ± std of runs that differ only in their seeds.")
-    ] = False,
+    mean: Annotated[bool, options.flag("--mean", "Show the mean ± std over seeds.")] = False,
 ) -> None:
     """Draw learning curves of finished runs.
 
@@ -118,10 +108,7 @@ def report(
     runs: Runs,
     output: Annotated[Path, options.path_option("The HTML file to write.")] = Path("report.html"),
     simulation_only: Annotated[
-        bool,
-        options.flag(
-            "--simulation-only", "Also show exact values from the private data, and a warning."
-        ),
+        bool, options.flag("--simulation-only", "Also show exact values from the private data.")
     ] = False,
 ) -> None:
     """Write an HTML page about finished runs.
@@ -143,19 +130,11 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 
 def sweep(
     file: Annotated[Path, options.path_argument("The TOML file of the sweep.", metavar="FILE")],
-    form: Annotated[
-        str, typer.Option("--format", help="The format: table, csv or markdown.")
-    ] = "table",
-    output: Annotated[
-        Path | None, options.path_option("The folder for the runs. Default: sweep.output in FILE.")
-    ] = None,
+    form: Annotated[str, typer.Option("--format", help="table, csv or markdown.")] = "table",
+    output: Annotated[Path | None, options.path_option("Default: sweep.output in FILE.")] = None,
     table: Annotated[Path | None, options.path_option("Write the table to this file.")] = None,
-    only_table: Annotated[
-        bool, options.flag("--only-table", "Show the table. Start no run.")
-    ] = False,
-    dry_run: Annotated[
-        bool, options.flag("--dry-run", "Check and list the runs. Start no run.")
-    ] = False,
+    only_table: Annotated[bool, options.flag("--only-table", "Only show the table.")] = False,
+    dry_run: Annotated[bool, options.flag("--dry-run", "Check and list the runs.")] = False,
 ) -> None:
     """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
 
@@ -230,39 +209,21 @@ def seconds_of(text: str | None) -> float:
 def reproduce(
     chosen: options.Sections,
     preset: Annotated[
-        str | None,
-        typer.Argument(metavar="TABLE", help="A published table, such as feddm:table2 (--list)."),
+        str | None, typer.Argument(metavar="TABLE", help="A table, such as feddm:table2 (--list).")
     ] = None,
-    listed: Annotated[
-        bool, options.flag("--list", "List all tables, or describe one table.")
-    ] = False,
+    listed: Annotated[bool, options.flag("--list", "List all tables, or one table.")] = False,
     dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="Select Dirichlet partitions with this α.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Select this method, by its name in the table or in fedsynth."),
-    ] = None,
-    cell: Annotated[
-        str, typer.Option(help="Select cells whose line in --list has this text.")
-    ] = "",
-    seeds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="The number of seeds for each cell.")
-    ] = 1,
-    output: Annotated[Path, options.path_option("The folder for results and runs.")] = Path(
-        "reproduction"
-    ),
+    alpha: Annotated[float | None, typer.Option(help="Select partitions with this α.")] = None,
+    method: Annotated[str | None, typer.Option(help="Select cells with this method.")] = None,
+    cell: Annotated[str, typer.Option(help="Select cells with this text in --list.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds for each cell.")] = 1,
+    output: Annotated[Path, options.path_option("For the results.")] = Path("reproduction"),
     time_budget: Annotated[
-        str | None,
-        typer.Option(help="Start no round that would end after this time (170m, 2h or seconds)."),
+        str | None, typer.Option(help="Start no round that would end later (170m, 2h or seconds).")
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(
-            help="Test the runs with only this fraction, such as 0.05, of rounds, steps, epochs "
-            "and data."
-        ),
+        typer.Option(help="Test only this fraction, such as 0.05, of rounds and data."),
     ] = None,
     settings: options.Set = None,
     download: options.Download = False,
@@ -318,9 +279,8 @@ def reproduce(
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared, scale)
     if unfinished:
-        say(
-            f"{unfinished} of {len(outcomes)} runs are unfinished. Repeat the command to finish them"
-        )
+        count = f"{unfinished} of {len(outcomes)}"
+        say(f"{count} runs are unfinished. Repeat the command to finish them")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]
@@ -330,28 +290,16 @@ def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None)
     """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
     from fedsynth.reproduction.comparison import format_number
 
-    _print_title(table)
+    print(f"{table.name}: {table.heading}")
     if scale is not None:
         print(SCALED.format(scale=scale))
     rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
     for line in lines:
-        rows.append(
-            [
-                line.cell + line.reduced_precision,
-                line.number.label,
-                format_number(line.number.value, line.number.std),
-                format_number(*line.spread),
-                str(len(line.values)),
-                line.verdict,
-                f"{line.hours:.2f}",
-                ", ".join(line.commits),
-            ]
-        )
+        row = [line.cell + line.reduced_precision, line.number.label]
+        row += [format_number(line.number.value, line.number.std), format_number(*line.spread)]
+        row += [str(len(line.values)), line.verdict, f"{line.hours:.2f}", ", ".join(line.commits)]
+        rows.append(row)
     _print_table(rows)
-
-
-def _print_title(table: Preset) -> None:
-    print(f"{table.name}: {table.title} ({table.source}, {table.table})")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -367,8 +315,7 @@ def _list_tables() -> None:
     rows = [["preset", "runnable", "cells", "what it shows"]]
     for table in map(preset, preset_names()):
         runnable = sum(not table.refusal(cell) for cell in table.cells)
-        title = f"{table.title} ({table.source}, {table.table})"
-        rows.append([table.name, str(runnable), str(len(table.cells)), title])
+        rows.append([table.name, str(runnable), str(len(table.cells)), table.heading])
     _print_table(rows)
     print("\nThe following published results are not part of fedsynth:")
     for paper, item, what in not_covered():
@@ -385,7 +332,7 @@ def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
     from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.runs import changed_settings
 
-    _print_title(table)
+    print(f"{table.name}: {table.heading}")
     for block in table.blocks:
         if any(cell.fits(block.when) for cell in cells):
             texts = [f"{column} {', '.join(values)}" for column, values in block.when.items()]

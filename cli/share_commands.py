@@ -37,9 +37,7 @@ FIRST_STEPS = 5  # after which the time of a training is estimated
 ROBUST = "median, trimmed or clip (run.robust)"
 
 
-methods_app = Application(
-    help="List all methods, or describe one method in full.", no_args_is_help=False
-)
+methods_app = Application(help="List all methods, or describe one method in full.")
 
 
 @methods_app.callback(invoke_without_command=True)
@@ -70,10 +68,8 @@ def show_method(
     from fedsynth.methods import method_class
 
     cls = method_class(name)
-    print(
-        f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), "
-        "with defaults:"
-    )
+    print(f"{name}: {cls.summary}\nreference: {cls.reference}\n")
+    print("settings (--set KEY=VALUE), with defaults:")
     for field in fields(cls):
         print(f"  {field.name} = {field.default}")
     print(f"\n{explanation(cls)}")
@@ -122,6 +118,9 @@ def explaining(cls: type) -> list[type]:
     return classes[1:]
 
 
+StudentFile = Annotated[Path, options.path_option("The file to write the student to.")]
+
+
 def split_names(text: str) -> list[str]:
     """Returns the names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -135,30 +134,14 @@ def distill(
     chosen: options.Sections,
     models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
     arch: Annotated[
-        str,
-        typer.Option(help="The architecture of all models, or of each model, separated by commas."),
+        str, typer.Option(help="The architecture of all models, or of each.")
     ] = "convnet",
-    student: Annotated[
-        str | None, typer.Option(help="The student's architecture. Default: the first model's.")
-    ] = None,
-    dataset: Annotated[
-        str, typer.Option(help="The data set that defines image size, classes and normalisation.")
-    ] = "mnist",
-    method: Annotated[
-        str, typer.Option(help="A method that needs no data: fedhydra or dense.")
-    ] = "fedhydra",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A setting of the method's server. May be repeated."
-        ),
-    ] = None,
-    evaluate: Annotated[
-        bool, options.flag("--evaluate", "Also test the models and the student on the data set.")
-    ] = False,
-    output: Annotated[Path, options.path_option("The file to write the student to.")] = Path(
-        "student.safetensors"
-    ),
+    student: Annotated[str | None, typer.Option(help="Default: the first architecture.")] = None,
+    dataset: Annotated[str, typer.Option(help="The data set of the models.")] = "mnist",
+    method: Annotated[str, typer.Option(help="The method: fedhydra or dense.")] = "fedhydra",
+    settings: options.Set = None,
+    evaluate: Annotated[bool, options.flag("--evaluate", "Also test on the data set.")] = False,
+    output: StudentFile = Path("student.safetensors"),
 ) -> None:
     """Distil trained models into one model, in one shot and without data.
 
@@ -172,10 +155,9 @@ def distill(
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     run = chosen["run"]
     root = chosen["data"].get("data_root")
-    files = list(map(expand_home, split_names(models)))
     architectures = split_names(arch)
     lines = distil_files(
-        files,
+        list(map(expand_home, split_names(models))),
         architectures,
         student=student or next(iter(architectures), ""),
         dataset=dataset,
@@ -188,8 +170,7 @@ def distill(
         evaluate=evaluate,
         output=output,
     )
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n")
 
 
 data_app = Application(
@@ -212,16 +193,10 @@ def describe(
             metavar="DIR",
         ),
     ],
-    name: Annotated[
-        str | None,
-        typer.Option(help="The public name of the data set. Default: the folder's name."),
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Public name. Default: the folder's.")] = None,
     output: Annotated[
         Path | None,
-        options.path_option(
-            "The file to write. Default: fedsynth.toml in the folder, or FILE.fedsynth.toml next to "
-            "a file, where `train --data` looks for it."
-        ),
+        options.path_option("Default: fedsynth.toml in the folder, or FILE.fedsynth.toml."),
     ] = None,
 ) -> None:
     """Propose a public description of a folder of images, for a person to check and sign.
@@ -265,14 +240,9 @@ def clear_cache(
     print(f"deleted files: {clear(folder)}")
 
 
-Out = Annotated[
-    Path, options.path_option("The folder to create. You may share all of its files.", "--out")
-]
+out_option = options.path_option("The folder to create. You may share all of its files.", "--out")
 Unprotected = Annotated[
-    bool,
-    options.flag(
-        "--unprotected", "Also export images without a guarantee. They may reveal real images."
-    ),
+    bool, options.flag("--unprotected", "Also export without a guarantee: may reveal real images.")
 ]
 WithModel = Annotated[
     bool, options.flag("--with-model", "Also export the run's model, which has the same guarantee.")
@@ -286,7 +256,7 @@ WithModel = Annotated[
 )  # fmt: skip
 def synthesize(
     chosen: options.Sections,
-    out: Out,
+    out: Annotated[Path, out_option],
     download: options.Download = False,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
@@ -307,9 +277,8 @@ def synthesize(
     from fedsynth.simulation.simulate import owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
-    resolved = owner_settings(
-        options.merged(options.read_config(config), options.with_own_code(chosen))
-    )
+    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    resolved = owner_settings(sections)
     keep_large_allocations()
     with make_observer(resolved) as observer, ended_by_signals():
         result = make(
@@ -329,13 +298,9 @@ def synthesize(
 def export(
     chosen: options.Sections,
     run: Annotated[Path, options.path_argument("The folder of a finished run.", metavar="RUN")],
-    out: Annotated[
-        Path | None,
-        options.path_option("The folder to create. You may share all of its files.", "--out"),
-    ] = None,
+    out: Annotated[Path | None, out_option] = None,
     onnx: Annotated[
-        Path | None,
-        options.path_option("Write the run's model to this ONNX file, from pixels in [0, 1]."),
+        Path | None, options.path_option("The ONNX file to write, for pixels in [0, 1].")
     ] = None,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
@@ -372,9 +337,7 @@ def student(
     share: Annotated[
         Path, options.path_argument("A folder that `fedsynth export` wrote.", metavar="SET")
     ],
-    labels: Annotated[
-        str, typer.Option(help="The labels: soft (stored with the images), hard (classes) or auto.")
-    ] = "auto",
+    labels: Annotated[str, typer.Option(help="soft (in the set), hard or auto.")] = "auto",
     teacher: Annotated[
         str,
         typer.Option(
@@ -389,17 +352,11 @@ def student(
         typer.Option(metavar="FILE.py:NAME", help="The custom feature map of the teacher, if any."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="The number of training steps.")] = None,
-    copies: Annotated[
-        int | None, typer.Option(help="The number of augmented copies of an image.")
-    ] = None,
-    flip: Annotated[
-        bool, options.flag("--flip", "Also mirror the copies. Not for digits or letters.")
-    ] = False,
+    copies: Annotated[int | None, typer.Option(help="Augmented copies of an image.")] = None,
+    flip: Annotated[bool, options.flag("--flip", "Mirror copies, not for digits.")] = False,
     dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
     download: options.Download = False,
-    output: Annotated[Path, options.path_option("The file to write the network to.")] = Path(
-        "student.safetensors"
-    ),
+    output: StudentFile = Path("student.safetensors"),
 ) -> None:
     """Train a network only on synthetic images.
 
@@ -497,14 +454,10 @@ def fidelity(
     if as_json:
         print(json.dumps(asdict(measured), indent=2))
         return
-    print(f"FID: {measured.fid:.4g}")
     print(
-        f"KID: {measured.kid:.4g} ± {measured.kid_std:.2g} over subsets of {measured.subset_size} "
-        "images"
-    )
-    print(
-        f"compared: {measured.synthetic} synthetic and {measured.real} real images, "
-        f"{measured.features} features of {features}"
+        f"FID: {measured.fid:.4g}\nKID: {measured.kid:.4g} ± {measured.kid_std:.2g} over subsets of "
+        f"{measured.subset_size} images\ncompared: {measured.synthetic} synthetic and "
+        f"{measured.real} real images, {measured.features} features of {features}"
     )
     if "test_folder" in chosen["data"]:
         note("the guarantee does not cover these distances if the test images are private")
@@ -514,20 +467,12 @@ def _test_images(
     spec: DatasetSpec, data: dict[str, Any], dataset: str | None, download: bool
 ) -> ImageData | None:
     """Returns the real images that --test-data or --dataset names, or None."""
+    from fedsynth.config.resolve import take_encoder
     from fedsynth.simulation.student import real_images
 
-    return real_images(
-        spec,
-        encoder=options.encoder_of(data),
-        folder=data.get("test_folder"),
-        skip_corrupt=data.get("skip_corrupt", False),
-        skip_other=data.get("skip_other", False),
-        dataset=dataset,
-        data_root=data.get("data_root"),
-        download=download,
-        note=say,
-        **{name: value for name, value in data.items() if f"data.{name}" in options.COLUMNS},
-    )
+    data = dict(data)
+    sources = {"encoder": take_encoder(data), "folder": data.pop("test_folder", None)}
+    return real_images(spec, dataset=dataset, download=download, note=say, **sources, **data)
 
 
 def _guarantee(result: Student) -> str:

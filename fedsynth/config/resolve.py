@@ -101,7 +101,7 @@ def resolve(
     _check_source(name, run.pop("method_source", None), own_method)
     root = data.pop("data_root", None)
     method = own_method or method_class(name)
-    encoder = _encoder(data)
+    encoder = take_encoder(data)
     dataset, folder = _own_folder(data)
     preset: dict[str, dict[str, Any]] = {}
     if own_data is not None:
@@ -189,7 +189,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         )
 
 
-def _encoder(data: dict[str, Any]) -> EncoderSettings | None:
+def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
     """Removes the settings of an encoder from the section "data", and returns them."""
     values = {name: data.pop(name) for name in field_types(EncoderSettings) if data.get(name)}
     if not values:

@@ -174,6 +174,11 @@ class Preset:
     refusals: tuple[tuple[When, str], ...]
     cells: tuple[Cell, ...]
 
+    @property
+    def heading(self) -> str:
+        """The title of the table with its source."""
+        return f"{self.title} ({self.source}, {self.table})"
+
     def refusal(self, cell: Cell) -> str:
         """Returns the reason why a cell cannot be run, or an empty string if it can be run."""
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
