@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -347,11 +347,11 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         UnsupportedImageError: the file is damaged, too large or unsupported.
         OSError: the file cannot be read.
     """
-    content = _nifti_bytes(path)
+    file = _opened_nifti(path)
     with _plain_errors("NIfTI"):
         import nibabel
 
-        image = nibabel.Nifti1Image.from_stream(io.BytesIO(content))
+        image = nibabel.Nifti1Image.from_stream(file)
         volumes = image.dataobj.reshape((*image.shape, 1, 1)[: max(3, image.ndim)])
         orientation = nibabel.io_orientation(image.affine)
         axis = orientation[:, 0].tolist().index(2)
@@ -360,20 +360,21 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
             position = volumes.shape[axis] - 1 - position
         index: list[Any] = [slice(None)] * 3 + [0] * (volumes.ndim - 3)
         index[axis] = position
-        plane = np.asarray(volumes[tuple(index)])
-        if plane.dtype.kind not in "iuf" or plane.size > MAX_FRAME_PIXELS:
+        pixels = math.prod(volumes.shape[:3]) // volumes.shape[axis]
+        if image.get_data_dtype().kind not in "iuf" or pixels > MAX_FRAME_PIXELS:
             raise UnsupportedImageError(
                 f"a NIfTI slice must have grey values, and at most {MAX_FRAME_PIXELS:,} pixels"
             )
+        plane = np.asarray(volumes[tuple(index)])  # reads only this slice of the file
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
         losses = _losses(
-            bits=image.get_data_dtype() != np.uint8, slices=math.prod(volumes.shape) > plane.size
+            bits=image.get_data_dtype() != np.uint8, slices=math.prod(volumes.shape) > pixels
         )
         return Picture(scaled(upright, decoding.window), losses)
 
 
-def _nifti_bytes(path: Path) -> bytes:
-    """Reads a NIfTI file and decompresses it. No more bytes are read than the header declares.
+def _opened_nifti(path: Path) -> BinaryIO:
+    """Opens a NIfTI file, which is decompressed only while it is read.
 
     Raises:
         UnsupportedImageError: the file is damaged, or declares too large a volume.
@@ -385,13 +386,13 @@ def _nifti_bytes(path: Path) -> bytes:
     with _plain_errors("NIfTI"):
         from nibabel import Nifti1Header
 
-        start = file.read(Nifti1Header.sizeof_hdr)
-        header = Nifti1Header(start)
+        header = Nifti1Header(file.read(Nifti1Header.sizeof_hdr))
         size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
         size += int(header["vox_offset"])
         if not 0 < size <= MAX_VOLUME_BYTES:
             raise UnsupportedImageError(f"the volume may have at most {MAX_VOLUME_BYTES:,} bytes")
-        content = start + file.read(max(0, size - len(start)))
-        if len(content) < size:
+        file.seek(size - 1)
+        if not file.read(1):
             raise UnsupportedImageError("the NIfTI file is shorter than its header states")
-        return content
+        file.seek(0)
+        return cast(BinaryIO, file)
