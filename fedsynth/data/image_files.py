@@ -269,6 +269,8 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
             window = decoding.window
             if upright.mode != "F":
                 window = window or _RANGE_OF_16_BITS
+            if window is None:
+                losses.append(medical_files.NO_WINDOW)
             return Picture(medical_files.scaled(np.asarray(upright), window), tuple(losses))
         mode = "L" if _is_grey(upright) else "RGB"
         if upright.has_transparency_data:

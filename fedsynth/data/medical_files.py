@@ -43,6 +43,7 @@ MAX_RLE_BITS = 2**27
 """The maximum size of a frame that is compressed by RLE. Damaged RLE data may expand 64 times."""
 SLICES_LOST = "images that are one slice or frame of several"
 BITS_LOST = "images with more than 8 bits, reduced to 8"
+NO_WINDOW = "images without a window, each scaled to its own range"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _RLE = "1.2.840.10008.1.2.5"
 _PREAMBLE_BYTES = 128
@@ -161,9 +162,10 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     return np.nan_to_num(unit, nan=0.0).clip(0, 1)
 
 
-def _losses(*, bits: bool, slices: bool) -> tuple[str, ...]:
-    """Returns descriptions of what a decoding lost: bits of the values, or other slices."""
-    return tuple(compress((BITS_LOST, SLICES_LOST), (bits, slices)))
+def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
+    """Returns descriptions of what a decoding lost: bits of the values, other slices, or levels that
+    images have in common."""
+    return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
 @contextmanager
@@ -215,7 +217,12 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         _check_frame(data, position, frames)
         values = pixel_array(data, index=position)
         _use_frame_values(data, position)
-        losses = _losses(bits=data.BitsStored > 8, slices=frames > 1)
+        grey = data.PhotometricInterpretation.startswith("MONOCHROME")
+        losses = _losses(
+            bits=data.BitsStored > 8,
+            slices=frames > 1,
+            window=grey and not _has_window(data, decoding),
+        )
         return Picture(_displayed(values, data, decoding), losses)
 
 
@@ -308,6 +315,15 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> Array:
     return unit
 
 
+def _has_window(data: Any, decoding: Decoding) -> bool:
+    """Returns True if a window of grey values is known: the chosen one, that of the file, or the
+    range of 8-bit values."""
+    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
+    has_bytes = data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation
+    levels = (data.get("WindowCenter"), data.get("WindowWidth"))
+    return bool(decoding.window or data.get("VOILUTSequence") or None not in levels or has_bytes)
+
+
 def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
     """Applies the chosen window or, if no window was chosen, the first window or table of a file.
 
@@ -327,10 +343,7 @@ def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
             low, high = apply_windowing(np.array([-1e30, 1e30]), data)
             output = apply_windowing(values, data)
         return scaled((output - low) / (high - low), (0.5, 1.0))
-    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
-    if data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation:
-        return scaled(values, (127.5, 255.0))
-    return scaled(values, None)
+    return scaled(values, (127.5, 255.0) if _has_window(data, decoding) else None)
 
 
 # -------------------------------------------------------------------------------------- NIfTI
@@ -368,7 +381,9 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         plane = np.asarray(volumes[tuple(index)])  # reads only this slice of the file
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
         losses = _losses(
-            bits=image.get_data_dtype() != np.uint8, slices=math.prod(volumes.shape) > pixels
+            bits=image.get_data_dtype() != np.uint8,
+            slices=math.prod(volumes.shape) > pixels,
+            window=decoding.window is None,
         )
         return Picture(scaled(upright, decoding.window), losses)
 

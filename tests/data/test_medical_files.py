@@ -98,6 +98,9 @@ def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
     assert np.array_equal(levels(lung), linear)
     for path in (plain, lung):
         assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
+    losses = read_pixels([plain, lung], 1, 8, 8, Decoding())[2]
+    assert losses["images without a window, each scaled to its own range"] == 1
+    assert len(read_pixels([plain, lung], 1, 8, 8, Decoding((40, 400)))[2]) == 1
     inverted = write_ct(tmp_path / "1.2.3.4", PhotometricInterpretation="MONOCHROME1")
     assert np.array_equal(levels(inverted), 255 - levels(plain))
 
@@ -112,6 +115,7 @@ def test_dicom_table_replaces_window(tmp_path: Path) -> None:
     assert np.array_equal(
         levels(write_dicom(tmp_path / "b.dcm", stored, RescaleSlope=1, RescaleIntercept=0)), stored
     )
+    assert not read_pixels([negative, tmp_path / "b.dcm"], 1, 8, 8, Decoding())[2]
 
 
 def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
