@@ -128,11 +128,8 @@ def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[title]
-        raise SettingError(
-            section,
-            key,
-            f"names {path}, which fails with {type(error).__name__}: {one_line(error)}",
-        ) from error
+        reason = f"names {path}, which fails with {type(error).__name__}: {one_line(error)}"
+        raise SettingError(section, key, reason) from error
     finally:
         sys.path.remove(str(path.parent))
     return module

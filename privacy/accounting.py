@@ -380,12 +380,8 @@ def calibrate_noise_multiplier(
     at_low = at_high = excess(1.0)
     while at_high > 0:
         if high > 1e6:
-            raise PrivacySettingError(
-                "privacy",
-                "epsilon",
-                "is too small, because even a noise multiplier of 1e6 gives a larger ε",
-                value=f"{target_epsilon:g}",
-            )
+            reason = "is too small, because even a noise multiplier of 1e6 gives a larger ε"
+            raise PrivacySettingError("privacy", "epsilon", reason, value=f"{target_epsilon:g}")
         low, at_low = high, at_high
         high = 4 * high
         at_high = excess(high)

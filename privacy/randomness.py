@@ -227,10 +227,9 @@ def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Gri
     grid = Grid(1 - exponent, addends.records * clip + TAIL * noise_std)
     overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
     if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
-        raise PrivacySettingError(
-            "privacy",
-            "noise_multiplier",
+        reason = (
             f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
-            "clients. Increase privacy.noise_multiplier or lower privacy.max_records",
+            "clients. Increase privacy.noise_multiplier or lower privacy.max_records"
         )
+        raise PrivacySettingError("privacy", "noise_multiplier", reason)
     return grid

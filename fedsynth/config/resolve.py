@@ -109,34 +109,23 @@ def resolve(
     elif folder is None:
         dataset = dataset_spec(dataset).name
         preset = preset_of(dataset, method)
-
-    def over_preset(section: str) -> dict[str, Any]:
-        return {**preset.get(section, {}), **sections.get(section, {})}
-
-    run = {**preset.get("run", {}), **run}
-    partition = over_preset("partition")
+    chosen = {key: {**preset.get(key, {}), **sections.get(key, {})} for key in SECTIONS}
     if folder is not None:
-        partition.setdefault("kind", EXPLICIT)
-    model = over_preset("model")
+        chosen["partition"].setdefault("kind", EXPLICIT)
     if encoder is not None:
-        model.setdefault("name", "mlp")
-    privacy = dict(sections.get("privacy", {}))
-    # With only a ledger in the section, the ledger is that of a run without privacy.
-    ledger: Any = None
-    if privacy.keys() == {"ledger"}:
-        ledger = str(privacy.pop("ledger"))
-    division = from_mapping(PartitionSettings, partition)
-    if folder is not None and privacy.get("unit") == USER:
-        privacy = {**_declared_users(folder, division), **privacy}
+        chosen["model"].setdefault("name", "mlp")
+    partition = from_mapping(PartitionSettings, chosen["partition"])
+    privacy, ledger = _privacy(chosen["privacy"], folder, partition)
+    run = {**preset.get("run", {}), **run}
     values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
-        method=method.from_mapping(over_preset("method")),
+        method=method.from_mapping(chosen["method"]),
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
-        partition=division,
-        model=from_mapping(ModelSettings, model),
-        privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
-        report=from_mapping(ReportSettings, sections.get("report", {})),
+        partition=partition,
+        model=from_mapping(ModelSettings, chosen["model"]),
+        privacy=privacy,
+        report=from_mapping(ReportSettings, chosen["report"]),
         ledger=ledger,
         folder=folder,
         encoder=encoder,
@@ -182,11 +171,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError("run", "method", reason) from None
     source = own_source(name)
     if source is not None and source.label != stated:
-        raise SettingError(
-            "run",
-            "method",
-            f"must be the code {short_repr(stated)}, but the file you named has {source.label}",
-        )
+        reason = f"must be the code {short_repr(stated)}, but the file you named has {source.label}"
+        raise SettingError("run", "method", reason)
 
 
 def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
@@ -227,15 +213,25 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     return str(name or default_name(folder.folder)), folder
 
 
-def _declared_users(folder: FolderSettings, partition: PartitionSettings) -> dict[str, float]:
-    """Returns the declared number of users per client as the nominal size, if it is declared."""
-    declaration = folder.declared()
-    if declaration is None or not declaration.spec.groups:
-        return {}
-    clients = partition.clients
-    if partition.kind == EXPLICIT:
-        clients = max(1, len(declaration.sites))
-    return {"nominal_size": declaration.spec.groups / clients}
+def _privacy(
+    values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
+) -> tuple[PrivacySettings | None, Any]:
+    """Returns the settings of a private run, or None and the ledger of a run without privacy.
+
+    A section with only a ledger does not make a run private. With custom images of a declared
+    number of users, the nominal size is the number of users per client.
+    """
+    if not values or values.keys() == {"ledger"}:
+        return None, values.get("ledger") and str(values["ledger"])
+    declaration = None
+    if folder is not None and values.get("unit") == USER:
+        declaration = folder.declared()
+    if declaration is not None and declaration.spec.groups:
+        clients = partition.clients
+        if partition.kind == EXPLICIT:
+            clients = max(1, len(declaration.sites))
+        values = {"nominal_size": declaration.spec.groups / clients, **values}
+    return from_mapping(PrivacySettings, values), None
 
 
 MEDMNIST = "medmnist:"

@@ -351,9 +351,7 @@ class Node:
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
-        state = None
-        if RUN_NAME.fullmatch(run):
-            state = read_state(self.folder(run))
+        state = read_state(self.folder(run)) if RUN_NAME.fullmatch(run) else None
         if state is None:
             raise MessageError("this client has not joined the run")
         session = self._open(state.proposal, state)

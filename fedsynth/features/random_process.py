@@ -138,12 +138,11 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
 
 def _check(shape: Shape) -> None:
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
-        raise SettingError(
-            "method",
-            "features",
+        reason = (
             f"cannot be based on random processes for images of shape {shape}. These features "
-            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels",
+            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels"
         )
+        raise SettingError("method", "features", reason)
 
 
 DICTIONARY = 0.7

@@ -173,12 +173,10 @@ class Scattering(nn.Module):
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
         if min(size) < MIN_SIDE:
-            raise SettingError(
-                "method",
-                "features",
-                f"needs images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {size[0]}×{size[1]}",
-                value="scattering",
+            reason = (
+                f"needs images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {size[0]}×{size[1]}"
             )
+            raise SettingError("method", "features", reason, value="scattering")
         self.size = size
         padded = (_padded(size[0]), _padded(size[1]))
         low = np.fft.fft2(gabor(padded, 0.8 * 2 ** (J - 1), 0.0, 0.0, 1.0)).real

@@ -179,9 +179,7 @@ class StepTrial:
         server = Server.begun(self._method, context)
         memory: Memory = {}
         self._num_series = 0
-        users = None
-        if self._privacy.unit == USER:
-            users = data.groups
+        users = data.groups if self._privacy.unit == USER else None
         for phase in PHASES:
             message = server.request(phase, context)
             if message is None:
@@ -435,9 +433,7 @@ def check_private_steps(
         return [f"{NOT_TRIED}{reason:.200}."]
     findings = list(filter(None, (trial.finding for trial in trials)))
     if findings and settings.own_code:
-        setting = ("method", "features")
-        if own_model:
-            setting = ("model", "name")
+        setting = ("model", "name") if own_model else ("method", "features")
         if is_own_method(settings.method):
             setting = ("run", "method")
         raise SettingError(

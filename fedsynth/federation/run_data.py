@@ -335,9 +335,7 @@ def declared(settings: RunSettings) -> Declaration:
     Raises:
         DataError: there is no declaration, or it is not signed. The message states what to do.
     """
-    declaration = None
-    if settings.folder is not None:
-        declaration = settings.folder.declared()
+    declaration = settings.folder.declared() if settings.folder is not None else None
     return _required(declaration, settings)
 
 

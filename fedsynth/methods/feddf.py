@@ -64,11 +64,10 @@ class FedDF(EnsembleDistillation):
 
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
-            raise SettingError(
-                "method",
-                "proxy",
-                "must be the name of a data set with public images, or 'noise' for random pixels",
+            reason = (
+                "must be the name of a data set with public images, or 'noise' for random pixels"
             )
+            raise SettingError("method", "proxy", reason)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext

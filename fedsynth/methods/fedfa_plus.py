@@ -133,12 +133,11 @@ class FedFAPlus(TrainsLocally):
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
         if self.parts != "alignment" and not getattr(model, "stage_names", ()):
-            raise SettingError(
-                "model",
-                "name",
+            reason = (
                 "must be a network with the attribute `stage_names`, the names of the stages to "
-                "augment. Set method.parts=alignment for a network without it",
+                "augment. Set method.parts=alignment for a network without it"
             )
+            raise SettingError("model", "name", reason)
 
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext

@@ -245,9 +245,7 @@ class FedFM(TrainsLocally):
         started = context.round >= self.start_round and bool(message.has_anchor.any())
         if not self.weight or not started:
             return LocalObjective()
-        temperature = None
-        if self.matching == "contrastive":
-            temperature = self.temperature
+        temperature = self.temperature if self.matching == "contrastive" else None
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             f = network.embed(x)  # type: ignore[operator]
@@ -261,12 +259,11 @@ class FedFM(TrainsLocally):
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of DP-SGD, of the feature sums, and of the class counts."""
         if self.start_round > 1 or self.weight == 0:
-            raise SettingError(
-                "method",
-                "start_round",
+            reason = (
                 "must be 1 with differential privacy, because every round is charged for anchors. "
-                "For the same reason method.weight must be above 0",
+                "For the same reason method.weight must be above 0"
             )
+            raise SettingError("method", "start_round", reason)
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
             "features (anchors)",

@@ -119,9 +119,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         U_r, U_c = stratification.stratified_weights(
             U, in_place=self.columns == "in-place"
         )  # Eqs. 4 to 7
-        targets = None  # P
-        if self.lessons == "average":
-            targets = ensemble.average_of_logits
+        targets = ensemble.average_of_logits if self.lessons == "average" else None
         training = ensemble.OneShotDistillation(
             self,
             models,

@@ -257,9 +257,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     def _floor(self, clients: int, context: RoundContext) -> float:
         """Returns the number of examples over all clients that a class must have to be used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
-        rate = None
-        if context.privacy is not None:
-            rate = context.privacy.sample_rate
+        rate = context.privacy.sample_rate if context.privacy is not None else None
         return max(1.0, self.min_examples * (rate or 1.0), noise)
 
     def _feature_maps(

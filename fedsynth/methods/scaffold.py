@@ -89,12 +89,11 @@ class Scaffold(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            raise SettingError(
-                "method",
-                "momentum",
+            reason = (
                 "must be 0 for scaffold, which computes control variates from plain SGD steps, "
-                f"got {self.momentum}",
+                f"got {self.momentum}"
             )
+            raise SettingError("method", "momentum", reason)
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
         check_named("control", message.control, dict(context.architecture.named_parameters()))

@@ -50,10 +50,8 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         plan: the run's plan.
         simulated: True if all clients are in one process, False for a run over a network.
     """
-    facts = plan.facts
-    delta = plan.privacy.delta
-    if not facts.guaranteed:
-        return [f"no differential privacy guarantee: {facts.reasons[0]}"]
+    if not plan.facts.guaranteed:
+        return [f"no differential privacy guarantee: {plan.facts.reasons[0]}"]
     chief = plan.chief
     reasons = reasons_in_ledgers(plan.histories)
     if reasons:
@@ -63,24 +61,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
             f"no differential privacy guarantee: {reason}",
             f"  {noise}, but no ε can be stated",
         ]
-    planned = plan.planned_epsilon()
-    sampling = "all records at each step"
-    if chief.sample_rate < 1:
-        sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
-    rounds = pluralize(plan.run.rounds, "round")
-    if plan.run.participation < 1:
-        rounds += f" (each client takes part in at most {plan.most_rounds()})"
-    unit = "one example"
-    if plan.privacy.unit == USER:
-        unit = f"one {plan.run.report.person or 'person'} with all examples"
-    noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
-    if not plan.run.method.same_releases_every_round:
-        noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
-    lines = [
-        f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
-        f"{unit} {NEIGHBOURS[plan.privacy.adjacency]}",
-        f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
-    ]
+    lines = _description(plan)
     if chief.shares > 1:
         aggregation = "the server sees only sums of masked values"
         if simulated:
@@ -91,10 +72,31 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
-        lines.append(
-            f"  earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
-        )
-    return lines + _noise_warnings(plan) + _cap_warnings(plan, planned)
+        text = f"earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
+        lines.append(f"  {text}")
+    return lines + _noise_warnings(plan) + _cap_warnings(plan, plan.planned_epsilon())
+
+
+def _description(plan: PrivacyPlan) -> list[str]:
+    """Returns a line about the guarantee of a planned run, and a line about its mechanism."""
+    chief, privacy = plan.chief, plan.privacy
+    sampling = "all records at each step"
+    if chief.sample_rate < 1:
+        sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
+    rounds = pluralize(plan.run.rounds, "round")
+    if plan.run.participation < 1:
+        rounds += f" (each client takes part in at most {plan.most_rounds()})"
+    unit = "one example"
+    if privacy.unit == USER:
+        unit = f"one {plan.run.report.person or 'person'} with all examples"
+    noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
+    if not plan.run.method.same_releases_every_round:
+        noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
+    return [
+        f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} for each "
+        f"client over {rounds}, {unit} {NEIGHBOURS[privacy.adjacency]}",
+        f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
+    ]
 
 
 def _noise_warnings(plan: PrivacyPlan) -> list[str]:

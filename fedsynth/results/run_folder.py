@@ -267,13 +267,9 @@ class RunFolder:
                 them.
         """
         images, labels = _joined(sets)
-        pixels = NORMALISED
-        if images.dtype == torch.uint8:
-            pixels = BYTES
+        pixels = BYTES if images.dtype == torch.uint8 else NORMALISED
         rows = [tensor.cpu() for tensor in soft if tensor is not None]
-        soft_labels = None
-        if rows and len(rows) == len(sets):
-            soft_labels = torch.cat(rows)
+        soft_labels = torch.cat(rows) if rows and len(rows) == len(sets) else None
         clients = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
         with writing(self.path):
             write_set(

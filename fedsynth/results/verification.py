@@ -101,9 +101,7 @@ def _verified(
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
     if CONFIG not in missing and run_folder.PRIVATE_START not in missing:
-        check = _run_problems
-        if (folder / OWNER).exists():
-            check = _owner_problems
+        check = _owner_problems if (folder / OWNER).exists() else _run_problems
         try:
             differing, note = check(folder, report, ledger, method)
             problems += differing
@@ -441,9 +439,7 @@ def _images_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, 
     expected = {"images": [count, *spec.image_shape], "labels": [count], "client": [count]}
     if "soft_labels" in tensors:
         expected["soft_labels"] = [count, spec.classes]
-    pixels = NORMALISED
-    if metadata.get("pixels") == BYTES:
-        pixels = BYTES
+    pixels = BYTES if metadata.get("pixels") == BYTES else NORMALISED
     problems = differences(TENSORS, expected, _shapes(tensors))
     problems += differences(f"{TENSORS}: metadata", set_facts(spec, pixels), metadata)
     last = [row["round"] for row in charges.run.rows if NOT_COUNTED not in row][-1]

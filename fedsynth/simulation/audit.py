@@ -128,11 +128,10 @@ def audit_run(
         spec = specification(settings)
     run = AuditedRun(_audited(settings, spec), spec, canaries, observer or Observer(), test_only)
     if run.plan.chief.shares > 1:
-        raise SettingError(
-            None,
-            "aggregation",
-            "must be 'own' for an audit, because a single upload has less noise than a secure sum",
+        reason = (
+            "must be 'own' for an audit, because a single upload has less noise than a secure sum"
         )
+        raise SettingError(None, "aggregation", reason)
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
     delta = run.plan.privacy.delta
@@ -168,11 +167,8 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
     size of the original run.
     """
     if settings.privacy is None:
-        raise SettingError(
-            "privacy",
-            "noise_multiplier",
-            "or privacy.epsilon must be set, because an audit tests a stated ε",
-        )
+        reason = "or privacy.epsilon must be set, because an audit tests a stated ε"
+        raise SettingError("privacy", "noise_multiplier", reason)
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
         raise PrivacySettingError(
@@ -280,9 +276,7 @@ def _random_federation(
         The training images, the test images, and the indices of each client's training images. The
         last `canaries` training images are the canaries, which belong to no client yet.
     """
-    nominal = 0
-    if settings.privacy is not None:
-        nominal = round(settings.privacy.nominal_size or 0)
+    nominal = round(settings.privacy.nominal_size or 0) if settings.privacy is not None else 0
     sizes = [max(spec.classes, min(nominal, MAX_OTHER_RECORDS))] * settings.partition.clients
     sizes[client] = max(spec.classes, min(nominal, MAX_RECORDS))
     rng = numpy_generator(settings.seed, "audit")

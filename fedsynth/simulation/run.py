@@ -164,9 +164,7 @@ class Simulation:
         training, held_out = divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         names = clients.ledger_names
-        folder = settings.ledger
-        if settings.privacy is not None:
-            folder = settings.privacy.ledger_folder
+        folder = settings.privacy.ledger_folder if settings.privacy is not None else settings.ledger
         if folder is not None:
             ledgers = clients.kept_ledgers(folder, settings)
         elif resumed is not None and self._private:
@@ -318,9 +316,7 @@ class Simulation:
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
-        charge_note = ""
-        if self._private:
-            charge_note = ". Resuming charges the interrupted round again"
+        charge_note = ". Resuming charges the interrupted round again" if self._private else ""
         return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:

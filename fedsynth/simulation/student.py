@@ -246,12 +246,11 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        raise SettingError(
-            None,
-            "teacher",
+        reason = (
             f"must map images of shape {spec.image_shape} to {spec.classes} logits, but {name} does "
-            "not",
+            "not"
         )
+        raise SettingError(None, "teacher", reason)
     return model
 
 

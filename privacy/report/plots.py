@@ -169,9 +169,7 @@ def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
 
 def _y_axis(lowest: float, highest: float, *, from_zero: bool) -> _Axis:
     """Returns the y axis for values in this range, with some space above and below the values."""
-    low = lowest
-    if from_zero:
-        low = 0.0
+    low = 0.0 if from_zero else lowest
     margin = 0.05 * (highest - low) or 0.05 * abs(highest) or 1.0
     high = highest + margin
     if not from_zero:

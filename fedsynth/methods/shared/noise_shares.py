@@ -87,13 +87,11 @@ class DistributedNoise(Method):
         if not self.requires_secure_sum:
             return 1
         if self.honest and self.honest >= clients:
-            raise SettingError(
-                "method",
-                "honest",
+            reason = (
                 f"must be below the number of clients ({clients}), because one client may be the "
-                "attacker",
-                value=self.honest,
+                "attacker"
             )
+            raise SettingError("method", "honest", reason, value=self.honest)
         return self.honest or max(1, clients - 1)
 
     def sum_over_clients(

@@ -110,12 +110,11 @@ class MakesImages(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pictures == YES and not self.images_each:
-            raise SettingError(
-                "method",
-                "pictures",
+            reason = (
                 "must be 'auto' or 'no', because no images are requested. To request images, set "
-                "method.ipc=400",
+                "method.ipc=400"
             )
+            raise SettingError("method", "pictures", reason)
 
     @property
     def images_each(self) -> int:
@@ -257,9 +256,8 @@ def check_differentiable(model: FeatureLinear) -> None:
     with torch.enable_grad():
         embedded = model.embed_pixels(image)
     if not embedded.requires_grad:
-        raise SettingError(
-            "method",
-            "ipc",
+        reason = (
             "must be 0, because the feature map has no gradient with respect to the pixels. Remove "
-            "torch.no_grad from the feature map, or set method.drawn_ipc=400",
+            "torch.no_grad from the feature map, or set method.drawn_ipc=400"
         )
+        raise SettingError("method", "ipc", reason)

@@ -174,13 +174,11 @@ class PlansStatistics(DistributedNoise, MakesImages):
             grey = spec.channels == 1 and min(spec.height, spec.width) >= MIN_SIDE
             return bool(features.blocks) and grey
         if self.whitening == YES and not features.blocks:
-            raise SettingError(
-                "method",
-                "whitening",
+            reason = (
                 "needs a feature map with channels and spatial cells (FeatureMap.blocks), but "
-                f"the feature map {features.name!r} has none. Set method.whitening=no",
-                value=self.whitening,
+                f"the feature map {features.name!r} has none. Set method.whitening=no"
             )
+            raise SettingError("method", "whitening", reason, value=self.whitening)
         return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
@@ -214,13 +212,11 @@ class PlansStatistics(DistributedNoise, MakesImages):
         }
         total = sum(shares.values())
         if total >= 1:
-            raise SettingError(
-                "method",
-                "moment_share",
+            reason = (
                 "is too large. The sum of centre_share, pixel_share, covariance_share and "
-                f"moment_share must be below 1, got {total:g}",
-                value=self.moment_share,
+                f"moment_share must be below 1, got {total:g}"
             )
+            raise SettingError("method", "moment_share", reason, value=self.moment_share)
         return shares
 
     def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:

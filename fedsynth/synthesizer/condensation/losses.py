@@ -187,12 +187,11 @@ MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        raise SettingError(
-            "method",
-            "matching",
+        reason = (
             "must be 'mean' with differential privacy, because no mechanism protects the features "
-            f"of single examples, got {kind!r}",
+            f"of single examples, got {kind!r}"
         )
+        raise SettingError("method", "matching", reason)
 
 
 class DistributionMatcher(matching.MatchingObjective):

@@ -246,12 +246,11 @@ def train_on_union(
         # not an error, w_r is kept.
         if context.privacy is not None or len(uploads) < context.clients:
             return
-        raise SettingError(
-            "method",
-            "min_examples",
+        reason = (
             "must be lower, because no client has this many examples of any class. Alternatively, "
-            "reduce the number of clients (partition.clients)",
+            "reduce the number of clients (partition.clients)"
         )
+        raise SettingError("method", "min_examples", reason)
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
     penalty: Penalty | None = on_all and (lambda network: on_all(network, images, labels))
