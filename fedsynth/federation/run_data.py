@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,13 @@ class RunData:
 
     Attributes:
         settings: the run's settings, completed with the values of the owner's declaration.
-        train: the training images, or their vectors if the run has an encoder.
+        train: the training images.
         test: the test images. None if there are no test images.
         test_kind: "public", "private" or "none".
         parts: the indices of each client's training images. None if the settings of the partition
             divide the images.
         names: the names of the clients. None if no names were given.
         left_out: a text that states which files in the folder were not read. Empty if all were.
-        images: the training images before an encoder. Ledgers identify records by these.
     """
 
     settings: RunSettings
@@ -164,12 +164,6 @@ class RunData:
     parts: Sequence[IntArray] | None = None
     names: Sequence[str] | None = None
     left_out: str = ""
-    images: ImageData | None = None
-
-    @property
-    def records(self) -> ImageData:
-        """The data by which ledgers identify the records, which do not depend on an encoder."""
-        return self.images or self.train
 
 
 def data_of_run(
@@ -179,8 +173,6 @@ def data_of_run(
     note: Callable[[Any], None],
     *,
     download: bool,
-    device: torch.device | None = None,
-    progress: Callable[[int, str, int, int], None] | None = None,
 ) -> RunData:
     """Loads the images of a run, and adds the declared facts about them to the settings.
 
@@ -190,8 +182,6 @@ def data_of_run(
         test: the kind of the test images, as in `simulate`.
         note: a function that receives a warning or a note about files that were not read.
         download: True lets torchvision download a named data set.
-        device: the device that computes the vectors of an encoder. None uses the CPU.
-        progress: a function that receives the progress of the encoder, as `Observer.step`.
 
     Raises:
         DataError: the data cannot be used, or the folder of a private run has no declaration of
@@ -222,13 +212,23 @@ def data_of_run(
         run_data = replace(run_data, test=None, test_kind=NO_TEST)
     elif not is_published(run_data.train.spec):
         note_shared_records(run_data.train, run_data.test, note)
-    return _encoded(run_data, device or torch.device("cpu"), progress)
+    return run_data
 
 
-def _encoded(
-    run_data: RunData, device: torch.device, progress: Callable[[int, str, int, int], None] | None
+def encoded(
+    run_data: RunData,
+    parts: Sequence[IntArray],
+    device: torch.device,
+    progress: Callable[[int, str, int, int], None],
 ) -> RunData:
-    """Replaces the images of a run by the vectors of its encoder, if it has one."""
+    """Replaces the images of a run by the vectors of its encoder, if it has one.
+
+    Args:
+        run_data: the images of the run.
+        parts: the indices of each client's training images. The vectors of other images are 0.
+        device: the device that computes the vectors.
+        progress: a function that receives the progress, as `Observer.step`.
+    """
     settings, images, test = run_data.settings, run_data.train, run_data.test
     encoder = settings.encoder
     if encoder is None:
@@ -237,16 +237,17 @@ def _encoded(
         _check_public_images(Path(encoder.public_images), settings.folder)
     features = encoder_map(encoder, images.spec.image_shape)
 
-    def show(completed: int, total: int) -> None:
-        if progress is not None:
-            progress(0, "encoding", completed, total)
-
+    show = partial(progress, 0, "encoding")
     options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show}
-    train = encode(images, features, device, **options)
+    used = np.unique(np.concatenate(parts))
+    vectors = encode(images.subset(used), features, device, **options)
+    stored = vectors.images.new_zeros(len(images), *vectors.spec.image_shape)
+    stored[used] = vectors.images
+    train = replace(images, images=stored, spec=vectors.spec, record_bytes=None)
     if test is not None:
         test = encode(test, features, device, **options)
     settings = replace(settings, encoder=replace(encoder, encoder=features.name))
-    return replace(run_data, settings=settings, train=train, test=test, images=images)
+    return replace(run_data, settings=settings, train=train, test=test)
 
 
 def _check_public_images(public: Path, settings: FolderSettings) -> None:

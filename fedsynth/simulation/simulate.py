@@ -112,21 +112,15 @@ def simulate(
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    loaded = run_data.data_of_run(
-        settings,
-        data,
-        test,
-        observer.note,
-        download=download,
-        device=device,
-        progress=observer.step,
-    )
+    loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
     run_data.require_a_ledger(loaded.settings, loaded.train.spec)
     if parts is None:
         parts = loaded.parts
         if names is None:
             names = loaded.names
-    settings, clients = _divided(loaded, parts, names)
+    loaded, clients = _divided(loaded, parts, names)
+    loaded = run_data.encoded(loaded, clients.parts, device, observer.step)
+    settings = loaded.settings
     test_images = loaded.test
     if test_images is not None:
         test_images = test_images.to(device)
@@ -149,7 +143,7 @@ def simulate(
 
 def _divided(
     loaded: run_data.RunData, parts: Sequence[IntArray] | None, names: Sequence[str] | None
-) -> tuple[RunSettings, run_data.Clients]:
+) -> tuple[run_data.RunData, run_data.Clients]:
     """Divides the training records of a run among its clients.
 
     Args:
@@ -158,7 +152,7 @@ def _divided(
         names: the names of the clients, or None.
 
     Returns:
-        The settings of the run with the actual division, and the clients.
+        The data with the settings of the actual division, and the clients.
 
     Raises:
         FedsynthError: the division does not fit the data or the settings (see `simulate`).
@@ -181,7 +175,7 @@ def _divided(
         check_one_client_each(positions, train)
     if names is not None:
         names = check_names(names, len(positions))
-    return settings, run_data.Clients(loaded.records, positions, names)
+    return replace(loaded, settings=settings), run_data.Clients(train, positions, names)
 
 
 Preset = Mapping[str, Mapping[str, Any]]

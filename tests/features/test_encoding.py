@@ -29,6 +29,7 @@ from fedsynth.errors import OutputError, SettingError, UnknownNameError
 from fedsynth.features import FeatureMap, feature_map, normalised_map, register_features
 from fedsynth.features.encoding import PASS, clear_cache, encode, encoder_map
 from fedsynth.features.pretrained import read_weights
+from fedsynth.federation.run_data import RunData, encoded
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.verification import verify_run
 from fedsynth.seeding import forked_rng
@@ -98,6 +99,21 @@ def test_vectors_do_not_depend_on_other_images(weights: Path) -> None:
     assert torch.equal(torch.cat([vectors[:3], vectors[4:]]), without)
     norms = torch.linalg.vector_norm(2 * vectors.flatten(1) - 1, dim=1)
     assert float(norms.max()) <= 1 + 1e-5
+
+
+def test_only_images_of_clients_are_encoded() -> None:
+    """A subset of the data takes less time."""
+    train, _ = few()
+    settings = resolve({"data": {"dataset": "digits", "encoder": "pixels"}})
+    steps: list[tuple[Any, ...]] = []
+    parts = [np.array([3, 5]), np.array([100])]
+    loaded = RunData(settings, train, None, "none")
+    vectors = encoded(loaded, parts, CPU, lambda *step: steps.append(step)).train.images
+    expected = encode(train, feature_map("pixels", SHAPE), CPU).images
+    assert torch.equal(vectors[[3, 5, 100]], expected[[3, 5, 100]])
+    assert len(vectors) == len(train)
+    assert not vectors[[0, 4, 119]].any()
+    assert steps == [(0, "encoding", 1, 1)]  # of two passes for all images
 
 
 def test_encoders_that_mix_images_are_refused() -> None:
