@@ -1,13 +1,16 @@
 """DP-SGD on a client's model, with per-example gradients from Opacus.
 
-Only Opacus' `GradSampleModule` is used, which computes per-example gradients for any architecture.
-Sampling, clipping, summing and noise are those of `GaussianSumMechanism`, as for all private
-statistics. Opacus' own optimiser and loader are not used, for four reasons:
+Only Opacus' samplers are used, which compute the per-example gradients of a layer from its inputs
+and the gradients with respect to its outputs. Sampling, clipping, summing and noise are those of
+`GaussianSumMechanism`, as for all private statistics. Opacus' own hooks, optimiser and loader are
+not used, for five reasons:
 
 - The loader computes the sampling rate and the divisor from len(dataset), which is private.
 - The noise comes from torch's generator.
 - If the gradient of one example is not finite, the sum of the whole batch is lost.
-- Gradients are clipped in float32.
+- Gradients are clipped in float32. With ghost clipping, the sum is not even computed from the
+  gradients whose norms were clipped.
+- Its hooks compute the gradients of the whole batch, too, which nothing needs.
 
 Neighbouring data sets differ in one example that is added or removed. Each step draws one Poisson
 sample at the public rate q. One row of the ledger counts all steps of a round.
@@ -16,19 +19,20 @@ sample at the public rate q. One row of the ledger counts all steps of a round.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
-from fedsynth.privacy.products import clipped_product
+from fedsynth.privacy.products import LayerGradients, outer_products
 
 Penalty = Callable[[nn.Module], Tensor]
 """A function of the network in training that returns a scalar. The scalar's gradient is added to
@@ -42,25 +46,14 @@ ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
 [N]. The loss of an example must depend only on that example."""
 
-Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of (inputs [N, …], labels [N]) that returns l [N, P] and r [N, Q]. The gradient of
-each example's cross-entropy must be l ⊗ r, in row-major order of the model's only parameter [P, Q].
-It must depend only on that example."""
-
 PHYSICAL_BATCH = 128
 """The maximum number of per-example gradients held at a time."""
 PHYSICAL_BYTES = 2**30
 """The maximum memory of these gradients, in bytes."""
 
-PASS_START = 2**18
+PASS_START = 2**22
 """The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
-example. It is due to Opacus' hooks and bookkeeping, and was measured on a CPU for ConvNets."""
-
-FACTOR_BATCH = 512
-"""The maximum number of examples in a pass if the gradients are given as factors."""
-FACTOR_START = 64.0
-"""The fixed cost of a pass with factors, divided by its cost per example. Each pass computes the
-summed product of the factors once."""
+example, measured on a CPU."""
 
 
 class Optimiser(Protocol):
@@ -168,7 +161,6 @@ def dp_sgd(
     series: GaussianSumMechanism,
     settings: DpSgdSettings,
     units: Units | None = None,
-    factors: Factors | None = None,
     note: Note = lambda text: None,
 ) -> None:
     """Trains a model in place with DP-SGD.
@@ -186,57 +178,34 @@ def dp_sgd(
         units: the privacy units of the client's records. None makes each record a unit. If users
             are the units, each user's mean gradient is clipped, and `expected_batch_size` counts
             users.
-        factors: a function that returns the factors of a linear model's cross-entropy gradients at
-            its current weights. The gradients are then clipped and summed from their factors. The
-            result is the same except for rounding. It is ignored if `loss` is given or if users are
-            the units.
         note: a function that receives an explanation if the model or the loss raises on some
             records. These records then contribute nothing.
     """
-    from opacus.grad_sample import GradSampleModule
-
     check_model(model)
-    wrapped = GradSampleModule(model, loss_reduction="sum")
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
     state = settings.optimiser.init(flat)
     if units is None:
         units = Units(len(labels_N))
-    loss, before_step, penalty = settings.loss, settings.before_step, settings.penalty
-    if loss is not None or units.grouped:
-        factors = None
-    if factors is None:
-        start_over_row, limit = PASS_START / len(flat), rows_at_once(model)
-    else:
-        start_over_row, limit = FACTOR_START, FACTOR_BATCH
-    length = pass_length(settings.expected_batch_size, start_over_row, limit)
-
-    def gradients(x: Tensor, y: Tensor) -> Tensor:
-        return _per_example_gradients(model, x, y, loss or cross_entropies)
-
-    try:
-        for _ in range(series.steps_left):
-            if before_step is not None:
-                with _unhooked(wrapped):
-                    before_step(model)
-            for sample in units.sample(series).split(length):
-                part = sample.records.to(labels_N.device, non_blocking=True)
-                x = padded(images(part), length)
-                y = padded(labels_N[part], length)
-                if factors is not None:
-                    with torch.no_grad():
-                        products = clipped_product(*factors(x, y), series.sensitivity)
-                    series.add_products(products.part(slice(len(part))), sample)
-                    continue
-                rows = values_of_each(gradients, (x, y), note)[: len(part)]
-                series.add(rows, torch.zeros_like(part), sample)
-            gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
-            if penalty is not None:
-                gradient += _public_gradient(wrapped, model, parameters, penalty)
-            settings.optimiser.update(flat, gradient, state)
-            _write(flat, parameters)
-    finally:
-        wrapped.to_standard_module()
+    gradients = ExampleGradients(model, settings.loss or cross_entropies)
+    length = pass_length(settings.expected_batch_size, PASS_START / len(flat), rows_at_once(model))
+    for _ in range(series.steps_left):
+        if settings.before_step is not None:
+            settings.before_step(model)
+        for sample in units.sample(series).split(length):
+            part = sample.records.to(labels_N.device, non_blocking=True)
+            inputs = padded(images(part), length), padded(labels_N[part], length)
+            values = values_of_each(gradients, inputs, note)[: len(part)]
+            rows = LayerGradients(values, gradients.blocks, series.sensitivity)
+            if units.grouped:  # the mean of a user's gradients is clipped, not each gradient
+                series.add(rows.gradients(), torch.zeros_like(part), sample)
+            else:
+                series.add_products(rows, sample)
+        gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
+        if settings.penalty is not None:
+            gradient += _public_gradient(model, settings.penalty)
+        settings.optimiser.update(flat, gradient, state)
+        _write(flat, parameters)
 
 
 def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
@@ -248,58 +217,12 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
             start += p.numel()
 
 
-def _public_gradient(
-    wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
-) -> Tensor:
+def _public_gradient(model: nn.Module, penalty: Penalty) -> Tensor:
     """Computes the gradient [P] of the penalty with respect to the parameters."""
-    with _unhooked(wrapped):
-        gradients = torch.autograd.grad(
-            penalty(model), parameters, allow_unused=True, materialize_grads=True
-        )
+    gradients = torch.autograd.grad(
+        penalty(model), list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
     return torch.cat(list(map(torch.flatten, gradients)))
-
-
-@contextmanager
-def _unhooked(wrapped: Any) -> Iterator[None]:
-    """Disables Opacus' hooks in a `with` block.
-
-    The hooks would otherwise treat the passes in the block as passes over private examples.
-    """
-    wrapped.disable_hooks()
-    try:
-        with _quiet_hooks():
-            yield
-    finally:
-        wrapped.enable_hooks()
-
-
-@contextmanager
-def _in_plain_order(model: nn.Module) -> Iterator[None]:
-    """Makes the inputs of all convolutions contiguous in a `with` block.
-
-    Opacus unfolds inputs as if they were contiguous. For channels-last inputs, which some networks
-    and `models/layout.py` produce, it would return wrong results without an error.
-    """
-
-    def plain(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        return inputs[0].reshape(-1).view(inputs[0].shape)
-
-    with ExitStack() as hooks:
-        for layer in model.modules():
-            if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                hooks.callback(layer.register_forward_pre_hook(plain).remove)
-        yield
-
-
-@contextmanager
-def _quiet_hooks() -> Iterator[None]:
-    """Silences a warning of Opacus' hooks in a `with` block.
-
-    The warning states that the images need no gradient. This is intended.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        yield
 
 
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
@@ -324,14 +247,10 @@ def example_gradients(
     The result has the shape [N, P]. The function is meant for audits and for checks with public
     images. The gradients are those that a step of DP-SGD computes. The network is not changed.
     """
-    from opacus.grad_sample import GradSampleModule
-
     model = copy.deepcopy(network).train().requires_grad_(True)
-    wrapped = GradSampleModule(model, loss_reduction="sum")
-    with torch.enable_grad():
-        rows = _per_example_gradients(model, x_NCHW, labels_N, loss)
-    wrapped.to_standard_module()
-    return rows
+    gradients = ExampleGradients(model, loss)
+    values = gradients(x_NCHW, labels_N)
+    return LayerGradients(values, gradients.blocks, math.inf).gradients()
 
 
 def check_example_gradients(
@@ -370,43 +289,103 @@ def check_example_gradients(
         ) from error
 
 
-def _per_example_gradients(
-    model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
-) -> Tensor:
-    """Computes the gradient of each example's loss with Opacus' hooks.
+class ExampleGradients:
+    """Computes the gradient of each example's loss, layer by layer.
 
-    The result has the shape [N, P]. The hooks write the gradients into the attribute `grad_sample`
-    of the parameters, which is cleared afterwards.
+    The weight of a linear layer has the gradient l ⊗ r, where r is the input of the layer, and l is
+    the gradient with respect to its output. Only l and r are stored. The gradients of all other
+    parameters are stored in full.
+
+    Args:
+        model: the network.
+        loss: a function that returns the loss of each example.
+
+    Attributes:
+        blocks: the lengths of the vectors in the result (see `LayerGradients`), once it was called.
     """
-    _forget_passes(model)
-    with _quiet_hooks(), _in_plain_order(model):
-        losses = loss(model, x_NCHW, labels_N)
+
+    def __init__(self, model: nn.Module, loss: ExampleLoss = cross_entropies) -> None:
+        self._model = model
+        self._loss = loss
+        self.blocks: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(self, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
+        """Returns the vectors of the gradients [N, S], as in `LayerGradients.values`.
+
+        Raises:
+            ForbiddenLayerError: a parameter is not used by the layer that owns it.
+            PrivacyError: the loss does not return one value for each example.
+        """
+        vectors: dict[nn.Parameter, tuple[Tensor, ...]] = {}
+        for layer, inputs, backprops in self._backward(x_NCHW, labels_N):
+            for p, gradient in _layer_gradients(layer, inputs, backprops).items():
+                if p in vectors:  # a layer that is used more than once
+                    gradient = (outer_products(*vectors[p]) + outer_products(*gradient),)
+                vectors[p] = gradient
+        for name, p in self._model.named_parameters():
+            if p not in vectors:
+                raise ForbiddenLayerError(
+                    f"parameter {name!r} has no per-example gradients. Use the parameter only in "
+                    "the layer that owns it"
+                )
+        blocks = [vectors[p] for p in self._model.parameters()]
+        self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
+        return torch.cat([v for block in blocks for v in block], dim=1)
+
+    def _backward(self, x_NCHW: Tensor, labels_N: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """Returns each layer with its inputs and the gradients with respect to its outputs."""
+        uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
+
+        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
+
+        with torch.enable_grad(), ExitStack() as hooks:
+            for layer in self._model.modules():
+                if any(True for _ in layer.parameters(recurse=False)):
+                    hooks.callback(layer.register_forward_hook(record).remove)
+            losses = self._loss(self._model, x_NCHW, labels_N)
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
                 f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
                 f"got shape {list(losses.shape)}"
             )
-        losses.sum().backward()
-    gradients = []
-    for name, p in model.named_parameters():
-        if p.grad_sample is not None:  # type: ignore[attr-defined]
-            gradients.append(p.grad_sample.flatten(1))  # type: ignore[attr-defined]
-        elif p.requires_grad:
-            raise ForbiddenLayerError(
-                f"parameter {name!r} has no per-example gradients. Use the parameter only in the "
-                "layer that owns it"
-            )
-    rows = torch.cat(gradients, dim=1)
-    _forget_passes(model)
-    return rows
+        layers, inputs, edges = zip(*uses, strict=True)
+        backprops = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
+        return [use for use in zip(layers, inputs, backprops, strict=True) if use[2] is not None]
 
 
-def _forget_passes(model: nn.Module) -> None:
-    """Removes all state that Opacus' hooks keep after a pass, also after a pass that failed."""
-    for layer in model.modules():
-        for name in ("activations", "max_batch_len"):
-            layer.__dict__.pop(name, None)
-    for p in model.parameters():
-        p.grad_sample = p.grad = None  # type: ignore[attr-defined]
-        p.__dict__.pop("_current_grad_sample", None)
-        p._forward_counter = 0  # type: ignore[attr-defined]
+@torch.no_grad()
+def _layer_gradients(
+    layer: nn.Module, inputs: Tensor, backprops: Tensor
+) -> dict[nn.Parameter, tuple[Tensor, ...]]:
+    """Computes the gradients of each example with respect to the parameters of one layer.
+
+    A gradient is either a vector [N, P], or two vectors whose outer product it is.
+    """
+    from opacus.grad_sample import GradSampleModule
+
+    if type(layer) is nn.Linear and inputs.dim() == 2:
+        factors: dict[nn.Parameter, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
+        if layer.bias is not None:
+            factors[layer.bias] = (backprops,)
+        return factors
+    # Opacus unfolds the inputs of convolutions as if they had the strides of a contiguous tensor
+    plain = inputs.reshape(-1).view(inputs.shape)
+    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), _functional_gradients)
+    gradients = sampler(layer, [plain], backprops)
+    return {p: (gradient.flatten(1),) for p, gradient in gradients.items()}
+
+
+def _functional_gradients(
+    layer: nn.Module, inputs: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Computes the gradients of each example for a layer that Opacus does not know."""
+    parameters: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
+
+    def product(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:
+        output = torch.func.functional_call(layer, values, (x[None],))
+        return (output * backprop[None]).sum()
+
+    each = torch.func.vmap(torch.func.grad(product), (None, 0, 0))
+    gradients = each(parameters, inputs[0], backprops)
+    return {layer.get_parameter(name): gradient for name, gradient in gradients.items()}

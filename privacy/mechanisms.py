@@ -165,8 +165,49 @@ USER_ROW = 2.0**16
 It keeps the rounding error of the average far below the clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
-"""The maximum number of coordinates that are stored as float64 at the same time. On a CPU, so many
-fit in the cache."""
+"""The maximum number of coordinates of users that are stored as float64 at the same time."""
+
+CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
+"""The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at the
+same time. On a CPU, so many fit in the cache."""
+
+
+def squared_norms(rows_ND: Tensor) -> Tensor:
+    """Computes the squared L2 norm of each row in float64, [N].
+
+    It is not finite if a coordinate is not.
+    """
+    pieces = [torch.linalg.vector_norm(c.to(torch.float64), dim=1) for c in _columns(rows_ND)]
+    return torch.stack(pieces).square().sum(dim=0)
+
+
+def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
+    """Computes the factor of each row that scales norms above `clip` down to `clip`.
+
+    Args:
+        squares_N: the squared norms of the rows. If one is NaN or infinite, its factor is zero.
+        clip: the bound on the norms.
+    """
+    norms = squares_N.sqrt().clamp_min(clip)
+    return torch.where(torch.isfinite(norms), clip / norms, 0.0)
+
+
+def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
+    """Computes the G weighted sums of the rows in float64, [G, D].
+
+    A row whose weights are all zero contributes nothing, even if it is not finite.
+    """
+    unused = (weights_NG == 0).all(dim=1).nonzero().flatten()
+    sums = [
+        weights_NG.T @ columns.to(torch.float64, copy=True).index_fill_(0, unused, 0.0)
+        for columns in _columns(rows_ND)
+    ]
+    return torch.cat(sums, dim=1)
+
+
+def _columns(rows: Tensor) -> tuple[Tensor, ...]:
+    block = GPU_COLUMNS if rows.is_cuda else CPU_COLUMNS
+    return rows.split(max(1, block // max(1, len(rows))), dim=1)
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
@@ -176,10 +217,8 @@ def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
     bound must hold for the rounded values that are summed. With bf16, sums exceeded the bound by 7
     %.
     """
-    rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if a coordinate is not
-    rows = torch.where(torch.isfinite(norms), rows, 0.0)
-    clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
+    factors = clip_factors(squared_norms(rows_ND), clip)[:, None]
+    clipped: Tensor = torch.where(factors > 0, rows_ND, 0.0) * factors
     return clipped
 
 
@@ -190,12 +229,9 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     one example is added or removed. They are private, so only `GaussianSumMechanism` and tests may
     call this function.
     """
-    sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
-    at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
-    for rows, chunk_groups in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
-        members = torch.nn.functional.one_hot(chunk_groups, groups).to(torch.float64)
-        sums.addmm_(members.T, clip_rows(rows, clip))
-    return sums
+    members = torch.nn.functional.one_hot(groups_N, groups)
+    factors = clip_factors(squared_norms(rows_ND), clip)
+    return weighted_sums(members * factors[:, None], rows_ND)
 
 
 def _rows_at_once(rows: Tensor, width: int) -> int:

@@ -7,6 +7,8 @@ every possible example, the L2 norm of its long vector u is at most the attribut
 
 - `Rows`: u itself, clipped to norm a.
 - `Outer`: u = l ⊗ r with ‖l‖ ≤ a and ‖r‖ ≤ 1, so ‖u‖ = ‖l‖·‖r‖ ≤ a.
+- `LayerGradients`: the blocks of u are vectors and products l ⊗ r. ‖l ⊗ r‖ = ‖l‖·‖r‖, so the norm of
+  u is known without u, and u is multiplied by min(1, a/‖u‖).
 - `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
   of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
   ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.
@@ -24,14 +26,14 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.mechanisms import clip_rows
+from fedsynth.privacy.mechanisms import clip_factors, clip_rows, squared_norms, weighted_sums
 
 
 class Products(ABC):
@@ -128,6 +130,69 @@ class Outer(Products):
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         column, row = self._clipped()
         return (_weighted(column, shares_N).T @ row).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGradients(Products):
+    """For each example, a gradient that consists of blocks, clipped to norm `bound`.
+
+    A block is a vector, or the outer product l ⊗ r of two vectors, flattened in row-major order.
+
+    Args:
+        values: [N, S], the vectors of all blocks one after the other, those of a product as l, r.
+        blocks: for each block the lengths of its vectors: (D,), or (P, Q) for a product.
+        bound: a.
+    """
+
+    values: Tensor
+    blocks: tuple[tuple[int, ...], ...]
+    bound: float
+
+    @property
+    def width(self) -> int:
+        return sum(map(math.prod, self.blocks))
+
+    def _vectors(self) -> list[tuple[Tensor, ...]]:
+        """Returns the vectors [N, length] of each block."""
+        vectors = iter(self.values.split([length for block in self.blocks for length in block], 1))
+        return [tuple(next(vectors) for _ in block) for block in self.blocks]
+
+    def _factors(self) -> Tensor:
+        """Computes the factors [N] that clip the gradients."""
+        squares = self.values.new_zeros(len(self), dtype=torch.float64)
+        for first, *second in self._vectors():
+            block = squared_norms(first)
+            for row in second:
+                block *= squared_norms(row)
+            squares += block
+        return clip_factors(squares, self.bound)
+
+    def gradients(self) -> Tensor:
+        """Computes the gradient of each example without clipping, [N, width]."""
+        blocks = [outer_products(*vectors) for vectors in self._vectors()]
+        return torch.cat(blocks, dim=1)
+
+    def rows(self) -> Tensor:
+        exact = replace(self, values=self.values.to(torch.float64))
+        return clip_rows(exact.gradients(), self.bound)
+
+    def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        weights = _weighted(self._factors()[:, None], shares_N)
+        pieces = []
+        for vectors in self._vectors():
+            if len(vectors) == 1:
+                pieces.append(weighted_sums(weights, vectors[0])[0])
+                continue
+            column, row = (torch.where(weights > 0, v, 0.0).to(torch.float64) for v in vectors)
+            pieces.append(((column * weights).T @ row).flatten())
+        return torch.cat(pieces)
+
+
+def outer_products(column_NP: Tensor, row_NQ: Tensor | None = None) -> Tensor:
+    """Returns l ⊗ r of each example in row-major order, [N, PQ], or l if there is no r."""
+    if row_NQ is None:
+        return column_NP
+    return (column_NP[:, :, None] * row_NQ[:, None, :]).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,22 +297,6 @@ def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Te
     """
     parts = rows_Nd.split([channels * cells for channels, cells in blocks], dim=1)
     return [part.unflatten(1, size) for part, size in zip(parts, blocks, strict=True)]
-
-
-def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
-    """Returns for each example the outer product l ⊗ r, clipped to norm `clip`.
-
-    The result is float64. r is divided by its norm and l multiplied by the norm of r, so that
-    clipping l clips the product.
-
-    >>> product = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
-    >>> product.rows().tolist()  # of norm 6, clipped to 5
-    [[0.0, 5.0]]
-    """
-    right = right_NQ.to(torch.float64)
-    length = torch.linalg.vector_norm(right, dim=1, keepdim=True)
-    unit = right / length.clamp_min(torch.finfo(torch.float64).tiny)
-    return Outer(left_NP.to(torch.float64) * length, unit, clip)
 
 
 def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:

@@ -478,14 +478,11 @@ class PrivateClientView(_ClientView):
         self._check_owners(series)
         (mechanism,), (part,), (units,) = series, self._parts, self._units
         labels = self._data.labels[part]
-        factors = None
-        if isinstance(model, OnFeatures) and model.linear:
-            factors = model.gradient_factors
 
         def images(indices: Tensor) -> Tensor:
             return self._images(part[indices], len(indices))
 
-        dp_sgd(model, images, labels, mechanism, settings, units, factors, self._note)
+        dp_sgd(model, images, labels, mechanism, settings, units, self._note)
 
 
 Group = ExactClientView | PrivateClientView

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, row_product, two_sided
+from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, two_sided
 from fedsynth.models.layers import EmbeddingNetwork
 from fedsynth.models.small import Linear
 
@@ -242,16 +242,6 @@ class OnFeatures(EmbeddingNetwork):
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Computes the logits [N, classes] from features φ(x)."""
         return self(self.vectors(features_Nd))
-
-    def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the two factors of each example's gradient in a linear model: p − y and z.
-
-        The outer product of p − y [N, classes] and z [N, d] is the gradient of the cross-entropy,
-        for each example.
-        """
-        z = self.embed(x)
-        p = row_product(z, self.classifier.weight).softmax(dim=1)
-        return p - nn.functional.one_hot(labels_N, p.shape[1]), z
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:

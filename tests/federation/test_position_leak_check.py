@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth import RunSettings, resolve, simulate
 from fedsynth.data.registry import dataset_spec
@@ -25,7 +25,7 @@ from fedsynth.federation.position_leak_check import (
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.methods import feddm
 from fedsynth.models import on_features as feature_linear
-from fedsynth.privacy import dpsgd
+from fedsynth.privacy.dpsgd import ExampleGradients
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.families import by_family
@@ -66,8 +66,8 @@ def shifted_by_position(rows: Rows, bits: float = 2**-20) -> Rows:
 
 def shift_rows(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "gradients":
-        shifted = shifted_by_position(dpsgd._per_example_gradients)
-        monkeypatch.setattr(dpsgd, "_per_example_gradients", shifted)
+        shifted = shifted_by_position(ExampleGradients.__call__)
+        monkeypatch.setattr(ExampleGradients, "__call__", shifted)
     if kind == "features":
         monkeypatch.setattr(NetworkFeatures, "real", shifted_by_position(NetworkFeatures.real))
 
@@ -116,16 +116,14 @@ def test_single_bit_differences_are_detected(kind: str, monkeypatch: pytest.Monk
     model = {"name": "linear"} if kind == "rows" else {"name": "linear", "features": "pixels"}
     run = settings("fedavg", **model)
     assert not warnings_of(run)
-    name = "_per_example_gradients" if kind == "rows" else "clipped_product"
-    original = getattr(dpsgd, name)
+    original = ExampleGradients.__call__
 
     def shifted(*args: Any) -> Any:
-        result = original(*args)
-        rows = result if kind == "rows" else result.column
+        rows = original(*args)
         rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
-        return result
+        return rows
 
-    monkeypatch.setattr(dpsgd, name, shifted)
+    monkeypatch.setattr(ExampleGradients, "__call__", shifted)
     assert len(warnings_of(run)) == 1
 
 
@@ -169,14 +167,15 @@ def test_kinds_of_networks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> No
     """A broken version would ignore the networks of clients."""
     run = settings("dense", "mnist", name="linear", clients="lenet5,mlp")
     names: list[str] = []
-    original = dpsgd._per_example_gradients
+    original = ExampleGradients.__call__
 
-    def gradients(model: nn.Module, *args: Any) -> Tensor:
-        names.append(type(model).__name__)
-        rows = original(model, *args)
-        return shifted_by_position(lambda: rows)() if type(model).__name__ == "Mlp" else rows
+    def gradients(self: ExampleGradients, *args: Any) -> Tensor:
+        name = type(self._model).__name__
+        names.append(name)
+        rows = original(self, *args)
+        return shifted_by_position(lambda: rows)() if name == "Mlp" else rows
 
-    monkeypatch.setattr(dpsgd, "_per_example_gradients", gradients)
+    monkeypatch.setattr(ExampleGradients, "__call__", gradients)
     assert len(warnings_of(run)) == 1
     assert names.count("LeNet5") == names.count("Mlp") > 0
     assert "Linear" not in names

@@ -220,7 +220,7 @@ def feature_row_functions() -> dict[str, Callable[[Tensor], Tensor]]:
         "map": feature_map(MAPS[0], MNIST.image_shape),
         "step": step,
         "whitened": lambda x: embedded(mapping(x), 0.0, mapping.radius, roots),
-        "linear": lambda x: linear.gradient_factors(linear.vectors(mapping(x)), labels(x))[0],
+        "linear": lambda x: example_gradients(linear, linear.vectors(mapping(x)), labels(x)),
         "mlp": lambda x: hidden.from_features(mapping(x)).detach(),
     }
 

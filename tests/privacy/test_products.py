@@ -15,14 +15,24 @@ from torch.nn import functional as F
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Sample
-from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
+from fedsynth.privacy.products import (
+    Grams,
+    LayerGradients,
+    Moments,
+    Outer,
+    Products,
+    Rows,
+    grams_width,
+    smat,
+    svec,
+)
 from fedsynth.privacy.releases import USER
 from tests.privacy.support import NUMBERS, series
 
 CLASSES, D, CLIP = 4, 3, 0.7
 B = math.sqrt(1 - 1 / CLASSES)
 vectors = st.lists(NUMBERS, min_size=D, max_size=D)
-KINDS = ("rows", "outer", "moments", "grams")
+KINDS = ("rows", "outer", "gradients", "moments", "grams")
 
 
 def targets(labels: Tensor) -> Tensor:
@@ -34,6 +44,10 @@ def products(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None
         return Rows(z, CLIP)
     if kind == "outer":
         return Outer(targets(labels) if factors is None else factors, z, CLIP)
+    if kind == "gradients":
+        left = targets(labels) if factors is None else factors
+        values = torch.cat([z, left, z], dim=1)
+        return LayerGradients(values, ((D,), (CLASSES, D)), CLIP)
     if kind == "grams":
         return Grams(z, ((D, 1),), 0.3)
     return Moments(z, targets(labels), B)
@@ -101,6 +115,20 @@ def test_unweighted_grams_exceed_bound() -> None:
     unweighted = np.concatenate([numpy_grams(z, 0.0), numpy_grams(z, 1.0)])
     assert np.linalg.norm(unweighted) == pytest.approx(2**0.5)
     assert float(Grams(torch.from_numpy(z)[None], BLOCKS, 0.3).sums().norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("clip", [0.3, 5.0, 100.0])
+def test_layer_gradients_equal_numpy(clip: float) -> None:
+    """Broken versions would clip each block separately, or confuse l with r."""
+    rng = np.random.default_rng(0)
+    vector, left, right = rng.normal(size=(6, 2)), rng.normal(size=(6, 4)), rng.normal(size=(6, 3))
+    total = np.zeros(2 + 12)
+    for v, l_, r in zip(vector, left, right, strict=True):
+        gradient = np.concatenate([v, np.outer(l_, r).ravel()])
+        total += gradient * min(1, clip / np.linalg.norm(gradient))
+    values = torch.from_numpy(np.concatenate([vector, left, right], axis=1))
+    sums = LayerGradients(values, ((2,), (4, 3)), clip).sums()
+    np.testing.assert_allclose(sums, total, atol=1e-12)
 
 
 def moments(z: Tensor, e: Tensor) -> Tensor:
