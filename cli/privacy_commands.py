@@ -283,10 +283,7 @@ NAMES = {
     f"privacy.{key}": f"--{key.replace('_', '-')}" for key in options.KEYS["privacy"].split()
 } | {"privacy.noise_multiplier": "--sigma", "privacy.nominal_size": "--n"}
 """The names of the options of `plan`."""
-SIGNAL = (
-    "S/N is the signal-to-noise ratio of the sum over all clients in the best case. It is lower on\n"
-    "real data (docs/fedstats.md)"
-)
+SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
 
 privacy_app = Application(
     help="Plan a privacy budget, or show, verify, sign and audit a run's privacy report.",
@@ -349,9 +346,10 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
 
     from fedsynth.federation.context import release_costs
     from fedsynth.privacy.report.formatting import format_epsilon
+    from fedsynth.results.report_facts import privacy_unit
 
     console = Console()
-    table = Table(title=f"plan, for one example of one client, δ = {plans[0].privacy.delta:g}")
+    table = Table(title=f"plan for {privacy_unit(plans[0])}, δ = {plans[0].privacy.delta:g}")
     columns = ["mechanism", "ε", "releases", "σ", "clip", "q", "a round"]
     has_signal = any("signal_to_noise" in row for p in plans for row in release_costs(p))
     if has_signal:

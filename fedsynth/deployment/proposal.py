@@ -119,7 +119,7 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
             raise SettingError(None, str(spec), reason) from None
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.encoder is not None:
-        reason = "cannot be used in a deployment. Let each owner encode the images before"
+        reason = "cannot be used in a deployment, because the owners' nodes read image files"
         raise SettingError("data", "encoder", reason)
     if settings.method.requires_secure_sum:
         check_quorum(settings)

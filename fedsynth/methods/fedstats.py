@@ -80,7 +80,7 @@ class FedStats(PlansStatistics):
 
     name = "fedstats"
     summary = "the server computes a model and images from noisy class statistics of fixed features"
-    reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
+    reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403"
     dp_mechanisms = ("statistics",)
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features

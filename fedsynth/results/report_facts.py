@@ -77,6 +77,13 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     return lines + _noise_warnings(plan) + _cap_warnings(plan, plan.planned_epsilon())
 
 
+def privacy_unit(plan: PrivacyPlan) -> str:
+    """Describes what a planned run protects, for example "one patient with all examples"."""
+    if plan.privacy.unit == USER:
+        return f"one {plan.run.report.person or 'person'} with all examples"
+    return "one example"
+
+
 def _description(plan: PrivacyPlan) -> list[str]:
     """Returns a line about the guarantee of a planned run, and a line about its mechanism."""
     chief, privacy = plan.chief, plan.privacy
@@ -86,15 +93,12 @@ def _description(plan: PrivacyPlan) -> list[str]:
     rounds = pluralize(plan.run.rounds, "round")
     if plan.run.participation < 1:
         rounds += f" (each client takes part in at most {plan.most_rounds()})"
-    unit = "one example"
-    if privacy.unit == USER:
-        unit = f"one {plan.run.report.person or 'person'} with all examples"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
     if not plan.run.method.same_releases_every_round:
         noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
     return [
         f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} for each "
-        f"client over {rounds}, {unit} {NEIGHBOURS[privacy.adjacency]}",
+        f"client over {rounds}, {privacy_unit(plan)} {NEIGHBOURS[privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
     ]
 

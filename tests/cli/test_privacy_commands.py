@@ -69,7 +69,10 @@ def test_plan_uses_set_options(fedsynth: Call) -> None:
     assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
     both = fedsynth(f"privacy plan {line} --sigma 2 --set privacy.epsilon=1")
     assert "exceeds ε = 1 in round" in both.stderr
-    assert "ε after round" in fedsynth(f"privacy plan {line} --sigma 3").stdout
+    by_user = "--unit user --n 20 --set report.person=patient"
+    text = fedsynth(f"privacy plan {line} --sigma 3 {by_user}").stdout
+    assert "ε after round" in text
+    assert "plan for one patient with all examples, δ" in text
 
 
 def test_dry_run_prints_guarantee_and_writes_nothing(fedsynth: Call, tmp_path: Path) -> None:

@@ -183,7 +183,10 @@ def test_private_runs_verify_and_release_vectors(tmp_path: Path, weights: Path) 
     assert shared.spec.bounds == (-1.0, 1.0)
     assert shared.spec.encoder.startswith(f"{label}: ")
     assert shared.spec.encoded_shape == SHAPE
-    assert str(tmp_path) not in (tmp_path / "share" / "README.md").read_text()
+    readme = (tmp_path / "share" / "README.md").read_text()
+    assert str(tmp_path) not in readme
+    assert "# Synthetic examples of" in readme
+    assert f"nn.Linear({shared.spec.width}, 128)" in readme
     text = (folder / CONFIG).read_text().replace(label, f"{label[:-12]}{'0' * 12}")
     (folder / CONFIG).write_text(text)
     assert verify_run(folder).problems
