@@ -244,7 +244,9 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
 
 
 def note_shared_users(train: Iterable[str], test: Iterable[str], note: Note) -> None:
-    """Warns the user if people have both training and test records.
+    """Warns the user if people may have both training and test records.
+
+    Two lists may use the same name for different people, such as the numbers 0, 1, ….
 
     Args:
         train, test: the name of the person of each record, or an empty string.
@@ -254,8 +256,9 @@ def note_shared_users(train: Iterable[str], test: Iterable[str], note: Note) -> 
     in_both = people & set(train)
     if in_both:
         note(
-            f"warning: {len(in_both)} of {len(people)} users in the test images also have training "
-            "images, so the accuracy for new users may be lower"
+            f"warning: {len(in_both)} of {len(people)} users in the test images have the name of a "
+            "user in the training images. If they are the same people, the accuracy for new users "
+            "may be lower"
         )
 
 

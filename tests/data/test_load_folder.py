@@ -206,7 +206,7 @@ def test_users_in_both_splits_are_counted(tmp_path: Path) -> None:
         images = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.png"))]
         rows = [f"{path},{user}" for path, user in zip(images, users, strict=True)]
         (folder / "users.csv").write_text("\n".join(["image,patient", *rows]))
-    with pytest.warns(UserWarning, match="1 of 4 users .* also have training images"):
+    with pytest.warns(UserWarning, match="1 of 4 users .* If they are the same people"):
         load_folder(tmp_path / "train", test_folder=tmp_path / "test")
 
 
