@@ -316,7 +316,7 @@ class ExampleGradients:
             ForbiddenLayerError: a parameter is not used by the layer that owns it.
             PrivacyError: the loss does not return one value for each example.
         """
-        vectors: dict[nn.Parameter, tuple[Tensor, ...]] = {}
+        vectors: dict[Tensor, tuple[Tensor, ...]] = {}
         for layer, inputs, backprops in self._backward(x_NCHW, labels_N):
             for p, gradient in _layer_gradients(layer, inputs, backprops).items():
                 if p in vectors:  # a layer that is used more than once
@@ -357,7 +357,7 @@ class ExampleGradients:
 @torch.no_grad()
 def _layer_gradients(
     layer: nn.Module, inputs: Tensor, backprops: Tensor
-) -> dict[nn.Parameter, tuple[Tensor, ...]]:
+) -> dict[Tensor, tuple[Tensor, ...]]:
     """Computes the gradients of each example with respect to the parameters of one layer.
 
     A gradient is either a vector [N, P], or two vectors whose outer product it is.
@@ -365,7 +365,7 @@ def _layer_gradients(
     from opacus.grad_sample import GradSampleModule
 
     if type(layer) is nn.Linear and inputs.dim() == 2:
-        factors: dict[nn.Parameter, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
+        factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
         if layer.bias is not None:
             factors[layer.bias] = (backprops,)
         return factors
@@ -378,7 +378,7 @@ def _layer_gradients(
 
 def _functional_gradients(
     layer: nn.Module, inputs: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
+) -> dict[Tensor, Tensor]:
     """Computes the gradients of each example for a layer that Opacus does not know."""
     parameters: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
 
