@@ -12,13 +12,13 @@ import numpy as np
 
 from fedsynth.data.folder_files import LEDGERS, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
+from fedsynth.data.images import ImageData
 from fedsynth.data.load_file import as_data, spec_of, training_records
 from fedsynth.data.load_folder import FolderData, by_site, read_folder
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
 from fedsynth.data.record_files import is_record_file, parts_of
-from fedsynth.data.registry import DatasetSpec
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,10 @@ def describe_folder(
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
-    users = 0
-    if data.train.groups is not None:
-        users = len(data.train.groups.unique())
     lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
     table = "\n".join((*lines, partition_table(counts)))
     path = default_declaration(Path(settings.folder))
-    decoding = settings.decoding()
-    text = proposal(spec, sites, len(data.train), users, decoding, limits)
+    text = _proposal(data.train, sites, settings.decoding(), limits)
     return Described(text, table, path)
 
 
@@ -106,25 +102,20 @@ def coarse(count: float, *, up: bool = False) -> int:
     return int(steps[np.abs(np.log(steps / max(count, 1))).argmin()])
 
 
-def proposal(
-    spec: DatasetSpec,
-    sites: Sequence[str],
-    images: int,
-    users: int,
-    decoding: Decoding,
-    limits: Sequence[float] | None = None,
+def _proposal(
+    train: ImageData, sites: Sequence[str], decoding: Decoding, limits: Sequence[float] | None
 ) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
     Args:
-        spec: the specification that was read from the images.
+        train: the images. The text contains rounded numbers of images and of people.
         sites: the names of the sites.
-        images: the number of images. The text contains the rounded number.
-        users: the number of people in the images, or 0 if it is unknown. The text contains the
-            rounded number.
         decoding: how the values in image files become pixels.
-        limits: the bounds of values that are not bytes. Empty if a person must fill them in.
+        limits: the bounds of values that are not bytes. Empty if a person must fill them in, and
+            None for bytes.
     """
+    spec, images = train.spec, len(train)
+    users = 0 if train.groups is None else len(train.groups.unique())
     window = ",".join(f"{number:.15g}" for number in decoding.window or ())
     toml = partial(json.dumps, ensure_ascii=False)
     bounds = ""

@@ -47,6 +47,8 @@ depend on the number of records."""
 MAX_PUBLIC_IMAGES = 2000
 TEST_SIDE = 64
 """The height and width of the random images with which a pretrained network is tested."""
+MAX_NORM = 1 + 1e-5
+"""The largest norm of a vector in a cache. Vectors are clipped to norm 1, up to rounding errors."""
 CACHED = "vectors-{}.safetensors"
 Progress = Callable[[int, int], None]
 
@@ -322,7 +324,7 @@ def _cached(
     try:
         vectors = read_tensors(path)[0]["vectors"]
         norms = torch.linalg.vector_norm(vectors, dim=1)
-        if vectors.shape == (len(data), features.dimension) and bool((norms <= 1.00001).all()):
+        if vectors.shape == (len(data), features.dimension) and bool((norms <= MAX_NORM).all()):
             return vectors
     except (OSError, ValueError, LookupError, RuntimeError):
         pass
