@@ -19,10 +19,11 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -230,8 +231,13 @@ def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
     The parameters must match the client's architecture, and the weight must not exceed
     `most_examples`.
     """
-    state = context.architecture_of(client).state_dict()
-    return {"parameters": Named.like(state), "weight": Number(0.0, most_examples(client, context))}
+    parameters = _rule_of(context.architecture_of(client))
+    return {"parameters": parameters, "weight": Number(0.0, most_examples(client, context))}
+
+
+@lru_cache(maxsize=4)  # a server calls it for each client's upload
+def _rule_of(network: nn.Module) -> Named:
+    return Named.like(network.state_dict())
 
 
 def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> None:
@@ -309,8 +315,10 @@ def overlap(
 def _span(tensor: Tensor) -> tuple[str, int, int]:
     """Returns a tensor's device, the address of its first byte, and the address after its last
     byte."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    reach = sum((size - 1) * step for size, step in sizes)
+    reach = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * step for size, step in sizes)
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
 

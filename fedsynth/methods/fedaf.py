@@ -235,8 +235,7 @@ def resampled(
     `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
     repeat after `period` networks. The same network object is yielded each time; w_r is copied.
     """
-    network = FlatNetwork(w_r, context.device)
-    network.module.eval()
+    network = FlatNetwork(copy.deepcopy(w_r).to(context.device))
     center = network.flat.clone()
     scratch = copy.deepcopy(context.architecture).cpu()
     for step in count():

@@ -15,6 +15,7 @@ starts from real images, clips (line 16) and adds noise (line 17) as printed, wi
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -249,8 +250,7 @@ def perturbed(
         context: the context of the round.
         period: number of networks after which the sequence repeats. With None, it never repeats.
     """
-    network = FlatNetwork(w_r, context.device)
-    network.module.eval()
+    network = FlatNetwork(copy.deepcopy(w_r).to(context.device))
     center = network.flat.clone()
     epsilon = torch.empty_like(center)
     for step in count():

@@ -6,8 +6,7 @@ operations. The checks refuse untrusted weights that do not fit, and weights tha
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,38 +28,44 @@ def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
 
 
 class FlatNetwork:
-    """A copy of a network whose parameters are views of one vector.
-
-    The vector is `self.flat` [P], and writing to it changes the network.
+    """A network whose parameters are views of one vector.
 
     Args:
-        model: the network to copy.
-        device: the device of the copy. None keeps the device of `model`.
-        requires_grad: whether the weights can be trained. If true, their gradients are views of
-            `self.grad` [P]. If false, the weights are frozen, as in condensation, and `self.grad`
-            is empty.
+        module: the network, which is changed.
+        requires_grad: whether the network is trained. If true, the gradients are views of `grad`.
+            If false, the weights are frozen, and the network is in evaluation mode.
+
+    Attributes:
+        flat: the vector [P] of all parameters. Writing to it changes the network.
+        grad: the vector [P] of all gradients, which is empty if the weights are frozen.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device | str | None = None,
-        *,
-        requires_grad: bool = False,
-    ) -> None:
-        self.module = copy.deepcopy(model)
-        if device is not None:
-            self.module.to(device)
-        self.flat = flatten(self.module)
-        self.grad = torch.zeros_like(self.flat) if requires_grad else self.flat.new_empty(0)
-        offset = 0
-        for parameter in self.module.parameters():
-            view = slice(offset, offset + parameter.numel())
-            parameter.data = self.flat[view].view_as(parameter)
-            parameter.requires_grad_(requires_grad)
-            if requires_grad:
-                parameter.grad = self.grad[view].view_as(parameter)
-            offset += parameter.numel()
+    def __init__(self, module: nn.Module, *, requires_grad: bool = False) -> None:
+        self.module = module
+        self._parameters = dict(module.named_parameters())
+        self._sizes = [parameter.numel() for parameter in self._parameters.values()]
+        flat = flatten(module)
+        self.grad = torch.zeros_like(flat) if requires_grad else flat.new_empty(0)
+        self._use(flat)
+        module.requires_grad_(requires_grad).train(requires_grad)
+        if requires_grad:
+            for parameter, part in self._parts(self.grad):
+                parameter.grad = part
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Loads weights into a new vector, so that tensors taken from the network before keep their
+        values. Buffers are not loaded."""
+        self._use(torch.cat([weights[name].reshape(-1) for name in self._parameters]))
+
+    def _use(self, flat: Tensor) -> None:
+        self.flat = flat
+        for parameter, part in self._parts(flat):
+            parameter.data = part
+
+    def _parts(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parts = vector.split_with_sizes(self._sizes)
+        for parameter, part in zip(self._parameters.values(), parts, strict=True):
+            yield parameter, part.view_as(parameter)
 
 
 def load_flat(model: nn.Module, flat: Tensor) -> None:

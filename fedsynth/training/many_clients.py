@@ -213,7 +213,6 @@ def _finish(
     if not len(remaining):
         return
     network = FlatNetwork(learner.model, requires_grad=True)
-    network.module.train()
     step = sgd.make_step(network, state, learner.settings, penalty=learner.penalty)
     sizes = [learner.settings.batch] * sgd.batches_of(len(learner.examples), learner.settings.batch)
     sizes[-1] = len(learner.examples) - sum(sizes[:-1])  # an epoch's last batch may not be full
@@ -222,7 +221,6 @@ def _finish(
         parts.append(batch[: sizes[number % len(sizes)]])
     for x, y in sgd.fetched(images, labels, parts):
         step(x, y)
-    load_flat(learner.model, network.flat)
 
 
 def _stacked_pulls(

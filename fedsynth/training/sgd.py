@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.mixed_precision import mixed, widened
-from fedsynth.models.flat import FlatNetwork, load_flat
+from fedsynth.models.flat import FlatNetwork
 from fedsynth.models.layers import has_batch_norm
 from fedsynth.models.on_features import is_softmax_regression, regression_step
 from fedsynth.privacy.dpsgd import (
@@ -187,7 +187,7 @@ class Pull:
 
 
 def train_on(
-    model: nn.Module,
+    model: nn.Module | FlatNetwork,
     images: LookUp,
     labels_N: Tensor,
     settings: SgdSettings,
@@ -201,7 +201,7 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains a network by minibatch SGD, in place.
+    """Trains a network by minibatch SGD, in place. Afterwards it is in training mode.
 
     On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
@@ -231,8 +231,7 @@ def train_on(
     """
     if not len(labels_N):
         return
-    network = FlatNetwork(model, requires_grad=True)
-    network.module.train()
+    network = FlatNetwork(model, requires_grad=True) if isinstance(model, nn.Module) else model
     moments = settings.optimiser.init(network.flat)
     step = make_step(network, moments, settings, penalty, objective, before_step, precision)
     labels = labels_N.__getitem__
@@ -271,9 +270,6 @@ def train_on(
             full(parts.pop(0))  # leaves at most one part, the last
         for x, y in fetched(images, labels, parts):
             step(x, y)
-    load_flat(model, network.flat)
-    for key, buffer in model.named_buffers():
-        buffer.copy_(network.module.get_buffer(key))
 
 
 def fetched(
@@ -317,7 +313,8 @@ def make_step(
     """
     flat = network.flat
     grad = network.grad
-    start = flat.clone()
+    radius = settings.radius
+    start = flat if radius is None else flat.clone()
     pull = penalty if isinstance(penalty, Pull) else None
     value_of = objective or partial(_cross_entropy, precision=precision)
     closed = objective is None and penalty is pull and is_softmax_regression(network.module)
@@ -345,8 +342,8 @@ def make_step(
             if pull is not None:
                 pull.add_gradient(grad, flat)
             settings.optimiser.update(flat, grad, state)
-            if settings.radius is not None:
-                project_to_ball(flat, start, settings.radius)
+            if radius is not None:
+                project_to_ball(flat, start, radius)
 
     return step
 

@@ -28,6 +28,7 @@ from fedsynth.methods.qffl import QFFL, TINY, FairModel
 from fedsynth.methods.scaffold import Scaffold
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.models.registry import parameter_count
 from fedsynth.models.small import Linear
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
@@ -59,6 +60,18 @@ def vectors(uploads: list[Any]) -> list[Tensor]:
     return [torch.cat([value.flatten() for value in u.parameters.values()]) for u in uploads]
 
 
+@pytest.mark.parametrize("kind", PLAIN)
+def test_clients_that_train_in_turn_upload_what_they_upload_alone(kind: Any) -> None:
+    """A broken version would start a client from the weights of the one before, or overwrite its
+    upload, as one network trains for all."""
+    method, network = kind(**LOCAL), convnet()
+    together = client_uploads(method, context(network=network), group())
+    for number, upload in enumerate(together):
+        (alone,) = client_uploads(method, context(network=network), group().select(number))
+        for (name, tensor), (_, other) in zip(upload.arrays(), alone.arrays(), strict=True):
+            assert torch.equal(tensor, other), name
+
+
 def test_dense_networks_train_in_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,11 +94,13 @@ def test_dense_networks_train_in_one_pass(
         if issubclass(cls, TrainsLocally):
             assert (cls().client_bytes(context()) is not None) == (cls in PLAIN), name
             assert cls().client_bytes(context(privacy=private)) is None
-    assert FedAvg().client_bytes(context(network=convnet())) is None
+    in_turn = FedAvg().client_bytes(context(network=convnet()))
+    assert in_turn == 16 * parameter_count(convnet())
     assert FedAvg().client_bytes(context(client_architectures=(LINEAR,) * 5)) is None
     largest_batch = 2**15 // 64
-    assert FedAvg(batch=largest_batch).client_bytes(context()) is not None
-    assert FedAvg(batch=largest_batch + 1).client_bytes(context()) is None
+    in_turn = 16 * parameter_count(LINEAR)
+    assert FedAvg(batch=largest_batch).client_bytes(context()) > in_turn
+    assert FedAvg(batch=largest_batch + 1).client_bytes(context()) == in_turn
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fedsynth.core.client import ExactClientView, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
+from fedsynth.models.flat import FlatNetwork
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
 from fedsynth.training import sgd
@@ -70,7 +71,8 @@ class LocalObjective:
             random generators. They are saved in checkpoints, and steps are then not recorded as
             CUDA graphs. The mapping is empty if the functions change nothing.
         make_upload: a function that takes the trained model and its `Trained`, and returns the
-            upload and the client's new memory.
+            upload and the client's new memory. It must not keep the network, which may train for
+            another client next.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
@@ -115,6 +117,7 @@ def train_openly(
     context: RoundContext,
     *,
     together: bool,
+    network: FlatNetwork | None = None,
 ) -> list[Trained]:
     """Trains the clients' models in place, without differential privacy.
 
@@ -124,6 +127,7 @@ def train_openly(
         context: the context of the round.
         together: whether to train all models at once if the objectives allow it. Otherwise they are
             trained one after another.
+        network: the flat network of the only model, or None.
     """
     learners = []
     trained = []
@@ -141,7 +145,8 @@ def train_openly(
             train_together(learners, clients.images, clients.labels, report)
             return trained
     for position, (learner, objective) in enumerate(zip(learners, objectives, strict=True)):
-        _train_one(learner, clients.select(position), objective, context, position, len(models))
+        single = clients.select(position)
+        _train_one(learner, single, objective, context, position, len(models), network)
     return trained
 
 
@@ -179,6 +184,7 @@ def _train_one(
     context: RoundContext,
     position: int,
     clients: int,
+    network: FlatNetwork | None,
 ) -> None:
     """Trains the model of one client.
 
@@ -201,7 +207,7 @@ def _train_one(
         )
 
     sgd.train_on(
-        learner.model,
+        network or learner.model,
         lambda indices: client.images(examples[indices]),
         client.labels(examples),
         learner.settings,

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -34,6 +35,7 @@ from fedsynth.methods.shared.aggregation import (
     counted_uploads,
     update_cache,
 )
+from fedsynth.models.flat import FlatNetwork
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
@@ -44,6 +46,17 @@ from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
 from fedsynth.training.sgd import MomentumSgd, Optimiser, SgdSettings, steps_of
 from fedsynth.validation import in_range, one_of
+
+KEPT = 4
+"""Number of copies of a network's parameters that are in memory for each client of a group whose
+models are trained in turn: memory before and after, the upload and a penalty."""
+
+
+def _report_part(
+    report: Callable[..., None], part: int, parts: int, phase: str, completed: int, total: int
+) -> None:
+    """Reports the progress of one of several equal parts."""
+    report(phase, part * total + completed, parts * total)
 
 
 @dataclass(frozen=True)
@@ -155,23 +168,58 @@ class TrainsLocally(Method):
     def client_step(
         self, message: Request, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
+        if isinstance(clients, PrivateClientView) or self._trains_together(context):
+            models = []
+            for client, memory in zip(clients.ids, memories, strict=True):
+                models.append(self.start_model(client, message, memory, context))
+            return self._trained(models, message, clients, memories, context)
+        results: Results = []
+        of_message = type(self).start_model is TrainsLocally.start_model
+        reusable = of_message and next(context.architecture.buffers(), None) is None
+        shared: FlatNetwork | None = None  # trains for all clients in turn
+        for view, memory in zip(clients.split(), memories, strict=True):
+            if shared is not None and reusable:
+                shared.load(message.parameters)
+            else:
+                model = self.start_model(view.ids[0], message, memory, context)
+                shared = FlatNetwork(model, requires_grad=True)
+            report = partial(_report_part, context.report, len(results), len(memories))
+            turn = replace(context, report=report)
+            results += self._trained([shared.module], message, view, [memory], turn, shared)
+        return results
+
+    def _trained(
+        self,
+        models: Sequence[nn.Module],
+        message: Request,
+        clients: Group,
+        memories: Memories,
+        context: RoundContext,
+        network: FlatNetwork | None = None,
+    ) -> Results:
+        """Trains the models of clients, and returns the clients' uploads and memories.
+
+        `network` is that of the only model, if it is already flat.
+        """
         straggler_epochs = self.straggler_epochs(context)
-        models: list[nn.Module] = []
         objectives: list[client_training.LocalObjective] = []
         settings: list[SgdSettings] = []
         for client, memory in zip(clients.ids, memories, strict=True):
-            models.append(self.start_model(client, message, memory, context))
             objectives.append(self.task(client, message, memory, context))
-            epochs = straggler_epochs.get(client, self.local_epochs)
-            settings.append(self._sgd(epochs, context))
+            settings.append(self._sgd(straggler_epochs.get(client, self.local_epochs), context))
         if isinstance(clients, PrivateClientView):
             trained = client_training.train_privately(
                 models, clients, objectives, self.optimiser(), context
             )
         else:
-            together = self.client_bytes(context) is not None
             trained = client_training.train_openly(
-                models, clients, objectives, settings, context, together=together
+                models,
+                clients,
+                objectives,
+                settings,
+                context,
+                together=self._trains_together(context),
+                network=network,
             )
         results: Results = []
         for k, view in enumerate(clients.split()):
@@ -184,13 +232,21 @@ class TrainsLocally(Method):
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        network, several = context.architecture, context.client_architectures is not None
+        network = context.architecture
+        if not self._steps_in_groups(context):
+            return None
+        if self._trains_together(context):
+            return learner_bytes(network, self.batch, input_size(network, context.spec))
+        return 4 * KEPT * parameter_count(network)
+
+    def _steps_in_groups(self, context: RoundContext) -> bool:
+        return self.one_pass and context.client_architectures is None and context.privacy is None
+
+    def _trains_together(self, context: RoundContext) -> bool:
+        """Returns whether the models of a group are trained at once, and not in turn."""
+        network = context.architecture
         scalars = input_size(network, context.spec)
-        if not self.one_pass or several or context.privacy is not None:
-            return None
-        if not worth_batching(network, self.batch, scalars):
-            return None
-        return learner_bytes(network, self.batch, scalars)
+        return self._steps_in_groups(context) and worth_batching(network, self.batch, scalars)
 
     def finalize_upload(
         self, upload: Upload, client: Any, message: Request, context: RoundContext
@@ -208,6 +264,8 @@ class TrainsLocally(Method):
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
         """Returns the number of passes that each straggler of the round completes, by client
         index."""
+        if not self.stragglers:
+            return {}
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
         drawn = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
