@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -146,35 +146,24 @@ def _dry_run(sections: options.Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
     from fedsynth.federation.context import plan_of, resolve_device
-    from fedsynth.results.report_facts import headline
-    from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
+    from fedsynth.results.run_messages import headline
 
     settings = resolve(sections)
     resolve_device(settings.device)  # refuses one that does not exist
-    if settings.privacy is None:
-        if as_json:
-            print(json.dumps({"guarantee": False}))
-            return
-        print(UNPROTECTED)
-        if settings.ledger is not None:
-            print(f"  the ledgers in {settings.ledger} would record this, so {NO_LATER_EPSILON}")
-        return
-    planned = plan_of(settings)
-    guaranteed = planned.guaranteed(planned.histories)
-    if guaranteed:
-        planned.check_round(1, planned.histories)  # as the run itself would
-    if as_json:
-        promise = {}
-        if guaranteed:
+    planned = plan_of(settings) if settings.privacy is not None else None
+    facts: dict[str, Any] = {"guarantee": False}
+    if planned is not None:
+        facts["noise_multiplier"] = planned.sigma
+        if planned.guaranteed(planned.histories):
+            planned.check_round(1, planned.histories)  # as the run itself would
             rounds = planned.shown_rounds
             spent = dict(zip(rounds, map(planned.planned_epsilon, rounds), strict=True))
-            promise = {"epsilon": spent, "delta": planned.privacy.delta}
-        facts = {"guarantee": guaranteed, "noise_multiplier": planned.sigma, **promise}
+            facts |= {"guarantee": True, "epsilon": spent, "delta": planned.privacy.delta}
+    if as_json:
         print(json.dumps(facts, indent=2))
         return
-    for line in headline(planned):
-        print(line)
-    if guaranteed:
+    print(*headline(settings, planned), sep="\n")
+    if planned is not None and facts["guarantee"]:
         print_costs([planned])
 
 

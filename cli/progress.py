@@ -25,8 +25,8 @@ from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results.finished import auroc_text, percent, words_of
+from fedsynth.results.run_messages import StderrObserver, accuracies
 from fedsynth.results.run_record import RunResult
-from fedsynth.simulation.run_messages import StderrObserver, accuracies
 
 NO_ACCURACY = {
     "private": "private, so accuracies on them are only in simulation_only",

@@ -493,7 +493,7 @@ def _progress() -> Callable[[int, int], None]:
     """Returns a function that prints the expected time after the first steps of a training, and a
     line to stderr after each tenth.
     """
-    from fedsynth.simulation.run_messages import duration
+    from fedsynth.results.run_messages import duration
 
     started = time.monotonic()
 

@@ -44,12 +44,12 @@ from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results import run_messages
 from fedsynth.results.checkpoint import Checkpoint, RunCheckpoints, run_identity
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_record import RunRecord, RunResult, own_sources
-from fedsynth.simulation import run_messages
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 

@@ -34,9 +34,9 @@ from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.export import UNPROTECTED, export_run, require_new
 from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
+from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
 from fedsynth.simulation.run import Simulation
-from fedsynth.simulation.run_messages import StderrObserver
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 

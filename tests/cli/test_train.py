@@ -13,8 +13,8 @@ import pytest
 
 from fedsynth.cli.options import from_preset, merged
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation import run_messages
-from fedsynth.simulation.run_messages import LONG_PHASE, StderrObserver, round_line
+from fedsynth.results import run_messages
+from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
 from tests.cli.conftest import Call, call_train
 
 CASES = {  # line: mechanism

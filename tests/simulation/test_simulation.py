@@ -228,7 +228,7 @@ def test_failing_observers_do_not_end_runs(tmp_path: Path, monkeypatch: pytest.M
     def closed(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("fedsynth.simulation.run_messages.print", closed, raising=False)
+    monkeypatch.setattr("fedsynth.results.run_messages.print", closed, raising=False)
     assert len(simulate(settings_of("fedavg")).metrics) == 2
 
 

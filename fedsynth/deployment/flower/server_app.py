@@ -22,10 +22,8 @@ from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.protocol import Observer
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.disclosed import lost_in_words
+from fedsynth.results.run_messages import StderrObserver
 
 POLL_SECONDS = 0.3
 """The number of seconds between two checks for answers."""
@@ -88,20 +86,11 @@ class GridTransport:
         return frame
 
 
-class LogObserver(Observer):
-    """Prints the progress messages of a run. Flower stores the printed text in its log."""
+class LogObserver(StderrObserver):
+    """Prints the progress messages of a run on stdout. Flower stores this text in its log."""
 
-    def note(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(text, flush=True)
-
-    def round_ended(self, row: Mapping[str, Any]) -> None:
-        parts = [f"round {row['round']}"]
-        if row.get("test_accuracy") is not None:
-            parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
-        if "epsilon" in row:
-            parts.append(f"ε {format_epsilon(row['epsilon'])}")
-        parts += [f"uploads {row['upload_bytes'] / 1e6:.2f} MB", *lost_in_words(row)]
-        print(" · ".join(parts), flush=True)
 
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
@@ -127,10 +116,11 @@ def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
     nodes = json.loads(str(config["clients"]))
     clients = {int(node): int(client) for node, client in nodes.items()}
     timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))
+    proposal = Proposal.from_json(json.loads(str(config["proposal"])))
     return NetworkedRun(
-        Proposal.from_json(json.loads(str(config["proposal"]))),
+        proposal,
         Connection(GridTransport(grid), timeouts, clients),
         Path(str(config["output"])),
-        LogObserver(),
+        LogObserver(proposal.settings),
         Path(str(config["resume"])) if config["resume"] else None,
     )

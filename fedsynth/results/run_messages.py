@@ -1,4 +1,4 @@
-"""The lines of text that a simulation prints, which state its privacy, warnings and progress."""
+"""The lines of text that a run prints, which state its privacy, warnings and progress."""
 
 from __future__ import annotations
 
