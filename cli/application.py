@@ -163,7 +163,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (FedsynthError, PrivacyError) as error:
-        fail(str(error))
+        fail(". Also: ".join((str(error), *getattr(error, "__notes__", ()))))
     except BrokenPipeError:  # as in `fedsynth runs | head`
         _discard(sys.stdout)
         _discard(sys.stderr)

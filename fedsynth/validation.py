@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field, fields
 from numbers import Real
 from os import PathLike
@@ -17,7 +18,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedsynth.errors import FedsynthError, SettingError, unknown_name, unknown_value
-from fedsynth.privacy.errors import short_repr
+from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import load_toml
 
 T = TypeVar("T")
@@ -28,6 +29,42 @@ MAX_PRINTED_BOUND = 10_000  # a range that ends here or later has only one bound
 LARGEST_FLOAT = 3e38  # bound on other numbers: the largest that fp32 can hold
 MAX_SECONDS = 10**8  # Longest duration, three years: system timers cannot hold the largest floats
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class Faults:
+    """Collects the errors of several settings, so that a user can correct all of them at once.
+
+    The first error is raised. Its notes (`BaseException.__notes__`) contain the messages of the
+    others.
+
+    >>> faults = Faults()
+    >>> for key in ("rounds", "clients"):
+    ...     with faults.collected():
+    ...         check_number("run", key, 0, 1, 10)
+    >>> str(faults.errors[1])
+    'run.clients must be between 1 and 10, got 0'
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collects an error that the block raises."""
+        try:
+            yield
+        except (FedsynthError, PrivacyError) as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raises the first error, with notes on the others. Does nothing if there is no error."""
+        if not self.errors:
+            return
+        first = self.errors[0]
+        for error in self.errors[1:]:
+            for text in (str(error), *getattr(error, "__notes__", ())):
+                first.add_note(text)
+        raise first
 
 
 def section_of(settings: Any) -> str | None:
@@ -71,12 +108,15 @@ def check_fields(settings: Any) -> None:
                 declared[name] = declaration.metadata
     integers = {f.name for f in fields(settings) if f.type in (int, "int")}
     section = section_of(settings)
+    faults = Faults()
     for name, metadata in declared.items():
         value = getattr(settings, name)
-        if "range" in metadata:
-            check_number(section, name, value, *metadata["range"], integer=name in integers)
-        if "choices" in metadata:
-            check_choice(section, name, value, metadata["choices"])
+        with faults.collected():
+            if "range" in metadata:
+                check_number(section, name, value, *metadata["range"], integer=name in integers)
+            if "choices" in metadata:
+                check_choice(section, name, value, metadata["choices"])
+    faults.raise_all()
 
 
 def check_number(
@@ -177,10 +217,13 @@ def converted(
     `also`. These are names of settings that the caller has removed from `values`.
     """
     result = {}
+    faults = Faults()
     for key, value in values.items():
-        if key not in types:
-            raise unknown_name(f"setting of {of}", key, [*also, *types], section, key)
-        result[key] = convert(section, key, value, types[key])
+        with faults.collected():
+            if key not in types:
+                raise unknown_name(f"setting of {of}", key, [*also, *types], section, key)
+            result[key] = convert(section, key, value, types[key])
+    faults.raise_all()
     return result
 
 

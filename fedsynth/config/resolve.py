@@ -26,7 +26,7 @@ from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import converted, field_types, from_mapping
+from fedsynth.validation import Faults, converted, field_types, from_mapping
 
 # Defaults that a data set changes, except those of methods' settings, which are in the method
 # (`Method.presets`). For the embedded 8×8 digits: a model that accepts such small images, and few
@@ -114,18 +114,28 @@ def resolve(
         chosen["partition"].setdefault("kind", EXPLICIT)
     if encoder is not None:
         chosen["model"].setdefault("name", "mlp")
-    partition = from_mapping(PartitionSettings, chosen["partition"])
-    privacy, ledger = _privacy(chosen["privacy"], folder, partition)
-    run = {**preset.get("run", {}), **run}
-    values = converted("run", run, RUN_KINDS, "run", also=("method",))
+    faults = Faults()
+    with faults.collected():
+        partition = from_mapping(PartitionSettings, chosen["partition"])
+        privacy, ledger = _privacy(chosen["privacy"], folder, partition)
+    with faults.collected():
+        run = {**preset.get("run", {}), **run}
+        values = converted("run", run, RUN_KINDS, "run", also=("method",))
+    with faults.collected():
+        method_settings = method.from_mapping(chosen["method"])
+    with faults.collected():
+        model = from_mapping(ModelSettings, chosen["model"])
+    with faults.collected():
+        report = from_mapping(ReportSettings, chosen["report"])
+    faults.raise_all()
     return RunSettings(
-        method=method.from_mapping(chosen["method"]),
+        method=method_settings,
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
         partition=partition,
-        model=from_mapping(ModelSettings, chosen["model"]),
+        model=model,
         privacy=privacy,
-        report=from_mapping(ReportSettings, chosen["report"]),
+        report=report,
         ledger=ledger,
         folder=folder,
         encoder=encoder,

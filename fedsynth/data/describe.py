@@ -115,7 +115,9 @@ def _proposal(
             None for bytes.
     """
     spec, images = train.spec, len(train)
-    users = 0 if train.groups is None else len(train.groups.unique())
+    users = 0
+    if train.groups is not None:
+        users = len(train.groups.unique())
     window = ",".join(f"{number:.15g}" for number in decoding.window or ())
     toml = partial(json.dumps, ensure_ascii=False)
     bounds = ""

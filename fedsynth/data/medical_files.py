@@ -343,7 +343,9 @@ def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
             low, high = apply_windowing(np.array([-1e30, 1e30]), data)
             output = apply_windowing(values, data)
         return scaled((output - low) / (high - low), (0.5, 1.0))
-    return scaled(values, (127.5, 255.0) if _has_window(data, decoding) else None)
+    if _has_window(data, decoding):
+        return scaled(values, (127.5, 255.0))
+    return scaled(values, None)
 
 
 # -------------------------------------------------------------------------------------- NIfTI

@@ -142,6 +142,11 @@ class DatasetSpec:
         """True if the data are grey or colour images, and not vectors or other arrays."""
         return self.channels in (1, 3) and min(self.height, self.width) > 1
 
+    @property
+    def examples(self) -> str:
+        """The word for the data in texts: "images", or "examples" for vectors and other arrays."""
+        return "images" if self.can_be_drawn else "examples"
+
 
 def custom_spec(
     name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any

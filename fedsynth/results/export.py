@@ -245,9 +245,8 @@ def _write(share: Share, out: Path) -> None:
     guarantee = "without a privacy guarantee"
     if synthetic.epsilon is not None:
         guarantee = f"with ε = {format_epsilon(synthetic.epsilon)} at δ = {synthetic.delta:g}"
-    examples = "images" if synthetic.spec.can_be_drawn else "examples"
-    made = f"{len(synthetic.labels)} synthetic {examples}, made by {share.made_by}"
-    write_croissant(synthetic, out, f"{made}, {guarantee}")
+    title = f"{len(synthetic.labels)} synthetic {synthetic.spec.examples}"
+    write_croissant(synthetic, out, f"{title}, made by {share.made_by}, {guarantee}")
     if share.model is not None:
         write_model(out / MODEL, *share.model)
     (out / README).write_text(readme(share), "utf-8")

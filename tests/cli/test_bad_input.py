@@ -80,3 +80,15 @@ def test_invalid_configs_are_rejected(train: Call, tmp_path: Path, toml: bytes, 
     path = tmp_path / "bad.toml"
     path.write_bytes(toml)
     train(f"feddm --config {path}").assert_refused(text)
+
+
+def test_errors_of_all_settings_are_in_one_message(train: Call) -> None:
+    """Regression: each error hides the next one until it is corrected."""
+    run = train(
+        "feddm --set ipcs=2 --set iterations=x --set model.depth=0 --set partition.alpha=-1"
+    )
+    for text in ("unknown setting of feddm 'ipcs'", "method.iterations", "model.depth"):
+        run.assert_refused(text)
+    run.assert_refused("fedsynth: error: partition.alpha must be")
+    text = "method.image_lr must be at least 0, got -1.0. Also: method.image_momentum must be"
+    train("feddm --set image_lr=-1 --set image_momentum=2").assert_refused(text)

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from fedsynth import DatasetSpec, FedSum, ModelParameters, register_model, resolve, simulate
-from fedsynth.data.describe import proposal as declaration
-from fedsynth.data.medical_files import Decoding
+from fedsynth.data.describe import describe_folder
+from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
@@ -506,7 +506,8 @@ def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bo
     folder = write_scans(setup.folder / "data")
     policy = Policy() if declared else Policy(**DECLARED)
     if declared:
-        text = declaration(scans(), [], 20, 0, Decoding()).replace('by = ""', 'by = "A"')
+        text = describe_folder(FolderSettings(str(folder)), print).toml
+        text = text.replace('by = ""', 'by = "A"')
         (folder / "fedsynth.toml").write_text(text.replace('date = ""', 'date = "2026-01-01"'))
 
     def answer(home: str, policy: Policy | None, **spec: Any) -> Frame:
