@@ -157,7 +157,10 @@ class PrivacySettings:
     def _check_unit(self) -> None:
         _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
-            reason = "requires privacy.nominal_size, the approximate number of users of a client"
+            reason = (
+                "requires privacy.nominal_size, the approximate number of users of a client, or "
+                "`users` in the declaration of the data"
+            )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
         _require(valid, "user_records", f"requires privacy.unit={USER}", self.user_records)
