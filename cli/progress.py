@@ -29,7 +29,7 @@ from fedsynth.results.run_messages import StderrObserver, accuracies
 from fedsynth.results.run_record import RunResult
 
 NO_ACCURACY = {
-    "private": "private, so accuracies on them are only in simulation_only",
+    "private": "private: `fedsynth report RUN --simulation-only` shows the accuracies",
     "none": "none, so no accuracy is measured",
 }
 
