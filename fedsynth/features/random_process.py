@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
 from fedsynth.features.public_statistics import Whitening, constants, map_of_vectors, public_vectors
 from fedsynth.features.scattering import FLOOR, scattering, scattering_features, sizes
 
@@ -37,6 +37,9 @@ CONTRAST = 10 / 255**2
 squared grey values, as in the paper."""
 THRESHOLD = 0.25
 CELLS = 3
+AT_ONCE = 16
+"""The number of images that a CPU processes at a time. It is a power of two, so that all pieces of
+a private client's pass have the same length."""
 MIN_SIDE = 12
 """The smallest image side in pixels. Smaller images have too few patches for 3×3 cells."""
 
@@ -60,35 +63,50 @@ class Dictionary:
 
         All patches are compared with the dictionary by one convolution. Each patch's mean and
         contrast are taken into account afterwards. This is possible because (p − μ_p)/s_p is linear
-        in p for fixed μ_p and s_p.
+        in p for fixed μ_p and s_p. Few images at a time stay in a CPU's cache.
         """
-        x = x_NCHW.expand(-1, 3, -1, -1)  # grey images: three equal channels
-        atoms = self.atoms.to(x)
+        at_once = len(x_NCHW) if x_NCHW.device.type != "cpu" else AT_ONCE
+        return torch.cat([self._compared(images) for images in x_NCHW.split(max(1, at_once))])
+
+    def _compared(self, x_NCHW: Tensor) -> Tensor:
+        atoms = self.atoms.to(x_NCHW)
         kernels = (atoms - atoms.mean(dim=0)).T.reshape(-1, 3, PATCH, PATCH)
-        level = F.avg_pool2d(x.mean(dim=1, keepdim=True), PATCH, 1)
-        square = F.avg_pool2d(x.square().mean(dim=1, keepdim=True), PATCH, 1)
-        spread = ((square - level.square()).clamp_min(0) + CONTRAST).sqrt()
-        shift = (self.mean.to(x) @ atoms).view(1, -1, 1, 1)
-        z = F.conv2d(x, kernels) / spread - shift
-        above, below = pooled((z - THRESHOLD).relu()), pooled((-z - THRESHOLD).relu())
-        return torch.cat([above, below], dim=1)
+        if x_NCHW.shape[1] == 1:  # grey images stand for three equal channels
+            kernels = kernels.sum(dim=1, keepdim=True)
+        powers = torch.stack([x_NCHW, x_NCHW.square()], dim=1).mean(dim=2)
+        rows, columns = map(window_sums, x_NCHW.shape[2:])
+        sums = two_sided(rows.to(powers), powers, columns.T.to(powers)).flatten(2)
+        level, square = (sums[:, :, :, None] / PATCH**2).unbind(dim=1)
+        spread_NP1 = ((square - level.square()).clamp_min(0) + CONTRAST).sqrt()
+        last = torch.channels_last
+        z = F.conv2d(x_NCHW.contiguous(memory_format=last), kernels.contiguous(memory_format=last))
+        z_NPK = z.flatten(2).transpose(1, 2) / spread_NP1
+        shift = self.mean.to(x_NCHW) @ atoms
+        # the mean of relu(z − shift − THRESHOLD), and of relu(shift − z − THRESHOLD)
+        cells = cell_means(*z.shape[2:]).to(x_NCHW)
+        above = cells @ torch.maximum(z_NPK, shift + THRESHOLD) - (shift + THRESHOLD)
+        below = shift - THRESHOLD - cells @ torch.minimum(z_NPK, shift - THRESHOLD)
+        return torch.cat([above, below], dim=2).transpose(1, 2).flatten(1)
 
 
-def pooled(maps_NCHW: Tensor) -> Tensor:
-    """Averages each channel of an image in 3×3 cells, which overlap.
+@lru_cache(maxsize=8)
+def window_sums(side: int) -> Tensor:
+    """Returns the matrix [side − PATCH + 1, side] that sums each PATCH adjacent values."""
+    return torch.eye(side).unfold(0, PATCH, 1).sum(dim=2)
 
-    Each cell is half as wide as the image, and overlaps the next cell by half. The result has the
-    shape [N, C·9].
+
+@lru_cache(maxsize=8)
+def cell_means(height: int, width: int) -> Tensor:
+    """Returns the matrix [9, height·width] that averages a map in 3×3 cells, which overlap.
+
+    Each cell is half as wide as the map, and overlaps the next cell by half.
     """
-    height, width = maps_NCHW.shape[-2:]
-    tall = (height + 1) // 2
-    wide = (width + 1) // 2
-    cells = []
-    for row in (0, (height - tall) // 2, height - tall):
-        for column in (0, (width - wide) // 2, width - wide):
-            window = maps_NCHW[:, :, row : row + tall, column : column + wide]
-            cells.append(window.mean(dim=(2, 3)))
-    return torch.stack(cells, dim=2).flatten(1)
+    tall, wide = (height + 1) // 2, (width + 1) // 2
+    cells = torch.zeros(CELLS, CELLS, height, width, dtype=torch.float64)
+    for i, row in enumerate((0, (height - tall) // 2, height - tall)):
+        for j, column in enumerate((0, (width - wide) // 2, width - wide)):
+            cells[i, j, row : row + tall, column : column + wide] = 1 / (tall * wide)
+    return cells.view(CELLS**2, -1)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -156,17 +155,20 @@ class Scattering(nn.Module):
     Padded images have a height of H' = ((H + 4) // 4 + 1)·4, and a width W' that is computed in the
     same way. The reflected border is thus at least 4 pixels in total in each dimension.
 
-    The filters are float32 buffers. `low` is φ in Fourier space at full resolution, [H', W'].
-    `rows` and `columns` are matrices that apply φ at half the resolution (see `_smoothing`). `fine`
-    and `coarse` are ψ at the two scales in Fourier space, [L, H', W'].
+    The filters are float32 buffers. `rows` and `columns` are matrices that apply φ, and
+    `half_rows` and `half_columns` apply φ at half the resolution (see `_smoothing`). `fine` is ψ at
+    the first scale in Fourier space, [L, H', W', 2], with each value twice, for the real and the
+    imaginary part. `coarse` has the four quarters of ψ at the second scale, divided by 4, [4, L,
+    H'/2, W'/2, 2].
 
     Raises:
         SettingError: a side of the images is below 8 pixels.
     """
 
-    low: Tensor
     rows: Tensor
     columns: Tensor
+    half_rows: Tensor
+    half_columns: Tensor
     fine: Tensor
     coarse: Tensor
 
@@ -180,12 +182,14 @@ class Scattering(nn.Module):
         self.size = size
         padded = (_padded(size[0]), _padded(size[1]))
         low = np.fft.fft2(gabor(padded, 0.8 * 2 ** (J - 1), 0.0, 0.0, 1.0)).real
-        self.register_buffer("low", torch.from_numpy(low).float())
-        self.register_buffer("rows", _smoothing(low[:, 0] / low[0, 0] ** 0.5))
-        self.register_buffer("columns", _smoothing(low[0] / low[0, 0] ** 0.5))
-        for scale, name in enumerate(("fine", "coarse")):
-            waves = [np.fft.fft2(morlet(padded, scale, turn)).real for turn in range(L)]
-            self.register_buffer(name, torch.from_numpy(np.stack(waves)).float())
+        for name, low_1d in (("rows", low[:, 0]), ("columns", low[0])):
+            side, factor = len(low_1d), low_1d / low[0, 0] ** 0.5
+            self.register_buffer(name, _smoothing(factor, side, 4))
+            self.register_buffer(f"half_{name}", _smoothing(factor, side // 2, 2))
+        fine, coarse = (_waves(padded, scale) for scale in range(J))
+        self.register_buffer("fine", fine)
+        quarters = [part for half in coarse.chunk(2, dim=1) for part in half.chunk(2, dim=2)]
+        self.register_buffer("coarse", torch.stack(quarters) / 4)
 
     def forward(self, x_NHW: Tensor) -> Tensor:
         """Computes the scattering transform of images [N, H, W].
@@ -195,101 +199,72 @@ class Scattering(nn.Module):
         The channel of order 0 comes first. The channels of order 1 follow, sorted by (j, θ). The
         channels of order 2 are last, sorted by (θ₁, θ₂).
         """
-        spectrum = torch.fft.fft2(self._pad(x_NHW))
-        zero = self._average(spectrum[:, None], self.low, 2**J)
-        fine = torch.fft.ifft2(spectrum[:, None] * self.fine).abs()
-        fine_spectrum = torch.fft.fft2(fine)
-        coarse = self._modulus(spectrum[:, None] * self.coarse)
-        first = torch.cat([self._average(fine_spectrum, self.low, 4), self._smooth(coarse)], dim=1)
-        crossed = self._modulus(fine_spectrum[:, :, None] * self.coarse)
-        second = self._smooth(crossed.flatten(1, 2))
-        return torch.cat([zero, first, second], dim=1)[..., 1:-1, 1:-1]
+        x = self._pad(x_NHW)[:, None]
+        spectrum = torch.fft.fft2(x)
+        filtered = torch.view_as_complex(torch.view_as_real(spectrum) * self.fine)
+        fine = _modulus(torch.fft.ifft2(filtered))
+        coarse = self._at_half(spectrum)
+        crossed = self._at_half(torch.fft.fft2(fine)[:, :, None]).flatten(1, 2)
+        averages = self.rows @ torch.cat([x, fine], dim=1) @ self.columns.T
+        return torch.cat([averages, coarse, crossed], dim=1)[..., 1:-1, 1:-1]
 
     def _pad(self, x_NHW: Tensor) -> Tensor:
-        (height, width), (tall, wide) = self.size, self.low.shape
+        (height, width), (tall, wide) = self.size, self.fine.shape[1:3]
         top_pad, left_pad = (tall - height) // 2, (wide - width) // 2
         sides = (left_pad, wide - width - left_pad, top_pad, tall - height - top_pad)
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
-    def _modulus(self, spectrum: Tensor) -> Tensor:
-        """Reduces a signal to half the resolution and returns its modulus. The argument is the
-        spectrum of the signal.
+    def _at_half(self, spectrum: Tensor) -> Tensor:
+        """Filters signals by ψ at the second scale, keeps every second value in each direction, and
+        averages the moduli.
+
+        In Fourier space, keeping every second value is the mean of the four quarters of a spectrum.
+        φ is a product of one-dimensional Gaussians, so each side is averaged by a matrix product.
         """
-        return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
+        quarters = [part for half in spectrum.chunk(2, dim=-2) for part in half.chunk(2, dim=-1)]
+        first, *others = (torch.view_as_real(part.contiguous()) for part in quarters)
+        total = first * self.coarse[0]
+        for part, wave in zip(others, self.coarse[1:], strict=True):
+            total += part * wave
+        signal = torch.fft.ifft2(torch.view_as_complex(total))
+        return self.half_rows @ _modulus(signal) @ self.half_columns.T
 
-    def _smooth(self, half: Tensor) -> Tensor:
-        """Averages signals that are at half the resolution, and keeps every second value.
 
-        φ is a product of one-dimensional Gaussians, so each side of a signal is averaged by a
-        matrix product.
-        """
-        return self.rows @ half @ self.columns.T
+def _modulus(signal: Tensor) -> Tensor:
+    """Computes |z| in its own order of operations, which is faster than `abs`.
 
-    def _average(self, spectrum: Tensor, low: Tensor, step: int) -> Tensor:
-        return torch.fft.ifft2(_aliased(spectrum * low, step)).real
+    Its derivative would be NaN at 0, so `abs` is used for derivatives.
+    """
+    if signal.requires_grad:
+        return signal.abs()
+    squares = torch.view_as_real(signal).square()
+    return squares[..., 0].add(squares[..., 1]).sqrt_()
+
+
+def _waves(size: tuple[int, int], scale: int) -> Tensor:
+    """Returns ψ of all orientations in Fourier space, [L, H', W', 2], with each value twice."""
+    waves = [np.fft.fft2(morlet(size, scale, turn)).real for turn in range(L)]
+    return torch.from_numpy(np.stack(waves)).float()[..., None].repeat(1, 1, 1, 2)
 
 
 def _padded(side: int) -> int:
     return ((side + 2**J) // 2**J + 1) * 2**J
 
 
-class _Aliased(torch.autograd.Function):
-    """The function `_mean_of_aliases` with a derivative of its own, which repeats the gradient.
-
-    The derivative that autograd computes would allocate a spectrum of zeros for each slice.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(spectrum: Tensor, step: int) -> Tensor:
-        return _mean_of_aliases(spectrum, step)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        ctx.step = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, pulled: Tensor) -> tuple[Tensor, None]:
-        ones = [1] * (pulled.dim() - 2)
-        return (pulled / ctx.step**2).repeat(*ones, ctx.step, ctx.step), None
-
-
-def _aliased(spectrum: Tensor, step: int) -> Tensor:
-    """Subsamples a signal in Fourier space, so that only every `step`-th sample in each direction
-    is kept.
-
-    Both the argument and the result are spectra. The result is the mean over the aliases of the
-    original spectrum.
-    """
-    if not spectrum.requires_grad:
-        return _mean_of_aliases(spectrum, step)
-    return _Aliased.apply(spectrum, step)
-
-
-def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
-    height, width = spectrum.shape[-2] // step, spectrum.shape[-1] // step
-    # slices are added one by one: a reduction over two inner dimensions is several times slower
-    total = spectrum[..., :height, :width]
-    for down, right in list(product(range(step), repeat=2))[1:]:
-        rows = slice(down * height, (down + 1) * height)
-        total = total + spectrum[..., rows, right * width : (right + 1) * width]
-    return total / step**2
-
-
-def _smoothing(low_H: Real) -> Tensor:
-    """Returns the matrix that averages a one-dimensional signal and keeps every second value.
-
-    The matrix has the shape [H'/4, H'/2], because the signal is at half the resolution.
+def _smoothing(low_H: Real, side: int, step: int) -> Tensor:
+    """Returns the matrix [side/step, side] that averages a one-dimensional signal and keeps one of
+    `step` values.
 
     Args:
-        low_H: the spectrum of a Gaussian at full resolution, [H']. Only the frequencies below half
-            of the highest frequency are kept. The spectrum is below 5 % at the other frequencies.
+        low_H: the spectrum of a Gaussian at full resolution, [H'].
+        side: the number of values of the signal, H' or H'/2. At half the resolution, only the
+            frequencies below half of the highest frequency are kept. The spectrum is below 5 % at
+            the other frequencies.
+        step: the distance between two values that are kept.
     """
-    side = len(low_H)
-    low_half = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
-    circulant = np.fft.ifft(np.fft.fft(np.eye(side // 2), axis=0) * low_half[:, None], axis=0).real
-    return torch.from_numpy(circulant[::2].copy()).float()
+    kept = np.concatenate([low_H[: side // 2], low_H[len(low_H) - side // 2 :]])
+    circulant = np.fft.ifft(np.fft.fft(np.eye(side), axis=0) * kept[:, None], axis=0).real
+    return torch.from_numpy(circulant[::step].copy()).float()
 
 
 @lru_cache(maxsize=8)
