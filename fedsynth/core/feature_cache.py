@@ -2,19 +2,22 @@
 
 Some methods sum the same features over their clients' examples many times. Without the cache they
 would spend most of their time computing the feature map. The cached vectors are as private as the
-images. They stay in this process for as long as the data set does and are never written to disk.
+images. They stay in this process for as long as the data set does, and are written to disk only if
+the user names a folder for them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from fedsynth.data.images import ImageData
+from fedsynth.features.encoding import cached
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
@@ -106,7 +109,7 @@ def feature_table(
     def compute(records: Tensor) -> Tensor:
         return _features(data, features, records, note)
 
-    if 4 * len(data) * features.dimension > MAX_BYTES:
+    if not _fits(data, features):
         if embedding is None:
             return compute
         return lambda records: _embedded(compute(records), embedding)
@@ -123,6 +126,41 @@ def feature_table(
         cache.embedded = None  # frees the previous one first
         cache.embedded = copy.deepcopy(embedding), _Table(data, features)
     return cache.embedded[1].look(cpu_records, embed)
+
+
+def _fits(data: ImageData, features: FeatureMap) -> bool:
+    return 4 * len(data) * features.dimension <= MAX_BYTES
+
+
+def keep_on_disk(
+    folder: Path,
+    data: ImageData,
+    features: FeatureMap,
+    records: Tensor,
+    note: Note | None = None,
+) -> None:
+    """Fills the cache of a data set from a folder, or computes the vectors and stores them there.
+
+    Only the user can open the folder. Vectors that do not fit into the cache are not stored.
+
+    Args:
+        folder: the folder.
+        data, features, records, note: as for `feature_table`.
+
+    Raises:
+        OutputError: the folder is readable by others, or cannot be written.
+    """
+
+    if not _fits(data, features):
+        return
+
+    def compute() -> Tensor:
+        return feature_table(data, features, records, note=note)(records).cpu()
+
+    vectors = cached(folder, data.subset(records.cpu().numpy()), features, compute)
+    table = _cache_of(data, features)
+    table.vectors[records] = vectors.to(table.vectors.device)
+    table.computed[records.cpu()] = True
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:

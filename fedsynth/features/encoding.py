@@ -65,8 +65,9 @@ class EncoderSettings:
             encoder (default: the library downloads them).
         public_images: a folder of public images whose mean vector is subtracted from all vectors of
             a pretrained network.
-        encoder_cache: a folder for the vectors, so that a later run on the same images need not
-            compute them. Only you can read the folder. `fedsynth data clear-cache` empties it.
+        encoder_cache: a folder for the vectors of the encoder, or of the run's feature map if there
+            is no encoder. A later run on the same images need not compute them. Only you can read
+            the folder. `fedsynth data clear-cache` empties it.
 
     Raises:
         SettingError, UnknownNameError: the encoder is unknown, or a setting applies only to
@@ -88,15 +89,13 @@ class EncoderSettings:
             path = str(getattr(self, name))
             if path:
                 object.__setattr__(self, name, str(expanded(path).absolute()))
-        if not self.encoder:
-            raise SettingError("data", "encoder", "must be set, because its other settings are")
         if self.is_pretrained:
             return
         for name in ("encoder_weights", "public_images"):
             if getattr(self, name):
                 reason = "applies only to an encoder timm:NAME or torchvision:NAME"
                 raise SettingError("data", name, reason)
-        if self.encoder not in feature_names():
+        if self.encoder and self.encoder not in feature_names():
             if is_label(self.encoder):
                 register = "fedsynth.features.register_file"
                 raise unloaded_file("data", "encoder", self.encoder, register)
@@ -263,7 +262,7 @@ def encode(
     (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
     """
     compute = partial(_vectors, data, features, device, progress)
-    vectors = compute() if not cache else _cached(Path(cache), data, features, compute)
+    vectors = compute() if not cache else cached(Path(cache), data, features, compute, MAX_NORM)
     stored = ((vectors + 1) / 2).clamp(0, 1)
     return replace(
         data,
@@ -312,19 +311,27 @@ def _check_pass(features: FeatureMap, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------ cache
 
 
-def _cached(
-    folder: Path, data: ImageData, features: FeatureMap, compute: Callable[[], Tensor]
+def cached(
+    folder: Path,
+    data: ImageData,
+    features: FeatureMap,
+    compute: Callable[[], Tensor],
+    max_norm: float = math.inf,
 ) -> Tensor:
-    """Reads the vectors of a data set from the cache, or computes and stores them.
+    """Reads the vectors of a data set from a folder, or computes and stores them.
 
-    A file that is damaged, or has another shape, is replaced.
+    A file is replaced if it is damaged or has another shape, or if a vector is longer than
+    `max_norm`, which is infinite for vectors that are not scaled.
+
+    Raises:
+        OutputError: the folder is readable by others, or cannot be written.
     """
     _require_private(folder)
-    path = folder / CACHED.format(_key(data, features))
+    path = folder / CACHED.format(_key(data, features, max_norm))
     try:
         vectors = read_tensors(path)[0]["vectors"]
         norms = torch.linalg.vector_norm(vectors, dim=1)
-        if vectors.shape == (len(data), features.dimension) and bool((norms <= MAX_NORM).all()):
+        if vectors.shape == (len(data), features.dimension) and bool((norms <= max_norm).all()):
             return vectors
     except (OSError, ValueError, LookupError, RuntimeError):
         pass
@@ -334,13 +341,13 @@ def _cached(
     return vectors
 
 
-def _key(data: ImageData, features: FeatureMap) -> str:
+def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:
     """Returns a hash of the encoder, its preparation of images, and all images of a data set.
 
     The encoder's vectors of public images stand for weights that a user's file loads.
     """
     shape = features.image_shape
-    digest = hashlib.sha256(f"{features.name}\n{features.source}\n{shape}".encode())
+    digest = hashlib.sha256(f"{features.name}\n{features.source}\n{shape}\n{max_norm}".encode())
     images = torch.rand(2, *shape, generator=torch_generator(0, "images for a cache"))
     digest.update(public_vectors(features, shape, images).numpy().tobytes())
     for image in data.images.cpu():

@@ -231,7 +231,7 @@ def encoded(
     """
     settings, images, test = run_data.settings, run_data.train, run_data.test
     encoder = settings.encoder
-    if encoder is None:
+    if encoder is None or not encoder.encoder:
         return run_data
     if settings.folder is not None and encoder.public_images:
         _check_public_images(Path(encoder.public_images), settings.folder)
@@ -319,7 +319,7 @@ def specification(settings: RunSettings) -> DatasetSpec:
         DataError: the custom images have no declaration of public facts.
     """
     spec = _image_specification(settings)
-    if settings.encoder is None:
+    if settings.encoder is None or not settings.encoder.encoder:
         return spec
     return encoded_spec(spec, encoder_map(settings.encoder, spec.image_shape))
 

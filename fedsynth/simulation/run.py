@@ -27,9 +27,11 @@ from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
+from fedsynth.core.feature_cache import keep_on_disk
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
+from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, with_proxy
 from fedsynth.federation.in_process import InProcess
@@ -39,6 +41,7 @@ from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import PRIVATE, Clients, divided, new_ledgers
 from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
 from fedsynth.methods import is_own_method
+from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
@@ -91,6 +94,7 @@ class Simulation:
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
         warnings = check_private_steps(settings, self.context)  # before anything is opened
+        self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
         self.checkpoints: RunCheckpoints | None = None
@@ -152,6 +156,28 @@ class Simulation:
                 None, "privacy", "must be set, because only a private run has a privacy plan"
             )
         return self.private_plan
+
+    def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
+        """Reads the vectors of the run's feature map from the folder that the settings name.
+
+        Vectors that are not there are computed and stored. `used` are the positions of the clients'
+        images in `train`.
+
+        Raises:
+            SettingError: the run has neither an encoder nor a feature map.
+            OutputError: the folder is readable by others, or cannot be written.
+        """
+        encoder, network = self.settings.encoder, self.context.architecture
+        if encoder is None or encoder.encoder or not encoder.encoder_cache:
+            return
+        if not isinstance(network, OnFeatures | FeatureLinear):
+            reason = "has no effect, because the run has no encoder and its model no feature map"
+            raise SettingError("data", "encoder_cache", reason)
+        folder, features = Path(encoder.encoder_cache), network.feature_map
+        note = self.observer.note if self._private else None
+        keep_on_disk(folder, train, features, used, note)
+        if test is not None:
+            keep_on_disk(folder, test, features, torch.arange(len(test)))
 
     def _make_clients(
         self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None

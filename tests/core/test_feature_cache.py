@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core import feature_cache
-from fedsynth.core.feature_cache import feature_table
+from fedsynth.core.feature_cache import feature_table, keep_on_disk
 from fedsynth.data.images import ImageData
 from fedsynth.features import feature_map
 from fedsynth.models.on_features import Embedding, Root
@@ -108,3 +109,15 @@ def test_embedding_bits_are_independent_of_other_records(
         separate = feature_table(data(), PIXELS, records, embedding(0))(records)
         assert torch.equal(separate, together[records])
     assert lengths == {feature_cache.EMBEDDING_PASS}
+
+
+def test_vectors_on_disk_are_read_instead_of_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, records = data(), data(), torch.arange(1, 700, 2)
+    keep_on_disk(tmp_path / "cache", first, PIXELS, records)
+    monkeypatch.setattr(feature_cache, "_features", lambda *args: pytest.fail("computed again"))
+    keep_on_disk(tmp_path / "cache", second, PIXELS, records)
+    expected = feature_table(first, PIXELS, records)(records)
+    assert torch.equal(feature_table(second, PIXELS, records)(records), expected)
+    assert bool((expected.norm(dim=1) > 1).any())  # features are not scaled, as an encoder's are

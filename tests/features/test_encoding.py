@@ -259,6 +259,18 @@ def test_cache_is_private_and_keyed_by_weights(tmp_path: Path, weights: Path) ->
         counted(train)
 
 
+def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    run = {"method": "fedstats", "rounds": 2}
+    settings = resolve({"run": run, "data": {"encoder_cache": str(cache)}})
+    first, second = (simulate(settings, quiet=True) for _ in range(2))
+    assert len(list(cache.iterdir())) == 2  # of the training and of the test images
+    assert first.metrics[-1]["test_accuracy"] == second.metrics[-1]["test_accuracy"]
+    run["method"] = "fedavg"
+    with pytest.raises(SettingError, match="has no effect"):
+        simulate(resolve({"run": run, "data": {"encoder_cache": str(cache)}}), quiet=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -266,7 +278,6 @@ def test_cache_is_private_and_keyed_by_weights(tmp_path: Path, weights: Path) ->
         ({"encoder": "torchvision:maskrcnn_resnet50_fpn"}, "is not a classifier of torchvision"),
         ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: and the name"),
         ({"encoder": "pixels", "encoder_weights": "w.safetensors"}, "applies only to an encoder"),
-        ({"encoder_cache": "cache"}, "must be set"),
         ({"encoder": "pixel"}, "did you mean pixels"),
         ({"encoder": "net.py:f@0123456789ab"}, "from a custom file that is not loaded"),
     ],
