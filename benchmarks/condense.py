@@ -5,7 +5,7 @@
 
 At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and
 3×32×32; the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating
-repeats; and the floor: operations over the machine's measured matrix-product peak. Then time and
+repeats; and the floor: operations over the machine's measured convolution peak. Then time and
 peak memory by clients and classes, each in a separate process, with a narrower network. Random
 images: only time is measured. `--keep-allocations` gives the reference, too, the allocator's
 settings of `fedsynth train` (cli/application.py).
@@ -83,7 +83,7 @@ def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
     return {
         "floor": floor,
         "share of the floor": {k: floor[k.split()[1]] / value for k, value in engines.items()},
-        "matrix peak GFLOP/s": {key: peak / 1e9 for key, peak in peaks.items()},
+        "convolution peak GFLOP/s": {key: peak / 1e9 for key, peak in peaks.items()},
     }
 
 

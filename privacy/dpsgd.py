@@ -386,6 +386,6 @@ def _functional_gradients(
         output = torch.func.functional_call(layer, values, (x[None],))
         return (output * backprop[None]).sum()
 
-    each = torch.func.vmap(torch.func.grad(product), (None, 0, 0))
-    gradients = each(parameters, inputs[0], backprops)
+    per_example = torch.func.vmap(torch.func.grad(product), (None, 0, 0))
+    gradients = per_example(parameters, inputs[0], backprops)
     return {layer.get_parameter(name): gradient for name, gradient in gradients.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from library.pivot import Axis, Cell, Table, axis
-from library.rows import Row, case, lines, number, paired, percents, spread
+from library.rows import Row, case, number, paired, percents, spread
 
 ENGINES = {
     "reference": "plain loop",
     "engine fp32": "fp32",
-    "engine fp32 compiled": "fp32, `--compile`",
+    "engine fp32 compiled": "fp32, `--compile on`",
     "engine bf16": "bf16",
-    "engine bf16 compiled": "bf16, `--compile`",
+    "engine bf16 compiled": "bf16, `--compile on`",
 }
 ALLOCATOR = "--keep-allocations"
 WIDTHS = (128, 64, 32, 16)
@@ -77,7 +77,6 @@ def _speedups() -> Axis:
     """Returns each optimisation and its cases, with the ratio in each case."""
     gradient = case("dp_step", "gradient")["ratio to the loop"]
     networks = [case("layout", name)["ratio"] for name in ("cnn1", "cnn2", "lenet5")]
-    statistics = [row["ratio"] for row in lines("batch_statistics")]
     generators = (
         "a client's step, CNN1",
         "a generator's step, one teacher",
@@ -92,7 +91,7 @@ def _speedups() -> Axis:
     compiled = _ratios("synthetic_pass", "ConvNet-128", "ConvNet-16")
     train, evaluate = ([ratio[kind] for ratio in networks] for kind in ("train", "evaluate"))
     rows = (
-        ("`gradient` in batches, compared with a loop over examples", "fp32, bf16", loop),
+        ("`gradient`, compared with a loop over 64 examples of a class", "fp32, bf16", loop),
         (
             "generators: fused upsampling and convolution",
             "LeNet-5 on letters, ResNet-8 on CIFAR-10",
@@ -100,20 +99,48 @@ def _speedups() -> Axis:
         ),
         ("channels-last on a CPU, training", sizes[1], train),
         ("channels-last on a CPU, evaluation", sizes[1], evaluate),
-        ("`--compile`, passes of synthetic images", "ConvNet-128, ConvNet-16", compiled),
+        ("`--compile on`, passes of synthetic images", "ConvNet-128, ConvNet-16", compiled),
         ("bf16, training", bf16, _ratios("mixed_precision", *generators)),
         ("bf16, real images", sizes[0], _ratios("mixed_precision", *real)),
         ("bf16, FedDM's server", sizes[0], _ratios("mixed_precision", *server)),
-        (
-            "batch-norm statistics, compared with `torch.var_mean`",
-            "slowest, fastest",
-            [min(statistics), max(statistics)],
-        ),
     )
     return [((title, cases), {"ratios": ratios}) for title, cases, ratios in rows]
 
 
+DP_SGD = {
+    "ConvNet-128, 64": "dp-sgd ConvNet-128 b64",
+    "ConvNet-128, 256": "dp-sgd ConvNet-128 b256",
+    "CNN1, 256": "dp-sgd CNN1 b256",
+    "LeNet-5, 64": "dp-sgd LeNet-5 b64",
+    "linear, 64": "dp-sgd linear b64",
+}
+RUNS = {
+    "fedsynth": "fedsynth",
+    "Opacus": "opacus hooks",
+    "ghost clipping": "opacus ghost",
+}
+
+
+def _dp_sgd() -> Axis:
+    return [(label, {"records": [case("peers", name)]}) for label, name in DP_SGD.items()]
+
+
+def _dp_sgd_step(cell: Cell) -> str:
+    """Returns milliseconds and megabytes."""
+    (row,) = cell.records
+    run = cell["run"]
+    milliseconds = row["milliseconds"][run]
+    digits = 0 if milliseconds > 100 else 1
+    return f"{milliseconds:,.{digits}f}; {row['megabytes'][run]:,}"
+
+
 TABLES = {
+    "dp-sgd": Table(
+        _dp_sgd,
+        [(title, {"run": run}) for title, run in RUNS.items()],
+        {"show": _dp_sgd_step},
+        corner="network, batch",
+    ),
     "condense": Table(_shapes, axis("engine", ENGINES), {"show": _step}),
     "speedups": Table(
         _speedups,

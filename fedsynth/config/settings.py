@@ -129,21 +129,24 @@ class RunSettings:
         seed: seed of all random numbers except those for privacy (noise, and masks that sample
             records).
         device: "auto" (CUDA if it is available), "cpu" or "cuda".
-        precision: number format of the most expensive network computations, "fp32" or "bf16". With
-            "bf16", bfloat16 is used in condensation, where networks process real images (including
-            the per-image gradients of the mechanism `gradient`). It is also used when clients train
-            with cross-entropy (except dense networks, which are trained together), and when the
-            server trains on synthetic images with cross-entropy. Finally, it is used in
-            distillation by the server (DENSE, FedDF, and FedHydra except for its matrix U) or on
-            generated images (FedKF). Weights, losses and all other computations are fp32, including
-            the per-example gradients of DP-SGD.
-        compile: compile the network computations of condensation with torch.compile, which makes
-            long runs faster. This setting cannot be used with differential privacy. It compiles the
-            computations on real images, and on synthetic images the operations between the
-            convolutions. On a CPU, these are up to twice as fast after some seconds of compiling.
-            Only batches of full size use the compiled code, so that shapes never depend on data.
-            Compiling needs a C++ compiler, or Triton on a GPU. The setting has no effect with batch
-            norm.
+        precision: number format of the most expensive network computations, "fp32" or "bf16". The
+            default "auto" is "bf16" for condensation with a wide ConvNet and without differential
+            privacy, on a GPU or a CPU with AMX, and otherwise "fp32". With "bf16", bfloat16 is used
+            in condensation, where networks process real images (including the per-image gradients
+            of the mechanism `gradient`). It is also used when clients train with cross-entropy
+            (except dense networks, which are trained together), and when the server trains on
+            synthetic images with cross-entropy. Finally, it is used in distillation by the server
+            (DENSE, FedDF, and FedHydra except for its matrix U) or on generated images (FedKF).
+            Weights, losses and all other computations are fp32, including the per-example gradients
+            of DP-SGD.
+        compile: "on" compiles the network computations of condensation with torch.compile, which
+            makes long runs faster. The default "auto" is "on" for long runs with a wide ConvNet on
+            a CPU, if there is a C++ compiler, and otherwise "off". This setting has no effect with
+            differential privacy or batch norm. It compiles the computations on real images, and on
+            synthetic images the operations between the convolutions. On a CPU, these are up to
+            twice as fast after some seconds of compiling. Only batches of full size use the
+            compiled code, so that shapes never depend on data. Compiling needs a C++ compiler, or
+            Triton on a GPU.
         memory_gb: memory in GiB that the steps of a round may use (default: 4 on a CPU, and half of
             the memory on a GPU). If it is small, fewer clients are computed at the same
             time. The data set is not counted.
@@ -199,8 +202,8 @@ class RunSettings:
     rounds: int = in_range(20, 1, MAX_ROUNDS)
     seed: int = in_range(0, 0)
     device: str = "auto"
-    precision: str = one_of("fp32", "bf16")
-    compile: bool = False
+    precision: str = one_of("auto", "fp32", "bf16")
+    compile: str = one_of("auto", "on", "off")
     memory_gb: float | None = None
     threads: int | None = None
     evaluate_every: int = in_range(1, 1)

@@ -6,6 +6,8 @@ are read.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,10 +93,46 @@ def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
     return 4 * 2**30
 
 
+WIDE = 64
+"""The smallest width of a ConvNet for which bfloat16 and compiled code are clearly faster."""
+
+LONG = 1000
+"""The smallest number of condensation steps of a run for which compiling is worth its time."""
+
+
+def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:
+    """Replaces the value "auto" of `precision` and `compile` with the choice for this machine.
+
+    The choices other than "fp32" and "off" are those that were measured (docs/speed.md): for
+    condensation without differential privacy, with a ConvNet of at least `WIDE` channels.
+    """
+    method, model = settings.method, settings.model
+    steps = settings.rounds * getattr(method, "iterations", 0)  # of condensation
+    is_convnet = model.name in ("", "convnet") and not model.features
+    suited = settings.privacy is None and steps > 0 and is_convnet and model.width >= WIDE
+    precision, compiled = settings.precision, settings.compile
+    if precision == "auto":
+        precision = "bf16" if suited and _has_bfloat16(device) else "fp32"
+    if compiled == "auto":
+        compiler = shutil.which(os.environ.get("CXX", "g++"))
+        worthwhile = suited and steps >= LONG and device.type == "cpu" and compiler is not None
+        compiled = "on" if worthwhile else "off"
+    return replace(settings, precision=precision, compile=compiled)
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """Returns True if bfloat16 is faster than float32. On a CPU, this needs AMX: with the bfloat16
+    instructions of AVX-512 alone, convolutions took twice as long as in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported()
+
+
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
     """Returns the public context of round 1.
 
-    For another round, use `replace(context, round=...)`.
+    The value "auto" of `precision` and `compile` means "fp32" and "off" here (`choose_speed`). For
+    another round, use `replace(context, round=...)`.
     """
     privacy = settings.privacy
     partition = settings.partition
@@ -122,9 +160,9 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         robust_share=settings.robust_share,
         rounds=settings.rounds,
         device=device,
-        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        precision=torch.bfloat16 if settings.precision == "bf16" else torch.float32,
         memory_bytes=memory_bytes(settings.memory_gb, device),
-        compiled=settings.compile,
+        compiled=settings.compile == "on",
     )
 
 

@@ -38,6 +38,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DivergedError, FedsynthError, SettingError
+from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.methods.shared.ensemble import EnsembleDistillation
@@ -130,7 +131,9 @@ def jobs_of(
         for cell in runnable:
             shorter = scaled(table.settings(cell, seed), scale)
             sections = override(override(shorter, speed or {}), changes)
-            jobs.append(Job(table, cell, seed, table.settings(cell, seed, sections), changes))
+            settings = table.settings(cell, seed, sections)
+            settings = choose_speed(settings, resolve_device(settings.device))
+            jobs.append(Job(table, cell, seed, settings, changes))
     return jobs
 
 

@@ -38,6 +38,13 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
     return lines
 
 
+def speed(settings: RunSettings) -> list[str]:
+    """Returns a line with the precision and the compilation of a run that are not the plain ones."""
+    if (settings.precision, settings.compile) == ("fp32", "off"):
+        return []
+    return [f"speed: run.precision={settings.precision}, run.compile={settings.compile}"]
+
+
 def warnings(settings: RunSettings) -> list[str]:
     """Returns warnings about settings that may not have the effect that a user expects."""
     method = settings.method

@@ -33,7 +33,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
 from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
-from fedsynth.federation.context import public_context, with_proxy
+from fedsynth.federation.context import choose_speed, public_context, with_proxy
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -86,6 +86,7 @@ class Simulation:
         resumed: RunFolder | None = None,
         trained: Path | None = None,
     ) -> None:
+        settings = choose_speed(settings, train.labels.device)
         self.settings = settings
         self.method = settings.method
         self.observer = observer
@@ -224,7 +225,7 @@ class Simulation:
         Args:
             new: True if the run is new, and False if it is resumed.
         """
-        lines = run_messages.warnings(self.settings)
+        lines = [*run_messages.speed(self.settings), *run_messages.warnings(self.settings)]
         if not self.over:
             folder = None if self.folder is None else self.folder.final
             self.observer.started(self.settings, folder)

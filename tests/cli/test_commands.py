@@ -31,6 +31,7 @@ from fedsynth import (
 )
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.runs_commands import seconds_of
+from fedsynth.federation.context import choose_speed
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.report.formatting import format_epsilon
@@ -259,7 +260,8 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     settings = resolve(read_sections(run.folder / "config.toml"))
     changes = {"run": {"rounds": 1}, "method": {"local_epochs": 1}}
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
-    assert settings == load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
+    preset = load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
+    assert settings == choose_speed(preset, torch.device("cpu"))
     fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
 
 

@@ -47,7 +47,7 @@ from fedsynth.training.many_clients import learner_bytes, worth_batching
 from fedsynth.training.sgd import MomentumSgd, Optimiser, SgdSettings, steps_of
 from fedsynth.validation import in_range, one_of
 
-KEPT = 4
+PARAMETER_COPIES = 4
 """Number of copies of a network's parameters that are in memory for each client of a group whose
 models are trained in turn: memory before and after, the upload and a penalty."""
 
@@ -237,7 +237,7 @@ class TrainsLocally(Method):
             return None
         if self._trains_together(context):
             return learner_bytes(network, self.batch, input_size(network, context.spec))
-        return 4 * KEPT * parameter_count(network)
+        return 4 * PARAMETER_COPIES * parameter_count(network)
 
     def _steps_in_groups(self, context: RoundContext) -> bool:
         return self.one_pass and context.client_architectures is None and context.privacy is None
