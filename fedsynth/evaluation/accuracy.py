@@ -92,7 +92,11 @@ def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[
 
     The function accepts only indices that are in `indices`.
     """
-    if isinstance(model, OnFeatures | FeatureLinear):
+    if isinstance(model, FeatureLinear):
+        classifier = model.classifier
+        look_up = feature_table(data, model.feature_map, indices, model.embedding)
+        return lambda records: classifier(look_up(records))
+    if isinstance(model, OnFeatures):
         from_features = model.from_features
         look_up = feature_table(data, model.feature_map, indices)
         return lambda records: from_features(look_up(records))

@@ -82,6 +82,11 @@ class FeatureLinear(EmbeddingNetwork):
         self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1), persistent=False)
         self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=False)
 
+    @property
+    def embedding(self) -> Embedding:
+        """The function from features φ to embeddings z."""
+        return Embedding.of(dict(self.named_buffers()), self.feature_map)
+
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings z [N, d] of normalised images. Their norms are at most 1."""
         return self.embed_pixels(x_NCHW * self.std + self.mean)  # type: ignore[operator]
@@ -92,11 +97,7 @@ class FeatureLinear(EmbeddingNetwork):
 
     def embed_features(self, features_Nd: Tensor) -> Tensor:
         """Computes the embeddings z [N, d] from features φ(x)."""
-        return Embedding.of(dict(self.named_buffers()), self.feature_map)(features_Nd)
-
-    def from_features(self, features_Nd: Tensor) -> Tensor:
-        """Computes the logits [N, classes] from features φ(x)."""
-        return self.classifier(self.embed_features(features_Nd))
+        return self.embedding(features_Nd)
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
