@@ -43,19 +43,20 @@ LR = 0.01
 
 
 class Step(NamedTuple):
-    """A step of DP-SGD: a model, the shape of a data set, and the batch size."""
+    """A step of DP-SGD: a model, the shape of a data set, the batch size, and the steps of a run."""
 
     model: ModelSettings
     dataset: str
     batch: int
+    steps: int = 3
 
 
 CASES = {
     "dp-sgd ConvNet-128 b64": Step(ModelSettings("convnet", width=128), "mnist", 64),
     "dp-sgd ConvNet-128 b256": Step(ModelSettings("convnet", width=128), "mnist", 256),
     "dp-sgd CNN1 b256": Step(ModelSettings("cnn1", norm="group"), "cifar10", 256),
-    "dp-sgd LeNet-5 b64": Step(ModelSettings("lenet5"), "mnist", 64),
-    "dp-sgd linear b64": Step(ModelSettings("linear"), "mnist", 64),
+    "dp-sgd LeNet-5 b64": Step(ModelSettings("lenet5"), "mnist", 64, 20),
+    "dp-sgd linear b64": Step(ModelSettings("linear"), "mnist", 64, 20),
 }
 
 
@@ -145,7 +146,7 @@ def measure(step: Step, options: argparse.Namespace) -> dict[str, Any]:
     x = torch.randn(step.batch, *spec.image_shape, generator=generator)
     y = torch.arange(step.batch) % spec.classes
     network = build_model(step.model, spec.image_shape, spec.classes, 0)
-    steps = 1 if options.quick else 3
+    steps = 1 if options.quick else step.steps
 
     def training(train: Callable[..., None]) -> Callable[[], None]:
         return lambda: train(copy.deepcopy(network).train(), x, y, steps)

@@ -177,8 +177,8 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
 
     It is not finite if a coordinate is not.
     """
-    pieces = [torch.linalg.vector_norm(c.to(torch.float64), dim=1) for c in _columns(rows_ND)]
-    return torch.stack(pieces).square().sum(dim=0)
+    squares = [torch.linalg.vector_norm(c.to(torch.float64), dim=1) ** 2 for c in _columns(rows_ND)]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
@@ -197,12 +197,19 @@ def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
-    unused = (weights_NG == 0).all(dim=1).nonzero().flatten()
-    sums = [
-        weights_NG.T @ columns.to(torch.float64, copy=True).index_fill_(0, unused, 0.0)
-        for columns in _columns(rows_ND)
-    ]
+    unused = unused_rows(weights_NG)
+    sums = [weights_NG.T @ float64_rows(columns, unused) for columns in _columns(rows_ND)]
     return torch.cat(sums, dim=1)
+
+
+def unused_rows(weights_NG: Tensor) -> Tensor:
+    """Returns the indices of the rows whose weights are all zero."""
+    return (weights_NG == 0).all(dim=1).nonzero().flatten()
+
+
+def float64_rows(rows_ND: Tensor, unused: Tensor) -> Tensor:
+    """Converts rows to float64. The rows with the indices `unused` become zero."""
+    return rows_ND.to(torch.float64, copy=True).index_fill_(0, unused, 0.0)
 
 
 def _columns(rows: Tensor) -> tuple[Tensor, ...]:

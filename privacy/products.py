@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.mechanisms import clip_factors, clip_rows, squared_norms, weighted_sums
+from fedsynth.privacy.mechanisms import (
+    clip_factors,
+    clip_rows,
+    float64_rows,
+    squared_norms,
+    unused_rows,
+    weighted_sums,
+)
 
 
 class Products(ABC):
@@ -178,13 +185,14 @@ class LayerGradients(Products):
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         weights = _weighted(self._factors()[:, None], shares_N)
+        unused = unused_rows(weights)
         pieces = []
-        for vectors in self._vectors():
-            if len(vectors) == 1:
-                pieces.append(weighted_sums(weights, vectors[0])[0])
-                continue
-            column, row = (torch.where(weights > 0, v, 0.0).to(torch.float64) for v in vectors)
-            pieces.append(((column * weights).T @ row).flatten())
+        for first, *second in self._vectors():
+            if second:
+                column, row = float64_rows(first, unused), float64_rows(second[0], unused)
+                pieces.append(((column * weights).T @ row).flatten())
+            else:
+                pieces.append(weighted_sums(weights, first)[0])
         return torch.cat(pieces)
 
 
