@@ -16,16 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli import options
-from fedsynth.cli.application import (
-    Application,
-    OneLineGroup,
-    ended_by_signals,
-    keep_large_allocations,
-    note,
-    say,
-    wait_passively,
-)
+from fedsynth.cli import application, options
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
@@ -40,9 +31,9 @@ from fedsynth.cli.share_commands import (
 )
 from fedsynth.version import __version__
 
-app = Application(
+app = application.Application(
     name="fedsynth",
-    cls=OneLineGroup,
+    cls=application.OneLineGroup,
     help="Federated learning with synthetic data and differential privacy accounting.",
     invoke_without_command=True,
     add_completion=False,
@@ -60,7 +51,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    wait_passively()
+    application.wait_passively()
     app()
 
 
@@ -109,9 +100,9 @@ def train(
         config = resume / "config.toml"
     chosen = options.with_own_code(chosen)
     if preset is not None:
-        sections = options.from_table(preset, config, chosen, say)
+        sections = options.from_table(preset, config, chosen, application.say)
     else:
-        sections = options.merged(options.read_config(config), chosen, say)
+        sections = options.merged(options.read_config(config), chosen, application.say)
     if dry_run:
         _dry_run(sections, as_json)
     else:
@@ -131,15 +122,16 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     from fedsynth.data.picture import partition_table
     from fedsynth.federation.run_data import data_of_run
 
-    run_data = data_of_run(resolve(options.merged({}, chosen)), None, None, note, download=download)
+    run_data = data_of_run(
+        resolve(options.merged({}, chosen)), None, None, application.note, download=download
+    )
     settings = run_data.settings
     data = run_data.train
     labels = data.labels.numpy()
     parts = run_data.parts or divide(
         labels, settings.resolved_partition, data.spec.classes, *data.origins()
     )
-    counts = count_matrix(labels, parts, data.spec.classes)
-    print(partition_table(counts))
+    print(partition_table(count_matrix(labels, parts, data.spec.classes)))
 
 
 def _dry_run(sections: options.Sections, as_json: bool) -> None:
@@ -184,10 +176,13 @@ def _run(
 
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # an invalid key fails before the run
-    keep_large_allocations()
+    application.keep_large_allocations()
     folder = output if resume is None else resume.parent
-    loggers = make_loggers(log, folder, private=settings.privacy is not None, note=say)
-    with make_observer(settings, options.from_preset(sections)) as display, ended_by_signals():
+    loggers = make_loggers(log, folder, private=settings.privacy is not None, note=application.say)
+    with (
+        make_observer(settings, options.from_preset(sections)) as display,
+        application.ended_by_signals(),
+    ):
         observer = display if not loggers else Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner
     from fedsynth.deployment.proposal import Proposal
 
-deploy_app = Application(
-    help="Prepare keys or a Flower app for a run over several machines.", no_args_is_help=True
-)
+deploy_app = Application(help="Prepare a run over several machines.", no_args_is_help=True)
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings that have an option. `--set` sets all others."""
 OptionalPath = Path | None
@@ -59,8 +57,7 @@ def settings_file(
 
     if file.exists():
         raise OptionError(f"{file} already exists. Remove this file, or name a new file")
-    proposal = _proposal(chosen, None, spec)
-    file.write_text(to_toml(proposal.settings.to_mapping()), "utf-8")
+    file.write_text(to_toml(_proposal(chosen, None, spec).settings.to_mapping()), "utf-8")
     print(f"written: {file}")
 
 
@@ -68,9 +65,7 @@ def settings_file(
 def keys(
     folder: NewFolder,
     clients: Annotated[int, typer.Option(help="The number of clients.")],
-    host: Annotated[
-        list[str] | None, typer.Option(help="A name of the server. Repeatable.")
-    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="The server's name. Repeatable.")] = None,
 ) -> None:
     """Make a certificate authority (CA), the server's certificate, and a key for each client."""
     from fedsynth.deployment.flower.processes import require_flower

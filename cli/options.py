@@ -29,6 +29,7 @@ from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
 
 Sections = dict[str, dict[str, Any]]
+Note = Callable[[str], None]
 
 
 def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
@@ -57,9 +58,7 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
                 f"{', '.join(KEYS)}"
             )
         if name in chosen.get(section, {}):
-            raise OptionError(
-                f"{section}.{name} is set twice, by an option or by --set. Set it once"
-            )
+            raise OptionError(f"{section}.{name} is set twice, by an option and --set. Set it once")
         sections.setdefault(section, {})[name] = value.strip()
     return sections
 
@@ -75,9 +74,7 @@ def read_config(path: Path | None) -> Sections:
     return read_sections(path / "config.toml" if path.is_dir() else path)
 
 
-def merged(
-    config: Sections, chosen: Sections, note: Callable[[str], None] = lambda text: None
-) -> Sections:
+def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -> Sections:
     """Combines the settings of a config file with the settings of the options, which override the
     file.
 
@@ -90,10 +87,7 @@ def merged(
     old = config.get("run", {}).get("method", DEFAULT_METHOD)
     new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
-        note(
-            f"note: the settings of {old} in the config file are ignored, because the method of "
-            f"this run is {new}"
-        )
+        note(f"note: settings of {old} in the config file are ignored, because this run uses {new}")
     if chosen.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
         # custom images replace a named data set, whose name they do not have
         config.get("data", {}).pop("dataset", None)
@@ -122,9 +116,7 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     return options
 
 
-def from_table(
-    name: str, config: Path | None, chosen: Sections, note: Callable[[str], None]
-) -> Sections:
+def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> Sections:
     """Returns the settings of the run that reproduces one number of a published table.
 
     Settings of the options override those of the table.
@@ -140,9 +132,7 @@ def from_table(
         FedsynthError: there is no such preset or cell.
     """
     if config is not None:
-        raise OptionError(
-            "--preset and --config cannot be used together, because both define all settings"
-        )
+        raise OptionError("use either --preset or --config, because both define all settings")
     from fedsynth.reproduction.presets import cell_words, preset, preset_sections
 
     table = preset(name)
@@ -239,10 +229,7 @@ def refuse_beside_resume(context: typer.Context) -> None:
         if name in OWN_CODE_OPTIONS and names_a_file(str(context.params.get(name))):
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
-            raise OptionError(
-                f"{parameter.opts[0]} cannot be used with --resume, because a resumed run keeps its "
-                "settings"
-            )
+            raise OptionError(f"{parameter.opts[0]} cannot be used with --resume")
 
 
 PATH = "PATH"
@@ -295,9 +282,7 @@ Log = Annotated[
     ),
 ]
 AsJson = Annotated[bool, flag("--json", "Print the result as JSON on stdout.")]
-DryRun = Annotated[
-    bool, flag("--dry-run", "Only print the run's privacy cost, without reading data.")
-]
+DryRun = Annotated[bool, flag("--dry-run", "Only print the run's privacy cost. Reads no data.")]
 Download = Annotated[bool, flag("--download", "Download the data set with torchvision.")]
 SignKey = Annotated[
     Path | None,

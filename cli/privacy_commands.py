@@ -148,10 +148,7 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
     if key is None:
         return lambda folder: None
     if not private:
-        raise OptionError(
-            "--sign-key needs a run with differential privacy, because other runs have no privacy "
-            "report to sign"
-        )
+        raise OptionError("--sign-key needs a private run, because other runs have no report")
     from fedsynth.privacy.signing import read_private_key, sign_run
 
     private_key = read_private_key(key)
@@ -238,9 +235,7 @@ def _audit_folder(
     sections = options.read_config(run / "config.toml")
     settings = resolve(sections)
     if resolve(options.merged(sections, {"run": {}, **chosen})) != settings:
-        raise OptionError(
-            f"the options differ from the settings of the run in {run}. Remove the options or --run"
-        )
+        raise OptionError(f"the options differ from the run {run}. Remove the options or --run")
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     command = (
         f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
@@ -314,9 +309,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     chosen["data"].setdefault("dataset", "mnist")
     sections = options.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError(
-            "set --epsilon, from which the plan computes σ, or --sigma, from which it computes ε"
-        )
+        raise OptionError("set --epsilon to compute σ, or --sigma to compute ε")
     plans = plans_by_mechanism(sections)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))

@@ -198,10 +198,7 @@ def seconds_of(text: str | None) -> float:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
-        raise OptionError(
-            "--time-budget must be a duration such as 170m, 2h or 90s, or a number "
-            f"of seconds, got {text!r}"
-        )
+        raise OptionError(f"--time-budget must be a duration such as 170m, 2h or 90s, got {text!r}")
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -252,9 +249,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(
-            f"no selected cell of {preset} contains {cell!r}. Use --list to show all cells"
-        )
+        raise OptionError(f"no selected cell of {preset} contains {cell!r}. --list shows all cells")
     if listed:
         _list_cells(table, cells)
         return

@@ -133,9 +133,7 @@ def split_names(text: str) -> list[str]:
 def distill(
     chosen: options.Sections,
     models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
-    arch: Annotated[
-        str, typer.Option(help="The architecture of all models, or of each.")
-    ] = "convnet",
+    arch: Annotated[str, typer.Option(help="The architecture of all or each model.")] = "convnet",
     student: Annotated[str | None, typer.Option(help="Default: the first architecture.")] = None,
     dataset: Annotated[str, typer.Option(help="The data set of the models.")] = "mnist",
     method: Annotated[str, typer.Option(help="The method: fedhydra or dense.")] = "fedhydra",
@@ -173,9 +171,7 @@ def distill(
     print(*lines, sep="\n")
 
 
-data_app = Application(
-    help="Describe which facts about your images are public.", no_args_is_help=True
-)
+data_app = Application(help="Describe the public facts about your images.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -209,8 +205,7 @@ def describe(
     from fedsynth.data.describe import describe_folder
     from fedsynth.data.folder_settings import FolderSettings, read_declaration
 
-    settings = FolderSettings(str(folder), **chosen["data"])
-    description = describe_folder(settings, note, name)
+    description = describe_folder(FolderSettings(str(folder), **chosen["data"]), note, name)
     path = output or description.path
     if path.exists() and read_declaration(path).signed_by:
         raise OptionError(f"{path} is signed. Remove this file, or name a new file with --output")
@@ -446,8 +441,7 @@ def fidelity(
 
     from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
 
-    spec = synthetic_set(folder).spec
-    test = _test_images(spec, chosen["data"], dataset, download)
+    test = _test_images(synthetic_set(folder).spec, chosen["data"], dataset, download)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
     measured = fidelity_of_set(folder, test, features, weights)

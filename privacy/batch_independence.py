@@ -34,9 +34,7 @@ DRAWS = "draws random numbers"
 KEEPS_STATE = "returns other values for the same examples when it is called again"
 POSITION = "returns another value for an example at another position of the batch"
 LENGTH = "returns other values for an example in a batch of another size"
-AMONG_OTHERS = (
-    "returns another value for an example at another position or with other examples in the batch"
-)
+AMONG_OTHERS = "returns another value for an example at another position or among other examples"
 ADVICE = "Compute each value only from its example, without random numbers and without state"
 
 

@@ -53,9 +53,7 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(
-            errno.ENOENT, "the home folder of this user does not exist", str(path)
-        ) from None
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", str(path)) from None
 
 
 def open_regular(

@@ -25,16 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
-from fedsynth.privacy.dpsgd import (
-    DpSgdSettings,
-    ExampleLoss,
-    check_example_gradients,
-    check_model,
-    cross_entropies,
-    dp_sgd,
-)
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
@@ -171,8 +164,7 @@ class DataOwner:
         sigma = calibrate_noise_multiplier(
             target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
         )
-        allowance = charge_round([plan], number, sigma, self._guard, self._secret)
-        series = allowance.take(plan.name)
+        series = charge_round([plan], number, sigma, self._guard, self._secret).take(plan.name)
         self._charged.append(series)
         return series
 
@@ -205,10 +197,7 @@ class DataOwner:
         """
         (only,) = series
         if only not in self._charged:
-            raise UnplannedReleaseError(
-                f"the series was not charged to data owner {self.name!r}. Pass a series that "
-                "DataOwner.charge returned"
-            )
+            raise UnplannedReleaseError(f"the series was not charged to data owner {self.name!r}")
 
         def of_first_class(x: Tensor) -> Tensor:
             return values(x, torch.zeros(len(x), dtype=torch.int64))
@@ -260,8 +249,7 @@ class DataOwner:
             dimension=self.classes * values(self.public_records(2)).shape[1],
             groups=self.classes,
         )
-        series = self.charge(plan, total_epsilon)
-        sums = self.class_sums([series], lambda x, _: values(x))
+        sums = self.class_sums([self.charge(plan, total_epsilon)], lambda x, _: values(x))
         return sums * (self.classes / self.nominal_size)
 
     def check_independent(self, values: Callable[[Tensor], Tensor]) -> None:
@@ -306,7 +294,7 @@ class DataOwner:
         steps: int,
         batch_size: float,
         clip: float,
-        loss: ExampleLoss | None = None,
+        loss: dpsgd.ExampleLoss | None = None,
         total_epsilon: float | None = None,
     ) -> None:
         """Trains a model in place with DP-SGD.
@@ -331,12 +319,12 @@ class DataOwner:
         rate = batch_size / self.nominal_size
         rule = "must be above 0 and at most nominal_size"
         require(0 < rate <= 1, "batch_size", rule, batch_size)
-        check_model(model)
-        check_example_gradients(model, self.public_records(4), loss)
+        dpsgd.check_model(model)
+        dpsgd.check_example_gradients(model, self.public_records(4), loss)
 
         def losses(x: Tensor) -> Tensor:
             labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-            return (loss or cross_entropies)(model, x, labels)
+            return (loss or dpsgd.cross_entropies)(model, x, labels)
 
         self.check_independent(losses)
         plan = ReleasePlan(
@@ -347,18 +335,18 @@ class DataOwner:
             clip=clip,
             sample_rate=rate,
             steps=steps,
-            dimension=sum(p.numel() for p in model.parameters()),
+            dimension=sum(map(Tensor.numel, model.parameters())),
         )
         optimiser = _TorchOptimiser(optimizer)
         weights = torch.zeros(plan.dimension, device=self.device)
         optimiser.update(weights, weights.clone(), optimiser.init(weights))  # may raise
         series = self.charge(plan, total_epsilon)
-        dp_sgd(
+        dpsgd.dp_sgd(
             model,
             lambda indices: self._x[indices],
             self._y.to(self.device),
             series,
-            DpSgdSettings(optimiser, batch_size, loss=loss),
+            dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
             units=self._units,
             note=_LOGGER.warning,
         )

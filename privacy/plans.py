@@ -82,9 +82,7 @@ class ReleasePlan:
         divides = self.groups >= 1 and self.dimension % self.groups == 0
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
-    def signal_to_noise(
-        self, noise_multiplier: float, records: float, clients: int
-    ) -> float | None:
+    def signal_to_noise(self, sigma: float, records: float, clients: int) -> float | None:
         """Returns the signal-to-noise ratio of the sum over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
@@ -92,7 +90,7 @@ class ReleasePlan:
         noise.
 
         Args:
-            noise_multiplier: the run's σ.
+            sigma: the run's σ.
             records: n, the public number of examples (or users) of all clients.
             clients: K, the number of clients, each of which adds noise.
 
@@ -101,7 +99,7 @@ class ReleasePlan:
         """
         if self.signal is None:
             return None
-        noise = noise_multiplier * self.relative_noise_multiplier
+        noise = sigma * self.relative_noise_multiplier
         return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def grid(self, noise_multiplier: float) -> Grid | None:
@@ -121,18 +119,13 @@ class ReleasePlan:
         return grid_of(self.clip, charged / math.sqrt(self.shares), self.shares, self.addends)
 
     def release(
-        self,
-        round: int,
-        noise_multiplier: float,
-        *,
-        unit: str = RECORD,
-        unaccounted: str | None = None,
+        self, round: int, sigma: float, *, unit: str = RECORD, unaccounted: str | None = None
     ) -> Release:
         """Returns the row that the ledger records when a client makes this release.
 
         Args:
             round: the number of the round.
-            noise_multiplier: the run's σ.
+            sigma: the run's σ.
             unit: the privacy unit, one of `releases.UNITS`.
             unaccounted: the reason why the release has no guarantee. None if it has one.
         """
@@ -141,7 +134,7 @@ class ReleasePlan:
             quantity=self.quantity,
             mechanism=self.mechanism,
             clipped=self.clipped,
-            noise_multiplier=noise_multiplier * self.relative_noise_multiplier,
+            noise_multiplier=sigma * self.relative_noise_multiplier,
             sensitivity=self.clip,
             sample_rate=self.sample_rate,
             sampler=POISSON if self.sample_rate < 1 else FULL,
@@ -234,9 +227,7 @@ class ReleaseBudget(Generic[S]):
         """
         self.plan(name)
         if name not in self._unused:
-            raise UnplannedReleaseError(
-                f"a step used release {name!r} twice in a round. It can use each release once"
-            )
+            raise UnplannedReleaseError(f"a step can use release {name!r} only once a round")
 
     def take(self, name: str) -> S:
         """Returns the charged series of the plan with this name.
@@ -283,8 +274,7 @@ def charge_round(
     for plan in plans:
         if plan.phase == phase:
             grid = plan.grid(noise_multiplier)  # may refuse, before the charge
-            row = plan.release(round, noise_multiplier)
-            series = make_series(row, plan.groups, guard, secret)
+            series = make_series(plan.release(round, noise_multiplier), plan.groups, guard, secret)
             series.shares = plan.shares
             series.grid = grid
             charged.append((plan, series))

@@ -132,10 +132,7 @@ class SecretGenerator:
         return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a secret generator cannot be copied, pickled or saved, because the copy would draw "
-            "the same noise"
-        )
+        raise TypeError("a secret generator cannot be copied, because a copy draws the same noise")
 
 
 DIGITS = 52

@@ -170,9 +170,7 @@ class PrivacySettings:
         if self.unit == USER:
             reason = "has no privacy guarantee, so it cannot be used with privacy.unit=user"
         elif self.epsilon is not None:
-            reason = (
-                "has no privacy guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
-            )
+            reason = "has no guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 

@@ -64,9 +64,7 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SigningError(
-            "signatures need the package cryptography. Run pip install 'fedsynth[sign]'"
-        ) from None
+        raise SigningError("signatures need cryptography: pip install 'fedsynth[sign]'") from None
     try:
         key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
     except (TypeError, ValueError, UnsupportedAlgorithm):  # TypeError: the key is encrypted

@@ -48,9 +48,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = (
-            f"must be at least {spec.train_size}, the number of records that the data set declares"
-        )
+        reason = f"must be at least {spec.train_size}, the declared number of records"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -172,10 +170,7 @@ def check_quorum(settings: RunSettings) -> None:
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
-        reason = (
-            f"selects {taking} clients in each round, but a secure sum needs {needed}. Increase "
-            "run.participation"
-        )
+        reason = f"selects {taking} clients a round, but a secure sum needs {needed}. Increase it"
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000

@@ -210,15 +210,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError(
-            "data", next(iter(values)), "applies only to your own images. Set data.folder as well"
-        )
+        raise SettingError("data", next(iter(values)), "applies only to the images of data.folder")
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
-        reason = (
-            f"cannot be {name}, which is a published data set. Choose another name for the images "
-            f"in {folder.folder}"
-        )
+        reason = f"cannot be {name}, which is a published data set. Choose another name"
         raise SettingError("data", "dataset", reason)
     return str(name or default_name(folder.folder)), folder
 

@@ -80,10 +80,7 @@ class ReportSettings:
         clients.
         """
         if self.sites and clients > 1 and len(self._sites) != clients:
-            reason = (
-                f"must name the sites of all {clients} clients, separated by commas, got "
-                f"{len(self._sites)} names"
-            )
+            reason = f"must name {clients} sites, separated by commas, got {len(self._sites)}"
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
@@ -235,9 +232,7 @@ class RunSettings:
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name in _OPTIONAL and value is None):
-                raise SettingError(
-                    None, name, f"must be an object such as {example}, got {value!r}"
-                )
+                raise SettingError(None, name, f"must be an object like {example}, got {value!r}")
         check_fields(self)
         if self.threads is not None:
             check_number("run", "threads", self.threads, 1, MAX_THREADS, integer=True)
@@ -274,9 +269,7 @@ class RunSettings:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
         if self.model.client_names and not method.heterogeneous:
-            reason = (
-                f"cannot be used with {method.name}, whose clients must have the same architecture"
-            )
+            reason = f"cannot be used with {method.name}, whose clients must have one architecture"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
             reason = "because the clients cannot start from the server's model in a later round"

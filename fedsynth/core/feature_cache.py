@@ -182,10 +182,8 @@ def _features(data: ImageData, features: FeatureMap, records: Tensor, note: Note
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
         for chunk in records.to(data.images.device, non_blocking=True).split(PASS):
-            images = padded(data.images[chunk], PASS)
-            vectors = (
-                features(images) if note is None else values_of_each(features, (images,), note)
-            )
+            x = padded(data.images[chunk], PASS)
+            vectors = features(x) if note is None else values_of_each(features, (x,), note)
             parts.append(vectors[: len(chunk)])
     return torch.cat(parts)
 

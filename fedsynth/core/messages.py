@@ -152,10 +152,8 @@ class Packed:
         """
         header = _header(sent)
         if header.get("type") != cls.__name__:
-            raise MessageError(
-                f"expected a message of type {cls.__name__}, got {header.get('type')!r:.80}"
-            )
-        numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
+            raise MessageError(f"expected a {cls.__name__} message, got {header.get('type')!r:.80}")
+        numbers, keys, none = map(header.get, ("numbers", "keys", "none"))
         if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
             raise MessageError(
                 f"the header of a received {cls.__name__} message must have the mappings "
@@ -182,9 +180,7 @@ class Packed:
             values[f.name] = value
         unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
         if unused:
-            raise MessageError(
-                f"a received {cls.__name__} message contains an unexpected entry {unused[0]!r:.80}"
-            )
+            raise MessageError(f"a {cls.__name__} must not have the entry {unused[0]!r:.80}")
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
@@ -270,9 +266,7 @@ def _pop_field(
             raise MessageError(f"the received field {what} must list each key exactly once")
         missing = [key for key in listed if f"{name}.{key}" not in tensors]
         if missing:
-            raise MessageError(
-                f"the received {what} must have a tensor for the key {missing[0]!r:.80}"
-            )
+            raise MessageError(f"the received {what} lacks a tensor for the key {missing[0]!r:.80}")
         return {key: tensors.pop(f"{name}.{key}") for key in listed}
     if name in tensors:
         return tensors.pop(name)

@@ -119,9 +119,7 @@ class Method:
     state: ClassVar[type[ServerState]] = ServerState
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
-    robust_refusal: ClassVar[str] = (
-        "the server averages no models, so a robust rule would have no effect"
-    )
+    robust_refusal: ClassVar[str] = "the server averages no models, so a robust rule has no effect"
     features_refusal: ClassVar[str] = "the clients or the server use the images directly"
     presets: ClassVar[Presets] = {}
 

@@ -179,9 +179,7 @@ class Named:
             )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(
-                name, f"must not have the entry {extra[0]!r:.80}, which the server did not request"
-            )
+            raise UploadRejectedError(name, f"must not have the entry {extra[0]!r:.80}")
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
             raise UploadRejectedError(name, f"must have the entry {missing[0]!r:.80}")
@@ -356,10 +354,7 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     squared = 0.0
     for name, value in arrays:
         if value.is_complex():
-            raise RequestRefusedError(
-                f"the field {name} of the server's message must contain real numbers, but "
-                "contains complex numbers"
-            )
+            raise RequestRefusedError(f"the field {name} of the server's message must be real")
         if not value.is_floating_point():
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):

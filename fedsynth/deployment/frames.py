@@ -244,9 +244,7 @@ class JoinedClient(BaseModel):
                 or history.releases[:rows] != previous.releases
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
-                raise MessageError(
-                    f"the ledger must begin with the {rows} entries that the client sent before"
-                )
+                raise MessageError(f"the ledger must begin with the {rows} entries sent before")
         self.history = history
         self.unstated = []
 

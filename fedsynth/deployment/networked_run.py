@@ -212,8 +212,7 @@ class NetworkedRun:
                 assumed += [row for release, row in pairs if release.phase == phase]
             if len(assumed) > len(history.releases):
                 rounds = sorted({round_number for round_number, _ in client.unstated})
-                event = Event(kind="unstated", client=str(number), rounds=rounds)
-                self.record.events.append(event)
+                self.record.events.append(Event(kind="unstated", client=str(number), rounds=rounds))
                 history = replace(history, releases=tuple(assumed), chain=None)
             histories.append(history)
         return histories
@@ -254,9 +253,7 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
     if agreed != proposal.agreement:
-        raise CheckpointError(
-            f"the run in {folder.path} cannot be resumed, because the settings have changed"
-        )
+        raise CheckpointError(f"cannot resume {folder.path}, because the settings have changed")
     return name
 
 
@@ -274,10 +271,7 @@ def _initial_plan(
     for history in histories:
         rows = start.ledgers[history.client].rows
         if len(history.releases) < rows:
-            raise LedgerError(
-                f"the ledger of {history.client} had {rows} entries when the run began, and now "
-                f"has {len(history.releases)}"
-            )
+            raise LedgerError(f"the ledger of {history.client} lost entries since the run began")
         initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
     privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)

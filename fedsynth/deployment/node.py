@@ -131,8 +131,7 @@ class DatasetPart:
             raise DataError(f"the proposal must have the published specification of {spec.name}")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
-        data = replace(train, may_be_empty=True)
-        return data.subset(np.asarray(parts[number], np.int64))
+        return replace(train, may_be_empty=True).subset(np.asarray(parts[number], np.int64))
 
     def identifier(self, proposal: Proposal) -> str:
         return data_set_id(proposal.settings)
@@ -248,9 +247,7 @@ class Node:
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(
-                f"the message is for run {run:.16}, but its proposal is for run {proposal.run}"
-            )
+            raise MessageError(f"a message of run {run:.16} has the proposal of run {proposal.run}")
         clients = proposal.settings.partition.clients
         if self.number >= clients:
             raise MessageError(f"the client's number must be below {clients}, got {self.number}")

@@ -31,17 +31,7 @@ from fedsynth.deployment.frames import (
 from fedsynth.deployment.proposal import Proposal, agreement
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.protocol import (
-    BUDGET,
-    MAX_FACTS_BYTES,
-    REQUEST,
-    ClientInfo,
-    Exchange,
-    Refusal,
-    Replies,
-    RunTerms,
-    declared,
-)
+from fedsynth.federation import protocol
 from fedsynth.federation.server import needed_uploads
 from fedsynth.privacy.ledger.ledger import History
 
@@ -53,7 +43,7 @@ class TooFewClientsError(FedsynthError):
     """Raised if fewer clients have joined than the quorum requires."""
 
 
-class NodeExchange(Exchange):
+class NodeExchange(protocol.Exchange):
     """The server's communication with the nodes of one run, from the first request to the last.
 
     Args:
@@ -96,14 +86,14 @@ class NodeExchange(Exchange):
         self._numbers = range(proposal.settings.partition.clients)
         self._resumed = bool(names)
         self._names = names or [f"client-{number:03d}" for number in self._numbers]
-        self._terms = RunTerms()
+        self._terms = protocol.RunTerms()
         self._request = 0
         self._lost: dict[int, str] = {}
-        self._refusals: list[Refusal] = []
+        self._refusals: list[protocol.Refusal] = []
 
     # ------------------------------------------------------------------------------ joining
 
-    def join(self) -> list[ClientInfo]:
+    def join(self) -> list[protocol.ClientInfo]:
         """Waits until every client has joined or declined, or until the timeout has passed.
 
         Raises:
@@ -139,7 +129,7 @@ class NodeExchange(Exchange):
         joined = []
         for number, name in enumerate(self._names):
             client = self.clients.get(number, JoinedClient(size=0, history=History(name)))
-            joined.append(ClientInfo(number, client.size, client.history))
+            joined.append(protocol.ClientInfo(number, client.size, client.history))
         return joined
 
     @property
@@ -192,9 +182,7 @@ class NodeExchange(Exchange):
         self._check_name(number, history)
         client = self.clients.setdefault(number, JoinedClient(size=stated.size, history=history))
         if client.size != stated.size:
-            raise MessageError(
-                f"client {number} joined with {client.size} examples, but now states {stated.size}"
-            )
+            raise MessageError(f"client {number} has {client.size} examples, not {stated.size}")
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
@@ -213,10 +201,7 @@ class NodeExchange(Exchange):
             return
         name = self._names[number]
         if self._resumed and history.client != name:
-            raise MessageError(
-                f"client {number} was named {name!r} when the run began, but now "
-                f"{history.client!r:.80}"
-            )
+            raise MessageError(f"client {number} is now named {history.client!r:.80}, not {name!r}")
         other_names = set(self._names) - {name}
         for other, client in self.clients.items():
             if other != number and client.history is not None:
@@ -234,14 +219,14 @@ class NodeExchange(Exchange):
 
     # ------------------------------------------------------------------------------ a round
 
-    def start(self, terms: RunTerms) -> None:
+    def start(self, terms: protocol.RunTerms) -> None:
         """Stores the settings that the server fixes once all clients have joined.
 
         Each request to the clients repeats these settings.
         """
         self._terms = terms
 
-    def prepare(self, context: RoundContext) -> list[Refusal]:
+    def prepare(self, context: RoundContext) -> list[protocol.Refusal]:
         """Begins a round without a message to the clients.
 
         A client that cannot take part declines later, when it receives the request for its step.
@@ -251,7 +236,7 @@ class NodeExchange(Exchange):
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
-    ) -> Replies:
+    ) -> protocol.Replies:
         """Asks the clients for one step of the method, and collects their replies (see
         `Exchange.step`).
 
@@ -264,9 +249,9 @@ class NodeExchange(Exchange):
         replies = collect(phase, message, context, clients)
         if replies.messages or replies.rejected or replies.total is not None:
             return replies
-        declined = [refusal for refusal in self._refusals if refusal.kind == BUDGET]
+        declined = [refusal for refusal in self._refusals if refusal.kind == protocol.BUDGET]
         refusals = tuple(declined or self._refusals)
-        return Replies(refusals=refusals) if refusals else replies
+        return protocol.Replies(refusals=refusals) if refusals else replies
 
     def _facts(self, context: RoundContext) -> dict[str, Any]:
         """Returns the header fields that all requests of a round contain."""
@@ -275,10 +260,10 @@ class NodeExchange(Exchange):
 
     def _uploads(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
-    ) -> Replies:
+    ) -> protocol.Replies:
         method = self._settings.method
         frame = Frame(frames.STEP, {**self._facts(context), "phase": phase}, message.to_bytes())
-        expected = declared(method, phase, "upload")
+        expected = protocol.declared(method, phase, "upload")
         rules = [method.upload_rules(phase, client, context) for client in clients]
         max_bytes = max(most_bytes(expected, fields) for fields in rules)
         messages: dict[int, Message] = {}
@@ -289,11 +274,11 @@ class NodeExchange(Exchange):
             except MessageError as error:
                 rejected[client] = str(error)
         lost = {client: self._lost[client] for client in clients if client in self._lost}
-        return Replies(messages, lost=lost, rejected=rejected)
+        return protocol.Replies(messages, lost=lost, rejected=rejected)
 
     def _sum(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
-    ) -> Replies:
+    ) -> protocol.Replies:
         """Collects the secure sum of the clients' uploads. The server sees no single upload."""
         facts = {**self._facts(context), "phase": phase}
         agreed = agreement(self._settings)
@@ -307,7 +292,7 @@ class NodeExchange(Exchange):
                 lost[client] = self._lost[client]
             elif client in exchange.rejected:
                 rejected[client] = exchange.rejected[client]
-        return Replies(lost=lost, rejected=rejected, total=total)
+        return protocol.Replies(lost=lost, rejected=rejected, total=total)
 
     def histories(self) -> list[History]:
         """Returns the latest ledger history of each client that has ever joined."""
@@ -352,7 +337,7 @@ class NodeExchange(Exchange):
             write_clients(self._file, self.clients)
         received = self._transport.ask(messages, self._connection.timeouts.answer)
         answers: dict[int, Frame] = {}
-        limit = frames.LONGEST_HEADER + MAX_FACTS_BYTES + max_bytes
+        limit = frames.LONGEST_HEADER + protocol.MAX_FACTS_BYTES + max_bytes
         for number, node in nodes.items():
             try:
                 answer = self._read(
@@ -365,10 +350,10 @@ class NodeExchange(Exchange):
                 answers[number] = answer
                 continue
             reason = f"{answer.facts.get('reason')!s:.500}"
-            kind, verb = REQUEST, "refuses"
-            if answer.facts.get("kind") == BUDGET and self._settings.privacy is not None:
-                kind, verb = BUDGET, "declines"
-            self._refusals.append(Refusal(number, reason, kind))
+            kind, verb = protocol.REQUEST, "refuses"
+            if answer.facts.get("kind") == protocol.BUDGET and self._settings.privacy is not None:
+                kind, verb = protocol.BUDGET, "declines"
+            self._refusals.append(protocol.Refusal(number, reason, kind))
             self._lost[number] = f"{verb}: {reason}"
         return answers
 

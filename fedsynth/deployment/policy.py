@@ -164,9 +164,7 @@ class Policy:
             allowed = ", ".join(self.methods)
             objections.append(f"the owner allows only {allowed}, not {run.method.name}")
         if self.rounds is not None and run.rounds > self.rounds:
-            objections.append(
-                f"the owner allows at most {self.rounds} rounds, and the run has {run.rounds}"
-            )
+            objections.append(f"the owner allows at most {self.rounds} rounds, not {run.rounds}")
         objections += self._privacy_objections(proposal, identified)
         sections = run.to_mapping()
         for name, values in self.settings.items():
@@ -199,9 +197,7 @@ class Policy:
             return ["the owner does not allow runs without differential privacy"]
         objections = []
         if self.delta is not None and privacy.delta > self.delta:
-            objections.append(
-                f"the owner allows δ up to {self.delta:g}, and the run has δ = {privacy.delta:g}"
-            )
+            objections.append(f"the owner allows δ up to {self.delta:g}, not {privacy.delta:g}")
         mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
         if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
             objections.append(f"the run's mechanism {mechanism} has no privacy guarantee")

@@ -25,13 +25,7 @@ from fedsynth.config.checks import check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.registry import (
-    DATASETS,
-    DEFAULT_DATASET,
-    DatasetSpec,
-    dataset_spec,
-    spec_from_json,
-)
+from fedsynth.data import registry
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.files import load_toml, read_text
@@ -58,7 +52,7 @@ class Proposal:
 
     run: str
     settings: RunSettings
-    spec: DatasetSpec
+    spec: registry.DatasetSpec
 
     @property
     def agreement(self) -> str:
@@ -86,7 +80,7 @@ class Proposal:
         """
         try:
             run = str(stated["run"])
-            spec = spec_from_json(stated["spec"])
+            spec = registry.spec_from_json(stated["spec"])
             sections = shared_sections(stated["settings"])
             settings = resolve(sections, own_data=_custom_name(spec))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -110,10 +104,12 @@ def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         FedsynthError: if the settings are invalid, or the file contains no specification.
     """
     if spec is None:
-        dataset = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
+        dataset = registry.dataset_spec(
+            str(sections.get("data", {}).get("dataset", registry.DEFAULT_DATASET))
+        )
     else:
         try:
-            dataset = spec_from_json(load_toml(spec))
+            dataset = registry.spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"must be the specification of a data set. {one_line(error)}"
             raise SettingError(None, str(spec), reason) from None
@@ -152,9 +148,9 @@ def new_run() -> str:
     return secrets.token_hex(8)
 
 
-def _custom_name(spec: DatasetSpec) -> str | None:
+def _custom_name(spec: registry.DatasetSpec) -> str | None:
     """Returns the name of a custom data set, or None if the data set comes with the package."""
-    if DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic("):
+    if registry.DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic("):
         return None
     return spec.name
 

@@ -44,20 +44,12 @@ from fedsynth.deployment.proposal import (
     with_hash,
     without_hash,
 )
+from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
     SumClient,
     SumTerms,
     sum_terms,
     upload_layout,
-)
-from fedsynth.deployment.secure_aggregation.primitives import (
-    Masked,
-    Parcel,
-    Present,
-    Roster,
-    Sealed,
-    SecureSumError,
-    SumState,
 )
 from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
@@ -170,8 +162,7 @@ class Session:
         if last:
             self.runtime.memory = self._read(f"memory-{last}")
         self.store()
-        joined = self.runtime.join()
-        return Frame(frames.ANSWER, {"size": joined.size, **self.statement()})
+        return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
 
     def resume(self) -> None:
         """Continues the run from the state that another process has stored.
@@ -217,9 +208,7 @@ class Session:
         if terms.sizes is not None and len(terms.sizes) != clients:
             raise MessageError(f"the server must send {clients} sizes, got {len(terms.sizes)}")
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(
-                f"the noise multiplier must be {self.state.sigma:g}, as in earlier rounds of the run"
-            )
+            raise MessageError(f"the noise multiplier must be {self.state.sigma:g}, as before")
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
@@ -276,9 +265,7 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(
-                f"the indices of the participants must be ascending and below {clients}"
-            )
+            raise MessageError(f"the participants' indices must be ascending and below {clients}")
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the round must be between 1 and {rounds}, got {question.round!s:.20}"
@@ -313,8 +300,8 @@ class Session:
             return _answered(keys)
         with self._open_sum(terms, context) as client:
             if frame.kind == frames.SHARES:
-                return _answered(client.share(Roster.from_bytes(frame.payload)))
-            shares = client.unmask(Present.from_bytes(frame.payload))
+                return _answered(client.share(primitives.Roster.from_bytes(frame.payload)))
+            shares = client.unmask(primitives.Present.from_bytes(frame.payload))
         (self.folder / SUM_FILE).unlink()
         return _answered(shares)
 
@@ -350,7 +337,7 @@ class Session:
             return _answered(reply())
         with self._open_sum(self._sum_terms(question, context), context) as client:
             # first: the step is not charged if the others' shares are too few
-            client.receive(Sealed.from_bytes(question.sealed.encode()))
+            client.receive(primitives.Sealed.from_bytes(question.sealed.encode()))
             upload = reply()
             if isinstance(upload, Refusal):
                 return _answered(upload)
@@ -363,7 +350,7 @@ class Session:
         return context.active.index(self.runtime.number)
 
     def _sum_client(
-        self, terms: SumTerms, context: RoundContext, state: SumState | None = None
+        self, terms: SumTerms, context: RoundContext, state: primitives.SumState | None = None
     ) -> SumClient:
         """Creates this client's side of a secure sum, with the identity keys of the round's
         clients.
@@ -380,8 +367,7 @@ class Session:
         method = self.runtime.method
         if not method.requires_secure_sum:
             raise MessageError(f"the method {method.name} does not use secure sums")
-        name = question.sum or ""
-        return sum_terms(method, question.phase, context, name, self._agreement)
+        return sum_terms(method, question.phase, context, question.sum or "", self._agreement)
 
     @contextmanager
     def _open_sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
@@ -396,8 +382,10 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise SecureSumError("this client has not begun the requested secure sum")
-        client = self._sum_client(terms, context, SumState.from_bytes(read_regular(file)))
+            raise primitives.SecureSumError("this client has not begun the requested secure sum")
+        client = self._sum_client(
+            terms, context, primitives.SumState.from_bytes(read_regular(file))
+        )
         try:
             yield client
         finally:
@@ -482,7 +470,7 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
         return Frame.from_bytes(without_hash(content[HASH_BYTES:]))
 
 
-def _answered(answer: Message | Parcel | Masked | Refusal) -> Frame:
+def _answered(answer: Message | primitives.Parcel | primitives.Masked | Refusal) -> Frame:
     if isinstance(answer, Refusal):
         return Frame(frames.REFUSAL, {"reason": answer.reason, "kind": answer.kind})
     return Frame(frames.ANSWER, {}, answer.to_bytes())

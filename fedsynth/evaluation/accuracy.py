@@ -82,7 +82,7 @@ def predict(
     indices = among.to(data.labels.device, non_blocking=True)
     logits = _logits_of(model, data, indices)
     with torch.no_grad():
-        parts = [logits(chunk) for chunk in indices.split(batch)]
+        parts = list(map(logits, indices.split(batch)))
     model.train(mode)
     return torch.cat(parts)
 

@@ -134,7 +134,7 @@ def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Averaging the measures reveals generators that have each collapsed to a single class, whereas
     their pooled images would look diverse. The result is empty if there is no generator.
     """
-    names = described[0] if described else {}
+    names = next(iter(described), {})
     return {name: sum(metrics[name] for metrics in described) / len(described) for name in names}
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.features.feature_map import Shape
+
 AT_ONCE = 256
 """The number of images that are generated together. It bounds memory and also affects the images
 that a seed gives."""
@@ -33,9 +35,7 @@ are mostly grey."""
 WIDTH = 16  # the number of channels of the random generators
 
 
-def random_images(
-    count: int, image_shape: tuple[int, int, int], generator: torch.Generator
-) -> Tensor:
+def random_images(count: int, image_shape: Shape, generator: torch.Generator) -> Tensor:
     """Draws images of the three random processes, in equal shares.
 
     The result is float32 [count, C, H, W] in [0, 1], on the random generator's device.

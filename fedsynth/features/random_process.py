@@ -270,13 +270,10 @@ def _whitened(
 
 
 def _map_of(
-    function: Callable[[Tensor], Tensor],
-    name: str,
-    shape: Shape,
-    blocks: tuple[tuple[int, int], ...],
+    embed: Callable[[Tensor], Tensor], name: str, shape: Shape, blocks: tuple[tuple[int, int], ...]
 ) -> FeatureMap:
     """Makes a feature map from a function. The constants of the map are measured on public random
     images.
     """
-    vectors = public_vectors(function, shape)
-    return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)
+    vectors = public_vectors(embed, shape)
+    return map_of_vectors(name, shape, embed, vectors, blocks, SMALLER)

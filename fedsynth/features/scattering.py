@@ -70,9 +70,7 @@ def low_pass(shape: Shape) -> FeatureMap:
         v = F.adaptive_avg_pool2d(x_NCHW, cells[1:]).flatten(1)
         size = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         constant = torch.full_like(size, CONSTANT)
-        return torch.cat(
-            [math.sqrt(1 - CONSTANT**2) * v / size.clamp_min(DARKEST), constant], dim=1
-        )
+        return torch.cat([math.sqrt(1 - CONSTANT**2) * v / size.clamp_min(DARKEST), constant], 1)
 
     return FeatureMap(
         name="low-pass",
@@ -175,9 +173,7 @@ class Scattering(nn.Module):
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
         if min(size) < MIN_SIDE:
-            reason = (
-                f"needs images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {size[0]}×{size[1]}"
-            )
+            reason = f"needs at least {MIN_SIDE}×{MIN_SIDE} pixels, got {size[0]}×{size[1]}"
             raise SettingError("method", "features", reason, value="scattering")
         self.size = size
         padded = (_padded(size[0]), _padded(size[1]))
@@ -283,7 +279,7 @@ def scattering_features(x_NCHW: Tensor) -> Tensor:
         return _pooled(x_NCHW)
     # a power of two, so that all pieces of a private client's pass have the same length
     at_once = PLANES if x_NCHW.shape[1] == 1 else PLANES // 4
-    return torch.cat([_pooled(images) for images in x_NCHW.split(at_once)])
+    return torch.cat(list(map(_pooled, x_NCHW.split(at_once))))
 
 
 def _pooled(x_NCHW: Tensor) -> Tensor:

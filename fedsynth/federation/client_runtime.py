@@ -286,17 +286,13 @@ class ClientRuntime:
             LedgerError: the ledger holds releases that protect another unit than this run.
         """
         if self._has_terms:
-            raise RequestRefusedError(
-                f"client {self.number} has already received the terms of the run"
-            )
+            raise RequestRefusedError(f"client {self.number} has already received the run's terms")
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError(
-                "the server sent a noise multiplier for a run without differential privacy"
-            )
+            raise RequestRefusedError("a run without differential privacy has no noise multiplier")
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True

@@ -48,10 +48,7 @@ def resolve_device(name: str) -> torch.device:
     if name.split(":")[0] not in DEVICES:
         raise unknown_value("run", "device", name, DEVICES)
     if name != "cpu" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"run.device={name} is not available: torch {torch.__version__} finds no CUDA device. "
-            "Use run.device=cpu"
-        )
+        raise DeviceError(f"torch {torch.__version__} finds no CUDA device. Use run.device=cpu")
     try:
         return torch.empty(0, device=name).device
     except RuntimeError as error:
@@ -185,8 +182,7 @@ def with_proxy(
         proxy = noise_images(context.spec, settings.seed)
     else:
         proxy, _ = load_dataset(name, settings.data_root, download=download)
-    images = ProxyImages(proxy.to(context.device), context.spec)
-    return replace(context, proxy=images)
+    return replace(context, proxy=ProxyImages(proxy.to(context.device), context.spec))
 
 
 def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:

@@ -21,24 +21,12 @@ from torch import Tensor
 from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
+from fedsynth.core.messages import Message, Tensors
 from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.evaluation.accuracy import correct
+from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime, RefusedError
-from fedsynth.federation.protocol import (
-    REQUEST,
-    ClientEvaluation,
-    ClientInfo,
-    Refusal,
-    Replies,
-    RunTerms,
-    affected_clients,
-    check_declared,
-    check_finite,
-    check_model_request,
-    declared,
-)
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -90,7 +78,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
 
 def step_together(
     clients: Sequence[ClientRuntime], phase: str, message: Message, context: RoundContext
-) -> Replies:
+) -> protocol.Replies:
     """Computes one step for all clients of a group together, and returns the clients' replies.
 
     Raises:
@@ -98,9 +86,9 @@ def step_together(
         DivergedError: the personal model of a client is not finite.
     """
     method = clients[0].method
-    check_declared(method, message, declared(method, phase, "downlink"))
+    protocol.check_declared(method, message, protocol.declared(method, phase, "downlink"))
     try:
-        check_model_request(message, context)
+        protocol.check_model_request(message, context)
         method.check_request(message, context)
         if context.privacy is not None:
             check_numbers(message.numbers(), context.privacy.max_request_norm)
@@ -109,22 +97,24 @@ def step_together(
         step = method.first_step if phase == FIRST else method.client_step
         results = step(message, group, memories, context)
     except RequestRefusedError as error:
-        return Replies(refusals=(Refusal(clients[0].number, str(error), REQUEST),))
+        return protocol.Replies(
+            refusals=(protocol.Refusal(clients[0].number, str(error), protocol.REQUEST),)
+        )
     except RefusedError as error:
-        return Replies(refusals=(error.refusal,))
+        return protocol.Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
     if method.personal:  # check the models that stay with clients, all before any memory is updated
         for client, (_, memory) in zip(clients, results, strict=True):
-            check_finite(memory, f"client {client.number}", context.round)
+            protocol.check_finite(memory, f"client {client.number}", context.round)
     for client, (reply, memory) in zip(clients, results, strict=True):
         client.store_memory(phase, memory, context)
         replies[client.number] = reply
-    return Replies(replies)
+    return protocol.Replies(replies)
 
 
 def step_alone(
     client: ClientRuntime, phase: str, message: Message, context: RoundContext
-) -> Message | Refusal:
+) -> Message | protocol.Refusal:
     """Computes one step for a single client, and returns the client's reply or refusal."""
     replies = step_together([client], phase, message, context)
     if replies.refusals:
@@ -133,10 +123,8 @@ def step_alone(
 
 
 def evaluate_together(
-    clients: Sequence[ClientRuntime],
-    models: Mapping[str, Mapping[str, Tensor]],
-    context: RoundContext,
-) -> list[ClientEvaluation]:
+    clients: Sequence[ClientRuntime], models: Mapping[str, Tensors], context: RoundContext
+) -> list[protocol.ClientEvaluation]:
     """Evaluates models on the test split of each client, like `ClientRuntime.evaluate`.
 
     If the clients have no personal models, the test splits of all clients are evaluated together.
@@ -150,7 +138,7 @@ def evaluate_together(
     results = []
     for client, size in zip(clients, sizes, strict=True):
         client.begin(context)
-        results.append(ClientEvaluation(client.number, client.data.size, size, {}))
+        results.append(protocol.ClientEvaluation(client.number, client.data.size, size, {}))
     for name, model in models.items():
         is_correct = correct(context.load(model), resident, among=indices).cpu()
         for position, of_client in enumerate(is_correct.split(sizes)):
@@ -160,13 +148,7 @@ def evaluate_together(
 
 
 def _report_group(
-    context: RoundContext,
-    finished: int,
-    size: int,
-    clients: int,
-    phase: str,
-    completed: int,
-    total: int,
+    context: RoundContext, finished: int, size: int, clients: int, phase: str, step: int, total: int
 ) -> None:
     """Reports the progress of one group of clients as a part of the progress of the round.
 
@@ -175,7 +157,7 @@ def _report_group(
         size: the number of clients in this group.
         clients: the number of clients in all groups.
     """
-    context.report(phase, finished * total + completed * size, clients * total)
+    context.report(phase, finished * total + step * size, clients * total)
 
 
 class InProcess:
@@ -193,31 +175,31 @@ class InProcess:
         self._settings = self.clients[0].settings
         self._max_group = len(self.clients)  # halved when the device's memory runs out
 
-    def join(self) -> list[ClientInfo]:
+    def join(self) -> list[protocol.ClientInfo]:
         return list(map(ClientRuntime.join, self.clients))
 
-    def start(self, terms: RunTerms) -> None:
+    def start(self, terms: protocol.RunTerms) -> None:
         for client in self.clients:
             client.start(terms)
 
     def histories(self) -> list[History]:
         return [client.ledger.history() for client in self.clients if client.ledger is not None]
 
-    def prepare(self, context: RoundContext) -> list[Refusal]:
+    def prepare(self, context: RoundContext) -> list[protocol.Refusal]:
         refusals = []
-        for number in affected_clients(self._settings, context):
+        for number in protocol.affected_clients(self._settings, context):
             refusal = self.clients[number].prepare(context)
             if refusal is not None:
                 refusals.append(refusal)
         return refusals
 
     def begin(self, context: RoundContext) -> None:
-        for number in affected_clients(self._settings, context):
+        for number in protocol.affected_clients(self._settings, context):
             self.clients[number].begin(context)
 
     def step(
         self, phase: str, message: Message, context: RoundContext, numbers: Sequence[int]
-    ) -> Replies:
+    ) -> protocol.Replies:
         lost = self._failing(phase, numbers, context)
         stepping = []
         hanging = []
@@ -230,8 +212,7 @@ class InProcess:
         messages: dict[int, Message] = {}
         while len(messages) < len(stepping):
             group = stepping[len(messages) :][: self._group_size(context)]
-            finished = len(messages)
-            report = partial(_report_group, context, finished, len(group), len(stepping))
+            report = partial(_report_group, context, len(messages), len(group), len(stepping))
             group_context = replace(context, report=report)
             try:
                 replies = step_together(group, phase, message, group_context)
@@ -241,13 +222,13 @@ class InProcess:
                 self._halve(group, phase, context)
                 continue
             if replies.refusals:
-                return Replies(messages, replies.refusals)
+                return protocol.Replies(messages, replies.refusals)
             messages.update(replies.messages)
         for client, memory in hanging:
             client.rollback(memory)
         for number in lost:
             messages.pop(number, None)
-        return Replies(messages, lost=lost)
+        return protocol.Replies(messages, lost=lost)
 
     def _group_size(self, context: RoundContext) -> int:
         """Returns the maximum number of clients whose steps are computed together."""
@@ -276,9 +257,7 @@ class InProcess:
         if not all(client.may_try_again(phase, context) for client in group):
             if len(group) > 1:
                 remedy = f"Resume with run.memory_gb below {context.memory_bytes / 2**30:g}"
-            raise DeviceMemoryError(
-                f"{location}. The step is already charged and cannot be repeated. {remedy}"
-            )
+            raise DeviceMemoryError(f"{location}. The charged step cannot be repeated. {remedy}")
         if len(group) == 1:
             raise DeviceMemoryError(f"{location}. {remedy}")
         self._max_group = (len(group) + 1) // 2
@@ -302,5 +281,5 @@ class InProcess:
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> list[ClientEvaluation]:
+    ) -> list[protocol.ClientEvaluation]:
         return evaluate_together(self.clients, models, context)

@@ -12,27 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fedsynth.config.checks import (
-    check_custom_model,
-    check_method,
-    check_participation,
-    mechanism_of,
-    most_records,
-    refuse_own_proxy,
-)
+from fedsynth.config import checks
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.privacy import accounting
+from fedsynth.privacy import accounting, errors
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals
 from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
-from fedsynth.privacy.errors import (
-    BudgetExceededError,
-    UnaccountedReleaseError,
-    UnplannedReleaseError,
-)
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
@@ -85,16 +73,16 @@ class PrivacyPlan:
         spec = context.spec
         if stated is None:
             raise SettingError(None, "privacy", "must be set for a private run")
-        check_method(method)
-        refuse_own_proxy(method, spec)
-        mechanism = mechanism_of(method, stated)
-        limit = most_records(spec, stated)
+        checks.check_method(method)
+        checks.refuse_own_proxy(method, spec)
+        mechanism = checks.mechanism_of(method, stated)
+        limit = checks.most_records(spec, stated)
         check_delta(stated.delta, limit)
         privacy = replace(stated, mechanism=mechanism)
         plans = tuple(method.release_plans(privacy, context))
         check_plans(plans)
-        check_custom_model(settings, context, plans)
-        check_participation(settings, plans)
+        checks.check_custom_model(settings, context, plans)
+        checks.check_participation(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, limit)
 
     @classmethod
@@ -119,7 +107,7 @@ class PrivacyPlan:
         privacy = plan.privacy
         reasons = reasons_in_ledgers(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
-            raise UnaccountedReleaseError(
+            raise errors.UnaccountedReleaseError(
                 f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
                 f"{privacy.ledger} contain a release without a guarantee: {reasons[0]}. Set only "
                 "privacy.noise_multiplier"
@@ -150,9 +138,7 @@ class PrivacyPlan:
             SettingError: σ is unknown, because the clients have not joined yet.
         """
         if self.privacy.noise_multiplier is None:
-            raise SettingError(
-                "privacy", "noise_multiplier", "is unknown before the clients have joined"
-            )
+            raise SettingError("privacy", "noise_multiplier", "is unknown until all clients join")
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float | None:
@@ -189,7 +175,7 @@ class PrivacyPlan:
             return self.plans
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
-            raise UnplannedReleaseError(
+            raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} changes a planned release in round {number}. "
                 "Method.round_plans may only omit some of the planned releases"
             )
@@ -267,21 +253,16 @@ class PrivacyPlan:
         planned = self.round_plans(context.round)
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
-            raise UnplannedReleaseError(
+            raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} must plan {len(planned)} releases for client "
                 f"{client}, got {len(plans)}"
             )
-        for plan, client_plan in zip(planned, plans, strict=True):
-            allowed = replace(
-                plan,
-                steps=client_plan.steps,
-                dimension=client_plan.dimension,
-                groups=client_plan.groups,
-            )
-            if client_plan != allowed or client_plan.steps > plan.steps:
-                raise UnplannedReleaseError(
+        for plan, new in zip(planned, plans, strict=True):
+            allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
+            if new != allowed or new.steps > plan.steps:
+                raise errors.UnplannedReleaseError(
                     f"method {self.run.method.name} may change only the dimension of release "
-                    f"{plan.name!r} for client {client} and reduce its steps, got {client_plan}"
+                    f"{plan.name!r} for client {client} and reduce its steps, got {new}"
                 )
         return plans
 
@@ -414,15 +395,12 @@ class PrivacyPlan:
         target = privacy.epsilon or math.inf
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
-            raise BudgetExceededError(
+            raise errors.BudgetExceededError(
                 f"the budget ε = {target:g} is exhausted, because a client has already spent ε = "
                 f"{spent_epsilon:.4g}"
             )
         return calibrate_noise_multiplier(
-            target,
-            privacy.delta,
-            lambda sigma: spent + self._totals(rounds, sigma),
-            privacy.adjacency,
+            target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency
         )
 
 

@@ -20,7 +20,7 @@ from fedsynth.data.folder_settings import Declaration, FolderSettings, require_s
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_own_data
-from fedsynth.data.load_folder import FolderData
+from fedsynth.data.load_folder import FolderData, Note
 from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.record_files import HUB, downloaded
@@ -75,7 +75,7 @@ def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
     )
 
 
-def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
+def note_shared_records(train: ImageData, test: ImageData, note: Note) -> None:
     """Warns the user if some test images are also training images.
 
     Images are compared by a hash of their pixels. Published data sets are not checked.
@@ -131,7 +131,7 @@ def divided(
     """
     seed = settings.resolved_partition.seed or 0
     by_user = protects_users(settings)
-    training: Sequence[IntArray] = [part.numpy() for part in parts]
+    training: Sequence[IntArray] = list(map(Tensor.numpy, parts))
     testing: Sequence[IntArray] = [np.zeros(0, np.int64)] * len(parts)
     share = settings.partition.local_test
     if share > 0:
@@ -167,12 +167,7 @@ class RunData:
 
 
 def data_of_run(
-    settings: RunSettings,
-    data: CustomData | None,
-    test: str | None,
-    note: Callable[[Any], None],
-    *,
-    download: bool,
+    settings: RunSettings, data: CustomData | None, test: str | None, note: Note, *, download: bool
 ) -> RunData:
     """Loads the images of a run, and adds the declared facts about them to the settings.
 
@@ -302,7 +297,7 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
     return replace(run_data, parts=data.sites, names=data.names)
 
 
-def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
+def _note_missing(train: ImageData, note: Note) -> None:
     """Warns the user if this machine has fewer images of a data set than were published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name != "femnist":  # LEAF draws some

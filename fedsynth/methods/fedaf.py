@@ -70,9 +70,7 @@ class FedAF(FedAFSettings):
     """
 
     name = "fedaf"
-    summary = (
-        "clients condense data towards shared class-mean logits, and the server matches soft labels"
-    )
+    summary = "clients condense data towards class-mean logits, and the server matches soft labels"
     reference = "Wang et al. 2024, FedAF, arXiv 2404.18962"
 
     # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
@@ -81,8 +79,7 @@ class FedAF(FedAFSettings):
         self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
-        V = self._class_logits(w_r, clients, memories, context)
-        results = zip(V, memories, strict=True)
+        results = zip(self._class_logits(w_r, clients, memories, context), memories, strict=True)
         return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
 
     def _class_logits(

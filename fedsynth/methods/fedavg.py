@@ -162,10 +162,7 @@ class Solo(TrainsLocally):
     upload = Nothing
     personal = True
     dp_mechanisms = ()
-    refusal = (
-        "the clients send nothing that noise could protect, and the reported accuracies are "
-        "computed from private data"
-    )
+    refusal = "the clients send nothing, and the accuracies are computed from private data"
     robust_refusal = "the clients send no models that the server could average"
     oca_refusal = "it has no global model"
 

@@ -66,9 +66,7 @@ class FedBN(TrainsLocally):
     personal = True
     dp_mechanisms = ()
     features_refusal = "a model on features has no batch-norm layers. Use fedavg instead"
-    refusal = (
-        "batch norm mixes the examples of a batch, so no clip bounds the influence of one example"
-    )
+    refusal = "batch norm mixes a batch's examples, so no clip bounds the influence of one example"
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):

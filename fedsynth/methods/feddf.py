@@ -64,9 +64,7 @@ class FedDF(EnsembleDistillation):
 
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
-            reason = (
-                "must be the name of a data set with public images, or 'noise' for random pixels"
-            )
+            reason = "must be a data set with public images, or 'noise' for random pixels"
             raise SettingError("method", "proxy", reason)
 
     def distil(

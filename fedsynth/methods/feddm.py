@@ -162,9 +162,7 @@ class FedDM(CondensingMethod, TrainsInBall):
             S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
         condensed = sets.split_uploads(S, pairs, len(clients.ids))  # S_k, the client's memory
         uploads = sets.split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
-        return [
-            (sent, {"images": S_k.images}) for sent, S_k in zip(uploads, condensed, strict=True)
-        ]
+        return [(sent, {"images": S.images}) for sent, S in zip(uploads, condensed, strict=True)]
 
     def _matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext

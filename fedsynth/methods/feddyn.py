@@ -49,9 +49,7 @@ class FedDyn(TrainsLocally):
     """
 
     name = "feddyn"
-    summary = (
-        "local training with a dynamic regulariser that aligns local optima with the global one"
-    )
+    summary = "local training with a dynamic regulariser that aligns local and global optima"
     reference = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass = True
 

@@ -116,13 +116,8 @@ class FedFAPlus(TrainsLocally):
         "No mechanism protects the uploaded channel statistics and histograms"
     )
     dp_mechanisms = ()
-    features_refusal = (
-        "a model on features has no convolutional stages to augment. Use fedfm instead"
-    )
-    robust_refusal = (
-        "a robust rule would remove the differences between the clients' channel statistics, "
-        "which the server needs"
-    )
+    features_refusal = "a model on features has no convolutional stages to augment. Use fedfm"
+    robust_refusal = "the server needs the clients' differences, which a robust rule removes"
 
     parts: str = one_of("both", "augmentation", "alignment")
     probability: float = in_range(0.5, 0, 1)
@@ -150,10 +145,8 @@ class FedFAPlus(TrainsLocally):
         for stage in self._stages(context):
             names = f"mean.{stage}", f"std.{stage}"
             gammas = map(message.statistics.get, names)
-            accumulated = map(memory.get, names)
-            layer = feature_statistics.Augmentation(
-                self.probability, coin, noise, *gammas, *accumulated
-            )
+            sums = map(memory.get, names)
+            layer = feature_statistics.Augmentation(self.probability, coin, noise, *gammas, *sums)
             layers[stage] = layer
             state[f"statistics.{stage}"] = layer.statistics
         histogram = message.statistics.get(HISTOGRAM)  # π; never sent by clients of FedFA-l
@@ -202,16 +195,14 @@ class FedFAPlus(TrainsLocally):
 
     def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
         """Returns the rules for the arrays that a client with at least one example sends."""
-        network = context.architecture
+        model = context.architecture
         rules: dict[str, Array] = {}
-        widths = feature_statistics.channels(
-            network, self._stages(context), context.spec.image_shape
-        )
+        widths = feature_statistics.channels(model, self._stages(context), context.spec.image_shape)
         for stage, width in widths.items():
             rules[f"mean.{stage}"] = Array((width,))
             rules[f"std.{stage}"] = Array((width,), low=0.0)
         if self.parts != "augmentation":
-            features: int = network.classifier.in_features  # type: ignore[assignment,union-attr]
+            features: int = model.classifier.in_features  # type: ignore[assignment,union-attr]
             shape = (features, self.bins)
             rules[HISTOGRAM] = Array(shape, low=0.0, high=1.0 + 1e-5, sums_to_one=True)
         return rules

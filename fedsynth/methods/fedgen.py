@@ -71,9 +71,7 @@ class GeneratorDown(ModelParameters):
 class ModelAndCounts(ModelParameters):
     """The upload of a client in FedGen: the model, and the number of examples of each class [C]."""
 
-    counts: Tensor = public(
-        "all 1 with differential privacy, and the numbers of examples of each class without it"
-    )
+    counts: Tensor = public("all 1 with differential privacy, and the classes' sizes without it")
 
 
 def ensemble_loss(
@@ -134,18 +132,12 @@ class FedGen(TrainsLocally):
     """
 
     name = "fedgen"
-    summary = (
-        "local training with a generator of embeddings that the server learns from the "
-        "clients' classifiers"
-    )
+    summary = "local training with a generator of embeddings, learned from the clients' classifiers"
     reference = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
     downlink = GeneratorDown
     upload = ModelAndCounts
     state = GeneratorState
-    robust_refusal = (
-        "the server trains a generator on each client's classifier, which a robust rule would "
-        "replace"
-    )
+    robust_refusal = "the generator learns from each classifier, which a robust rule replaces"
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),
@@ -182,9 +174,7 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
         if context.privacy is None and total > size:
-            reason = (
-                f"must add up to at most {size:g}, the client's number of examples, got {total:g}"
-            )
+            reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
             reason = f"must have a value above 0 in an upload with the weight {upload.weight:g}"

@@ -74,10 +74,7 @@ class FedHydra(DataFreeEnsembleDistillation):
     """
 
     name = "fedhydra"
-    summary = (
-        "one-shot: the server distils the clients' logits on generated images, weighted by the "
-        "quality of each model for each class"
-    )
+    summary = "one-shot: the server distils logits, weighted by each model's quality for a class"
     reference = (
         "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "
         "Federated Learning, Eqs. 1 to 19"

@@ -115,15 +115,9 @@ class FedKF(TrainsLocally):
     """
 
     name = "fedkf"
-    summary = (
-        "clients distil the average of all clients' models into their own, on images of a local "
-        "generator"
-    )
+    summary = "clients distil the average of all models into theirs, on images of a local generator"
     reference = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
-    features_refusal = (
-        "the clients distil on images of a generator. Use fedgkd instead, which distils on the "
-        "clients' data"
-    )
+    features_refusal = "clients distil on generated images. Use fedgkd, which distils on the data"
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
     }

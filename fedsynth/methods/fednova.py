@@ -28,9 +28,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 class NormalisedModel(ModelParameters):
     """The upload of a client in FedNova: the model, and the length ‖a_k‖₁ of the client's steps."""
 
-    norm: float = public(
-        "with differential privacy, the number of steps depends only on public sizes"
-    )
+    norm: float = public("with differential privacy, the number of steps follows from public sizes")
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ class FedNova(TrainsLocally):
         self, phase: str, upload: NormalisedModel, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
-            raise UploadRejectedError(
-                "norm", f"must be at least 1, the norm after one step, got {upload.norm:g}"
-            )
+            raise UploadRejectedError("norm", f"must be at least 1, got {upload.norm:g}")
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext

@@ -169,8 +169,7 @@ class FedStats(PlansStatistics):
             return class_moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        sums = self._sums(name, features, rows, clients, embedding)
-        results = zip(sums, memories, strict=True)
+        results = zip(self._sums(name, features, rows, clients, embedding), memories, strict=True)
         return [(StatisticSums(client_sums.clone()), memory) for client_sums, memory in results]
 
     def from_sum(

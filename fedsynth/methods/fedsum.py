@@ -391,6 +391,5 @@ def class_counts(clients: Group) -> Tensor:
         return noisy.view(len(clients.ids), classes)
     counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
     for k in range(len(clients.ids)):
-        labels = clients.labels(clients.examples(k))
-        counts[k] = F.one_hot(labels, classes).sum(dim=0)
+        counts[k] = F.one_hot(clients.labels(clients.examples(k)), classes).sum(dim=0)
     return counts

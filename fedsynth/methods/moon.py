@@ -60,10 +60,7 @@ class Moon(TrainsLocally):
     """
 
     name = "moon"
-    summary = (
-        "local training pulls representations towards those of the global model, and away from "
-        "those of the client's previous model"
-    )
+    summary = "local training pulls representations from the previous to the global model"
     reference = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 
     mu: float = in_range(1.0, 0)

@@ -89,10 +89,7 @@ class Scaffold(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            reason = (
-                "must be 0 for scaffold, which computes control variates from plain SGD steps, "
-                f"got {self.momentum}"
-            )
+            reason = f"must be 0, because scaffold needs plain SGD steps, got {self.momentum}"
             raise SettingError("method", "momentum", reason)
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:

@@ -43,7 +43,7 @@ class FlatNetwork:
     def __init__(self, module: nn.Module, *, requires_grad: bool = False) -> None:
         self.module = module
         self._parameters = dict(module.named_parameters())
-        self._sizes = [parameter.numel() for parameter in self._parameters.values()]
+        self._sizes = list(map(Tensor.numel, self._parameters.values()))
         flat = flatten(module)
         self.grad = torch.zeros_like(flat) if requires_grad else flat.new_empty(0)
         self._use(flat)

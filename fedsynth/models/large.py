@@ -26,6 +26,7 @@ from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
 from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
+from fedsynth.features.feature_map import Shape
 from fedsynth.models.convnet import make_norm
 from fedsynth.models.layers import EmbeddingNetwork, group_norm, require_size
 from fedsynth.privacy.dpsgd import group_norm_twin
@@ -59,18 +60,13 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     stage_names = ("layer1", "layer2", "layer3", "layer4")
 
     def __init__(
-        self,
-        block: type[nn.Module],
-        numbers: list[int],
-        image_shape: tuple[int, int, int],
-        classes: int,
-        norm: str,
+        self, block: type[nn.Module], counts: list[int], image_shape: Shape, classes: int, norm: str
     ) -> None:
         layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
-        super().__init__(block, numbers, num_classes=classes, norm_layer=layer)
+        super().__init__(block, counts, num_classes=classes, norm_layer=layer)
         channels, height, width = image_shape
         if channels != 3:  # initialised as in torchvision
-            self.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+            self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         for layer in self.modules():
             if isinstance(layer, nn.ReLU):
@@ -92,16 +88,12 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         return torch.flatten(self.avgpool(x), 1)
 
 
-def resnet18(
-    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
-) -> EmbeddingResNet:
+def resnet18(image_shape: Shape, classes: int, norm: str = "batch") -> EmbeddingResNet:
     """Creates a ResNet-18. `norm` is "batch" as in torchvision, or "group" for DP-SGD."""
     return EmbeddingResNet(_Block, [2, 2, 2, 2], image_shape, classes, norm)
 
 
-def resnet50(
-    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
-) -> EmbeddingResNet:
+def resnet50(image_shape: Shape, classes: int, norm: str = "batch") -> EmbeddingResNet:
     """Creates a ResNet-50. The arguments are those of `resnet18`."""
     return EmbeddingResNet(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)
 
@@ -118,9 +110,7 @@ class AlexNet(EmbeddingNetwork):
 
     stage_names = ("pool1", "pool2", "layer3", "layer4", "pool5")
 
-    def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
-    ) -> None:
+    def __init__(self, image_shape: Shape, classes: int, *, norm: str = "batch") -> None:
         super().__init__()
         channels, height, width = image_shape
         require_size("alexnet", image_shape, 63)  # else a pooling layer has no output
@@ -157,7 +147,7 @@ class AlexNet(EmbeddingNetwork):
         return self.hidden2(self.hidden1(torch.flatten(x, 1)))
 
 
-def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
+def googlenet(image_shape: Shape, classes: int, norm: str) -> nn.Module:
     """Creates a GoogLeNet. `norm` is "batch", or "group" to replace batch norms by group norms."""
     model = GoogLeNet(image_shape, classes)
     if norm == "group":
@@ -179,15 +169,13 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
 
     stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, image_shape: Shape, classes: int) -> None:
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
         require_size("googlenet", image_shape, 15)  # else a pooling layer has no output
         if channels != 3:
-            self.conv1.conv = nn.Conv2d(
-                channels, 64, kernel_size=7, stride=2, padding=3, bias=False
-            )
+            self.conv1.conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.dropout = nn.Identity()
         self.embedding_size = 1024
         # scalars of an image after the first convolution

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.errors import FedsynthError, SettingError, one_line
+from fedsynth.features.feature_map import Shape
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
-Shape = tuple[int, int, int]
 OPTIONAL_ARGUMENTS = ("norm", "width", "depth")
 """The settings of the section `model` that are passed to a builder that has parameters of these
 names."""

@@ -9,6 +9,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import Shape
 from fedsynth.features.pretrained import pretrained_network
 from fedsynth.models.layers import EmbeddingNetwork, has_batch_norm
 from fedsynth.models.own import builder
@@ -36,12 +37,7 @@ class LibraryNetwork(EmbeddingNetwork):
     """
 
     def __init__(
-        self,
-        name: str,
-        image_shape: tuple[int, int, int],
-        classes: int,
-        norm: str = "own",
-        weights: str = "",
+        self, name: str, image_shape: Shape, classes: int, norm: str = "own", weights: str = ""
     ) -> None:
         super().__init__()
         channels, height, width = image_shape
@@ -82,7 +78,7 @@ def library_builder(name: str, weights: str) -> Callable[..., nn.Module]:
         weights: the setting `model.weights`.
     """
 
-    def build(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
+    def build(image_shape: Shape, classes: int, norm: str) -> nn.Module:
         return LibraryNetwork(name, image_shape, classes, norm, weights)
 
     return builder(name, build)

@@ -18,7 +18,7 @@ from torch import nn
 from fedsynth.data.files import expanded
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_name, unknown_value
-from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.pretrained import PRETRAINED, names_a_library
 from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
 from fedsynth.models.convnet import NORMS, ConvNet
@@ -30,7 +30,6 @@ from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_fields, in_range
 
-Shape = tuple[int, int, int]
 MAX_WIDTH = 2**16
 """The largest width of a layer, and the largest number of blocks."""
 SMALL = 16
@@ -42,6 +41,7 @@ LIBRARY_NORMS = ("own", "group")
 """The norms of a network of timm or torchvision: its own, or a group norm in place of batch norm."""
 ON_FEATURES = ("linear", "mlp")
 """The networks that can use a feature map."""
+CNN_NORMS = ("batch", "group", "instance")
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
 
 
@@ -86,12 +86,8 @@ _MODELS = {
     "linear": _Architecture(Linear),
     "mlp": _Architecture(Mlp),
     "lenet5": _Architecture(LeNet5),
-    "cnn1": _Architecture(
-        partial(Cnn, channels=(32, 64), hidden=128), ("batch", "group", "instance")
-    ),
-    "cnn2": _Architecture(
-        partial(Cnn, channels=(16, 32, 64), hidden=64), ("batch", "group", "instance")
-    ),
+    "cnn1": _Architecture(partial(Cnn, channels=(32, 64), hidden=128), CNN_NORMS),
+    "cnn2": _Architecture(partial(Cnn, channels=(16, 32, 64), hidden=64), CNN_NORMS),
     "googlenet": _Architecture(_large("googlenet"), ("batch", "group")),
     "resnet8": _Architecture(ResNet8, ("instance", "group", "batch")),
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
@@ -427,4 +423,4 @@ def build_client_models(
 
 def parameter_count(model: nn.Module) -> int:
     """Returns the number of parameters of a network."""
-    return sum(p.numel() for p in model.parameters())
+    return sum(map(torch.Tensor.numel, model.parameters()))

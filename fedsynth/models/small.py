@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fedsynth.features.feature_map import LANES, filled_up
+from fedsynth.features.feature_map import LANES, Shape, filled_up
 from fedsynth.models.convnet import channels_last, make_norm
 from fedsynth.models.layers import EmbeddingNetwork, require_size
 
@@ -51,7 +51,7 @@ class Linear(EmbeddingNetwork):
 
     dense = True
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, image_shape: Shape, classes: int) -> None:
         super().__init__()
         self.embedding_size = self.largest_activation = aligned(math.prod(image_shape))
         self.classifier = nn.Linear(self.embedding_size, classes)
@@ -69,7 +69,7 @@ class Mlp(EmbeddingNetwork):
 
     dense = True
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, width: int) -> None:
+    def __init__(self, image_shape: Shape, classes: int, width: int) -> None:
         super().__init__()
         inputs = aligned(math.prod(image_shape))
         self.hidden = nn.Linear(inputs, width)
@@ -91,7 +91,7 @@ class LeNet5(EmbeddingNetwork):
 
     stage_names = ("relu1", "relu2")
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, image_shape: Shape, classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
         require_size("lenet5", image_shape, 16)
@@ -131,7 +131,7 @@ class Cnn(EmbeddingNetwork):
 
     def __init__(
         self,
-        image_shape: tuple[int, int, int],
+        image_shape: Shape,
         classes: int,
         channels: tuple[int, ...],
         hidden: int,
@@ -196,9 +196,7 @@ class ResNet8(EmbeddingNetwork):
 
     stage_names = ("stages.0", "stages.1", "stages.2")
 
-    def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "instance"
-    ) -> None:
+    def __init__(self, image_shape: Shape, classes: int, *, norm: str = "instance") -> None:
         super().__init__()
         channels, height, width = image_shape
         require_size("resnet8", image_shape, 8)

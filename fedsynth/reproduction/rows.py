@@ -22,7 +22,7 @@ import fcntl
 import json
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import cache
@@ -85,9 +85,7 @@ class Rows:
             except OSError as error:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
             except (AttributeError, ValueError):
-                raise OutputError(
-                    f"{path} has a line that is not the result of a finished run"
-                ) from None
+                raise OutputError(f"{path} has a line that is not the result of a run") from None
         return rows_by_settings
 
     def append(self, preset: str, row: Row) -> None:
@@ -290,7 +288,7 @@ def measured(
         values = [_of_domain(curve, number.domain, dataset)]
     else:
         values = _column(curve, variant, "test_accuracy")
-    measurements = [value for value in values if value is not None]
+    measurements = _recorded(values)
     if not measurements:
         return None
     value = max(measurements) if number.metric.startswith("best_") else measurements[-1]
@@ -305,8 +303,12 @@ def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
+def _recorded(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 def _last(curve: Curve, name: str) -> float | None:
-    values = [value for value in curve.get(name, ()) if value is not None]
+    values = _recorded(curve.get(name, ()))
     return values[-1] if values else None
 
 
@@ -323,7 +325,7 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
         accuracies = {name: _last(curve, f"domain_accuracy.{name}") for name in names}
     if domain != "average":
         return accuracies.get(domain)
-    values = [value for value in accuracies.values() if value is not None]
+    values = _recorded(accuracies.values())
     return sum(values) / len(names) if len(values) == len(names) else None
 
 
@@ -333,7 +335,7 @@ def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
     Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is
     missing.
     """
-    targets = [value for value in _column(fedavg["curve"], "aca", "local.amp") if value is not None]
+    targets = _recorded(_column(fedavg["curve"], "aca", "local.amp"))
     amps = _column(curve, variant, "local.amp")
     if not targets or not amps:
         return None

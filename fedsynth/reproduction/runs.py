@@ -351,8 +351,7 @@ class Runner:
                 text = f"after {rounds} of {settings.rounds} rounds. Repeat the command to resume"
                 return Outcome(job, "stopped", text)
             except DivergedError as error:
-                rows = metrics_of(unfinished(folder))
-                return self._append(job, rows, diverged=str(error))
+                return self._append(job, metrics_of(unfinished(folder)), diverged=str(error))
         return self._append(job, result.metrics)
 
     def _append(self, job: Job, rows: list[dict[str, Any]], **more: Any) -> Outcome:

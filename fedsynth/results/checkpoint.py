@@ -189,9 +189,7 @@ class CheckpointFolder:
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(
-                f"the settings or data differ from those of the run that wrote {self.path}"
-            )
+            raise CheckpointError(f"the run that wrote {self.path} had other settings or data")
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):
             raise self._damaged(f"the rounds in {POINTER} are not numbered 1, 2, …")
@@ -447,8 +445,7 @@ class RunCheckpoints(CheckpointFolder):
             CheckpointError: the checkpoint is damaged or missing, or was made with other settings
                 or data.
         """
-        config = read_sections(run.path / CONFIG)
-        if without_place(config) != without_place(settings.to_mapping()):
+        if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
             raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:

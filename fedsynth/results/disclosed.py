@@ -125,7 +125,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return list(map(finite, value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

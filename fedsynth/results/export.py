@@ -164,9 +164,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(
-            f"the run in {folder} has no synthetic images, because {name} makes no images"
-        )
+        raise OutputError(f"the run in {folder} has no images, because {name} makes none")
     try:
         synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
@@ -198,9 +196,7 @@ def verified_report(
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(
-            f"{folder} has no summary.json, so it is not the folder of a finished run"
-        )
+        raise OutputError(f"{folder} has no summary.json, so it is not a finished run's folder")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems

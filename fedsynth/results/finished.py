@@ -152,7 +152,7 @@ class Spread(NamedTuple):
         """Computes the mean and the standard deviation of some values."""
         if len(values) > 1:
             return cls(statistics.fmean(values), statistics.stdev(values))
-        return cls(values[0] if values else None, None)
+        return cls(next(iter(values), None), None)
 
     def format(self, scale: float, digits: int) -> str:
         """Returns the mean and the standard deviation as text, such as "83.1 ± 0.4".
@@ -222,9 +222,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     try:
         return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise RunFolderError(
-            f"{path} is not the summary of a run: {faults(error)[0][:300]}"
-        ) from None
+        raise RunFolderError(f"{path} is not a run's summary: {faults(error)[0][:300]}") from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
 

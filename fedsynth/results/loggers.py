@@ -127,9 +127,7 @@ class Logger(Observer):
         try:
             yield
         except ImportError:
-            raise OutputError(
-                f"logging to {self.name} needs more packages. Run pip install 'fedsynth[{self.name}]'"
-            ) from None
+            raise OutputError(f"logging needs pip install 'fedsynth[{self.name}]'") from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise OutputError(f"cannot log to {self.name}: {reason}") from error

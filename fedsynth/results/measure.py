@@ -22,14 +22,7 @@ from fedsynth.evaluation.classification import (
     measures_by_domain,
 )
 from fedsynth.federation.protocol import Exchange
-from fedsynth.results.disclosed import (
-    COMMON,
-    CONFUSION,
-    DOMAIN_MEASURES,
-    LOCAL,
-    MODELS,
-    PRIVATE_TEST,
-)
+from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
 
 FINAL = "model"
@@ -65,7 +58,7 @@ class Measure:
     @property
     def accuracy_name(self) -> str:
         """The name under which a round's metrics contain the accuracy on the test set."""
-        return COMMON if self.method.personal else "test_accuracy"
+        return disclosed.COMMON if self.method.personal else "test_accuracy"
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
         """Returns the accuracies of the model after a round.
@@ -82,7 +75,7 @@ class Measure:
             models[FINAL] = final
         rows = self._rows(models, context, figures)
         row = rows[same[0]] if same else rows.pop(FINAL)
-        return {**row, MODELS: rows}
+        return {**row, disclosed.MODELS: rows}
 
     def final_measures(
         self, metrics: Rows, state: ServerState, context: RoundContext, figures: Figures
@@ -95,20 +88,17 @@ class Measure:
         if not metrics or self.test is None:
             return {}
         last: Mapping[str, Any] = metrics[-1]
-        if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
+        if not {self.accuracy_name, disclosed.PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
-        measures = dict(last.get(PRIVATE_TEST, last))
+        measures = dict(last.get(disclosed.PRIVATE_TEST, last))
         if self.method.personal or self.accuracy_name not in measures:
             return measures
-        final = self.method.final_parameters(state)
-        count = partial(self._confusion, context, final, self.test)
+        count = partial(self._confusion, context, self.method.final_parameters(state), self.test)
         return {**measures, **figures("confusion matrix", count)}
 
-    def _confusion(
-        self, context: RoundContext, parameters: Tensors, test: ImageData
-    ) -> dict[str, Any]:
-        logits = predict(context.load(parameters), test)
-        return {CONFUSION: confusion_matrix(logits, test.labels)}
+    def _confusion(self, context: RoundContext, model: Tensors, test: ImageData) -> dict[str, Any]:
+        logits = predict(context.load(model), test)
+        return {disclosed.CONFUSION: confusion_matrix(logits, test.labels)}
 
     def _rows(
         self, models: Mapping[str, Tensors], context: RoundContext, figures: Figures
@@ -119,11 +109,11 @@ class Measure:
             for name, parameters in models.items():
                 on_test = partial(self._on_test, context, parameters, self.test)
                 measured = dict(figures("test accuracy", on_test))
-                rows[name] = {PRIVATE_TEST: measured} if self.hidden else measured
+                rows[name] = {disclosed.PRIVATE_TEST: measured} if self.hidden else measured
         if self.local:
             on_splits = partial(self._on_splits, models, context)
             for name, metrics in figures("accuracy on the clients' splits", on_splits).items():
-                rows[name][LOCAL] = metrics
+                rows[name][disclosed.LOCAL] = metrics
         return rows
 
     def _on_splits(self, models: Mapping[str, Tensors], context: RoundContext) -> dict[str, Any]:
@@ -141,16 +131,14 @@ class Measure:
                 metrics_by_name[name] = metrics
         return metrics_by_name
 
-    def _on_test(
-        self, context: RoundContext, parameters: Tensors, test: ImageData
-    ) -> dict[str, Any]:
+    def _on_test(self, context: RoundContext, model: Tensors, test: ImageData) -> dict[str, Any]:
         """Returns the accuracy and the other measures of a model on the test set.
 
         If the test set has domains, the accuracy on each domain and their unweighted mean are
         included, as in papers on feature skew. If each client ends with a personal model, the
         common model is not the result of the run, and its accuracy has another key.
         """
-        logits = predict(context.load(parameters), test)
+        logits = predict(context.load(model), test)
         right = logits.argmax(dim=1) == test.labels
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
         if not self.method.personal:
@@ -158,7 +146,7 @@ class Measure:
         domains = accuracy_by_domain(right, test)
         if domains and not self.method.personal:
             row["domain_accuracy"] = domains
-            row[DOMAIN_MEASURES] = measures_by_domain(logits, test)
+            row[disclosed.DOMAIN_MEASURES] = measures_by_domain(logits, test)
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row
 

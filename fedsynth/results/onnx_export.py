@@ -93,12 +93,10 @@ def export_onnx(
     program = _checked_program(FromValues(network, spec).eval(), spec)
     guarantee = (report or {}).get("guarantee") or {}
     program.model.metadata_props.update(
-        {
-            "made_by": f"fedsynth {__version__}",
-            "class_names": json.dumps(spec.class_names, ensure_ascii=False),
-            "epsilon": json.dumps(guarantee.get("epsilon")),
-            "delta": json.dumps(guarantee.get("delta")),
-        }
+        made_by=f"fedsynth {__version__}",
+        class_names=json.dumps(spec.class_names, ensure_ascii=False),
+        epsilon=json.dumps(guarantee.get("epsilon")),
+        delta=json.dumps(guarantee.get("delta")),
     )
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)

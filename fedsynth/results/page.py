@@ -64,15 +64,14 @@ class Axis(NamedTuple):
     cumulative: bool = False
 
 
+Note = Callable[[str], None]
 AXES: Mapping[str, Axis] = {
     "rounds": Axis("round", "round"),
     "bytes": Axis("uploads so far (MB)", "upload_bytes", 1e-6, cumulative=True),
     "seconds": Axis("seconds so far", "seconds", cumulative=True),
     "eps": Axis("ε spent", "epsilon"),
 }
-NEEDS_MATPLOTLIB = (
-    "PNG plots need matplotlib. Run pip install 'fedsynth[plots]', or write SVG or HTML"
-)
+NEEDS_MATPLOTLIB = "PNG plots need matplotlib: pip install 'fedsynth[plots]', or write SVG or HTML"
 
 
 def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
@@ -109,12 +108,7 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
 
 
 def curves(
-    runs: Sequence[Run],
-    metric: str,
-    axis: str,
-    *,
-    mean: bool = False,
-    note: Callable[[str], None] = lambda _: None,
+    runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False, note: Note = lambda _: None
 ) -> list[Line]:
     """Returns the learning curves of several runs, as one line for each run.
 
@@ -377,14 +371,10 @@ def _classification(
     if any(cell != NONE for _, *cells in rows for cell in cells):
         yield _table("measures on the test set", ("run", *_MEASURES), rows)
     if any(UNDEFINED in row for row in rows):
-        text = (
-            "AUROC is undefined where all test examples have the same class, or where an output of "
-            "the model is not finite."
-        )
+        text = "AUROC is undefined if all test examples have one class, or an output is not finite."
         yield {"kind": "text", "text": text}
     if 0 < len(clients) <= MAX_CLIENTS:
-        head = ("client", "accuracy on its own test split")
-        yield _table("accuracy by client", head, clients)
+        yield _table("accuracy by client", ("client", "accuracy on its own test split"), clients)
     for run, name in zip(runs, names, strict=True):
         yield from _confusion(run, name)
 
@@ -434,8 +424,7 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
             lines.append(Line(name, points, colour=number))
     yield _table("privacy", head, rows)
     if lines:
-        plot = line_plot(lines, x="round", y="ε")
-        yield _plot(plot, "ε of the worst client after each round")
+        yield _plot(line_plot(lines, x="round", y="ε"), "ε of the worst client after each round")
     text = (
         "To share the guarantee of a private run, use the privacy_report.html in its folder. The "
         "command fedsynth privacy verify RUN checks this report."

@@ -158,9 +158,7 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
-        raise PrivacyError(
-            f"the data set specification in {PRIVATE_START} is invalid: {error}"
-        ) from None
+        raise PrivacyError(f"the data set in {PRIVATE_START} is invalid: {error}") from None
     try:
         published = published_spec(spec)
     except UnknownNameError:
@@ -308,9 +306,7 @@ class Charges:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            raise PrivacyError(
-                f"the clients in the report differ from the clients in {PRIVATE_START}"
-            )
+            raise PrivacyError(f"the clients in the report differ from those in {PRIVATE_START}")
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
         for number, history in enumerate(self.plan.histories):
@@ -335,12 +331,10 @@ class Charges:
                 planned += [(row, False) for row in self.plan.client_rows(number, context)]
         charged = self.charged[client] = []
         for row, required in planned:
-            match = next(
-                (r for r in remaining if not differences("", asdict(row), asdict(r))), None
-            )
-            if match is not None:
-                remaining.remove(match)
-                charged.append(match)
+            same = next((r for r in remaining if not differences("", asdict(row), asdict(r))), None)
+            if same is not None:
+                remaining.remove(same)
+                charged.append(same)
             elif required:
                 self.missing.append((client, row))
         charged.sort(key=lambda row: row.round)
@@ -372,8 +366,7 @@ class Charges:
             return [(release, False) for release in releases]
         planned = []
         two = self._has_two_exchanges(number)
-        plans = self.plan.client_plans(client, context)
-        for plan, release in zip(plans, releases, strict=True):
+        for plan, release in zip(self.plan.client_plans(client, context), releases, strict=True):
             if not self.plan.run.failures.released(number, client, plan.phase, two=two):
                 continue
             required = number <= self.rounds_done
@@ -399,9 +392,7 @@ class Charges:
         """
         problems = []
         for client, row in self.missing:
-            problems.append(
-                f"the ledger of {client} lacks {_text(row)}, which config.toml requires"
-            )
+            problems.append(f"the ledger of {client} lacks {_text(row)}, which config.toml needs")
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
@@ -410,9 +401,7 @@ class Charges:
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
-            noted = Counter(
-                number for rows, number in ledger.lines.resumptions if rows >= start.rows
-            )
+            noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
                 problems.append(f"the ledger of {client} lacks a resumption that {RESUMED} states")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):

@@ -300,19 +300,13 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 
 
 def owner_facts(
-    plan: PrivacyPlan,
-    number: int,
-    history: History,
-    rounds: int,
-    start: figures.Start,
-    *,
-    secret: bool,
+    plan: PrivacyPlan, k: int, history: History, rounds: int, start: figures.Start, *, secret: bool
 ) -> figures.ReportFacts:
     """Returns the facts that a data owner's report states in addition to the owner's ledger.
 
     Args:
         plan: the run's plan.
-        number: the index of the owner's client.
+        k: the index of the owner's client.
         history: the contents of the owner's ledger when the client joined the run.
         rounds: the number of finished rounds, as the server states it. The charges are read from
             the ledger, not from this number.
@@ -321,7 +315,7 @@ def owner_facts(
     """
     rounds = min(rounds, plan.run.rounds)
     owner_plan = replace(plan, histories=(history,))
-    return report_facts(owner_plan, rounds, (), start, secret=secret, first=number)
+    return report_facts(owner_plan, rounds, (), start, secret=secret, first=k)
 
 
 def exported_files(folder: Path) -> dict[str, str]:
@@ -373,8 +367,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     if run.folder is not None and run.folder.window:
         items["window"] = f"{run.folder.window} (centre and width of the levels shown), as declared"
     if run.participation < 1:
-        count = len(plan.participation.in_round(1))
-        share = f"{count} of {run.partition.clients} clients a round"
+        share = f"{len(plan.participation.in_round(1))} of {run.partition.clients} clients a round"
         items["participation"] = f"{share}, drawn from the run's seed. No amplification is claimed"
     if run.client_failures:
         items["simulated failures"] = (

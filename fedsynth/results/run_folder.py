@@ -243,9 +243,7 @@ class RunFolder:
         with writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
-            (folder / "partition.txt").write_text(
-                picture.partition_table(counts_KC), encoding="utf-8"
-            )
+            (folder / "partition.txt").write_text(picture.partition_table(counts_KC), "utf-8")
             picture.partition_png(counts_KC, folder / "partial.png")
             (folder / "partial.png").rename(self.path / PARTITION)
 

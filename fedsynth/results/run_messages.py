@@ -55,9 +55,7 @@ def warnings(settings: RunSettings) -> list[str]:
             "partition.local_test=0.2 to test the personal models"
         )
     if not method.takes_model and model_is_set(settings):
-        texts.append(
-            f"warning: {method.name} uses a fixed model, so the section model has no effect"
-        )
+        texts.append(f"warning: {method.name} uses a fixed model, so the section model is unused")
     return texts
 
 

@@ -129,14 +129,11 @@ def summarise(
     if personal and not hidden:
         summary[disclosed.COMMON] = final.get(disclosed.COMMON)
     if not hidden:
-        names = (*MEASURES, disclosed.CONFUSION)
-        summary |= {name: final[name] for name in names if name in final}
+        summary |= {name: final[name] for name in (*MEASURES, disclosed.CONFUSION) if name in final}
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
-    summary["upload_floats_per_round"] = 0
-    if metrics:
-        summary["upload_floats_per_round"] = metrics[-1].get("upload_floats", 0)
-    summary["device"] = device
-    summary["seed"] = settings.seed
+    last: Mapping[str, Any] = next(reversed(metrics), {})
+    summary["upload_floats_per_round"] = last.get("upload_floats", 0)
+    summary |= {"device": device, "seed": settings.seed}
     if test == NO_TEST or hidden:
         summary["test_data"] = test
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
@@ -299,19 +296,15 @@ class RunRecord:
 
         Returns a sentence about this, to be printed.
         """
-        completed = len(self.rows)
-        self.events.append(Event.ended(completed, refusal.spent, refusal.reason))
+        self.events.append(Event.ended(len(self.rows), refusal.spent, refusal.reason))
         return self.deviations[-1]
 
     @property
     def deviations(self) -> tuple[str, ...]:
         """Sentences that describe how the run deviated from its plan."""
-        cap = None
-        if self.settings.privacy is not None:
-            cap = self.settings.privacy.epsilon
+        cap = None if self.plan is None else self.plan.privacy.epsilon
         rounds = self.settings.rounds
-        sentences = [event_text(e, rounds, cap, simulated=self.simulated) for e in self.events]
-        return tuple(sentences)
+        return tuple(event_text(e, rounds, cap, simulated=self.simulated) for e in self.events)
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Computes metrics about the run, and ignores a failure of the computation.
@@ -371,16 +364,11 @@ class RunRecord:
         report = privacy = declared = None
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
-            promise = privacy_section(self.plan, histories, simulated=self.simulated)
-            privacy = promise.to_json()
+            privacy = privacy_section(self.plan, histories, simulated=self.simulated).to_json()
             declared = disclosed.declared_summary(type(self.settings.method))
+        device = str(context.device)
         summary = summarise(
-            self.settings,
-            self.rows,
-            final,
-            device=str(context.device),
-            test=self.test,
-            privacy=privacy,
+            self.settings, self.rows, final, device=device, test=self.test, privacy=privacy
         )
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)

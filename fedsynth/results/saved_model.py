@@ -158,16 +158,13 @@ class Architecture:
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
             raise OutputError("the images or classes of the model exceed the limits of fedsynth")
         if "run" in sections:
-            settings = _network_sections(sections)
-            run = resolve(settings, own_method=method, own_data=spec.name)
+            run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
         else:
             architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
-            raise OutputError(
-                f"the network needs {count:,} parameters, but the file contains only {parameters:,}"
-            )
+            raise OutputError(f"the file has {parameters:,} of the network's {count:,} parameters")
         return architecture
 
 
@@ -235,7 +232,7 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     if metadata.get("format") != FORMAT:
         raise OutputError(f"{file} does not state the architecture of its model")
     try:
-        parameters = sum(tensor.numel() for tensor in weights.values())
+        parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)
         network = architecture.network()
         restore(network, weights)

@@ -151,14 +151,12 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
     axes = _common_axes(grid)
     method_axes = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
     default_method = shared.get("run", {}).get("method", DEFAULT_METHOD)
-    names = [str(name) for name in axes.get("method", [default_method])]
+    names = list(map(str, axes.get("method", [default_method])))
     for name, values in {**method_axes, **methods}.items():
         if not isinstance(values, Mapping):
             raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
         if name not in names:
-            raise SweepError(
-                f"no run of the sweep has the method {name!r}. Its methods are {', '.join(names)}"
-            )
+            raise SweepError(f"no run has the method {name!r}. The methods are {', '.join(names)}")
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
     if len(points) > MAX_RUNS:
@@ -195,9 +193,7 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(
-                f"{first!r} and {name!r} in the grid are the same setting. Remove {name!r}"
-            )
+            raise SweepError(f"{first!r} and {name!r} are the same setting. Remove {name!r}")
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 
@@ -238,17 +234,13 @@ def setting_of(name: str) -> tuple[str, str]:
     if not dot:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
-        raise SweepError(
-            f"{section!r} of {name!r} is not a section. The sections are {', '.join(SECTIONS)}"
-        )
+        raise SweepError(f"{section!r} is not a section. The sections are {', '.join(SECTIONS)}")
     return section, key
 
 
 def _choices(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values or {list, dict} & set(map(type, values)):
-        raise SweepError(
-            f"{name} must be a list of numbers, strings or booleans, got {short_repr(values)}"
-        )
+        raise SweepError(f"{name} must list numbers, strings or booleans, got {short_repr(values)}")
     return values
 
 
@@ -383,8 +375,7 @@ def _environment(jobs: int) -> dict[str, str]:
     """
     if jobs == 1:
         return dict(os.environ)
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
 
 
 def _record_end(

@@ -139,7 +139,7 @@ def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
     heads = [f"{name}_{part}" for name in names for part in ("mean", "std")]
     writer.writerow([*sweep.axes, "finished", "planned", *heads])
     for row in rows:
-        values = [row.values.get(name) for name in sweep.axes]
+        values = list(map(row.values.get, sweep.axes))
         spreads = [number for name in names for number in row.results[name]]
         writer.writerow([*values, row.finished, row.planned, *spreads])  # None is an empty field
     return text.getvalue()

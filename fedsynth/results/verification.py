@@ -351,7 +351,7 @@ def _is_confusion_matrix(run: PrivateRun, final: Mapping[str, Any]) -> bool:
         return False
     classes = run.spec.classes
     total = sum(map(sum, matrix))
-    if [len(row) for row in matrix] != [classes] * classes or not 0 < total <= MAX_TEST_EXAMPLES:
+    if list(map(len, matrix)) != [classes] * classes or not 0 < total <= MAX_TEST_EXAMPLES:
         return False
     accuracy = sum(matrix[label][label] for label in range(classes)) / total
     measures = {"test_accuracy": accuracy, **rates(matrix)}
@@ -468,10 +468,7 @@ def _owner_problems(
     owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(
-            f"{OWNER} states client {number} and round {rounds}, but the run has no such client or "
-            "round"
-        )
+        raise PrivacyError(f"{OWNER} names client {number} and round {rounds}, which the run lacks")
     if not run.networked or len(run.start.ledgers) != 1:
         raise PrivacyError("the report must be that of exactly one client of a run over a network")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
@@ -532,16 +529,12 @@ def unfinished_report(
     """
     if not (folder / run_folder.PRIVATE_START).exists():
         reason = "The run had no differential privacy, or ended before its first release"
-        raise PrivacyError(
-            f"a report needs {run_folder.PRIVATE_START}, which {folder} lacks. {reason}"
-        )
+        raise PrivacyError(f"{folder} lacks {run_folder.PRIVATE_START}. {reason}")
     with report_file.damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
-            raise PrivacyError(
-                f"the run's ledgers are not in {folder}. State their folder with --ledger DIR"
-            )
+            raise PrivacyError(f"{folder} has no ledgers. State their folder with --ledger DIR")
         histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
         plan = private_run.rebuild_plan(
             run, {history.client: history.releases for history in histories}

@@ -128,9 +128,7 @@ def audit_run(
         spec = specification(settings)
     run = AuditedRun(_audited(settings, spec), spec, canaries, observer or Observer(), test_only)
     if run.plan.chief.shares > 1:
-        reason = (
-            "must be 'own' for an audit, because a single upload has less noise than a secure sum"
-        )
+        reason = "must be 'own' for an audit, because one upload has less noise than a secure sum"
         raise SettingError(None, "aggregation", reason)
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
@@ -151,13 +149,9 @@ def audit_run(
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
     check_number(None, "canaries", canaries, 2, MAX_CANARIES, integer=True)
     if not 2 <= guesses <= canaries or guesses % 2:
-        raise SettingError(
-            None, "guesses", f"must be an even number from 2 to canaries={canaries}, got {guesses}"
-        )
+        raise SettingError(None, "guesses", f"must be even, from 2 to {canaries}, got {guesses}")
     if not 0.5 <= confidence < 1:
-        raise SettingError(
-            None, "confidence", f"must be at least 0.5 and below 1, got {confidence}"
-        )
+        raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
@@ -171,9 +165,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
         raise SettingError("privacy", "noise_multiplier", reason)
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
-        raise PrivacySettingError(
-            "privacy", "mechanism", "has no ε that an audit could test", value=mechanism
-        )
+        raise PrivacySettingError("privacy", "mechanism", "has no ε to test", value=mechanism)
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
@@ -219,7 +211,7 @@ class AuditedRun(Simulation):
             train = replace(train, groups=torch.arange(len(train)))  # each canary is a user
         super().__init__(
             settings,
-            Clients(train, [part.numpy() for part in parts]),
+            Clients(train, list(map(Tensor.numpy, parts))),
             train.to(device),
             (test.to(device), PUBLIC),
             observer,
@@ -246,9 +238,7 @@ class AuditedRun(Simulation):
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
-                self.observer.note(
-                    f"the audited run ends after {number - 1} rounds: {refusal.reason}"
-                )
+                self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
                 return
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
@@ -263,7 +253,7 @@ def _busiest(settings: RunSettings) -> int:
     """Returns the index of a client that takes part in as many rounds as any other client."""
     schedule = settings.schedule()
     rounds = range(1, settings.rounds + 1)
-    participants = np.concatenate([schedule.in_round(number) for number in rounds])
+    participants = np.concatenate(list(map(schedule.in_round, rounds)))
     return int(np.bincount(participants).argmax())
 
 
@@ -288,8 +278,7 @@ def _random_federation(
 
     labels = [np.resize(classes, size) for size in [*sizes, canaries]]
     train = images(np.concatenate(labels))
-    test = images(classes)
-    return train, test, list(torch.arange(sum(sizes)).split(sizes))
+    return train, images(classes), list(torch.arange(sum(sizes)).split(sizes))
 
 
 def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
@@ -344,7 +333,5 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = read_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(
-            f"the settings in {folder}/config.toml differ from those of the folder's privacy report"
-        )
+        raise PrivacyError(f"{folder}/config.toml differs from the folder's privacy report")
     return report

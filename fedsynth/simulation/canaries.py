@@ -249,7 +249,7 @@ class AuditedSums(GaussianSumMechanism):
         self._signed_clip = self._release.sensitivity
         if self._width > 1:  # counts have no direction to turn
             self._signed_clip *= (-1.0) ** (self._release.round + self.steps_left)
-        largest = max(len(members) for members in self._members)
+        largest = max(map(len, self._members))
         self._directions = self._canaries.directions(largest, self._width)
         return positions
 

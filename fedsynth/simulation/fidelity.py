@@ -107,4 +107,4 @@ def _unit(images_NCHW: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _features(embed: Embed, images_NCHW: Tensor) -> Tensor:
-    return torch.cat([embed(chunk) for chunk in images_NCHW.split(CHUNK)])
+    return torch.cat(list(map(embed, images_NCHW.split(CHUNK))))

@@ -153,9 +153,7 @@ class Simulation:
             PrivacySettingError: the run is not private.
         """
         if self.private_plan is None:
-            raise PrivacySettingError(
-                None, "privacy", "must be set, because only a private run has a privacy plan"
-            )
+            raise PrivacySettingError(None, "privacy", "must be set for a privacy plan")
         return self.private_plan
 
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
@@ -351,8 +349,7 @@ class Simulation:
 
         If the ledgers are not kept elsewhere, the clients get new ledgers in this folder.
         """
-        name = f"{self.method.name}-{self.context.spec.name}"
-        folder = RunFolder(output, name)
+        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}")
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources(own_sources(self.settings).values())
         if self._private and self.plan.privacy.ledger_folder is None:

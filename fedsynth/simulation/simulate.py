@@ -266,10 +266,8 @@ def synthesize(
     _check_images(settings.method)
     result = simulate(settings, output=runs, observer=observer, download=download)
     if result.folder is not None and result.metrics:
-        kind = type(settings.method)
-        export_run(
-            result.folder, target, unprotected=unprotected, with_model=with_model, method=kind
-        )
+        flags = {"unprotected": unprotected, "with_model": with_model}
+        export_run(result.folder, target, **flags, method=type(settings.method))
     return result
 
 
@@ -282,8 +280,6 @@ def _check_images(method: Method) -> None:
     if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
         return
     if method.images_from:
-        raise SettingError(
-            "method", "ipc", f"must be set, because the images need {method.images_from}"
-        )
+        raise SettingError("method", "ipc", f"must be set: the images need {method.images_from}")
     reason = "makes no synthetic images. Use feddm, fedstats or fedaf"
     raise SettingError("run", "method", reason, value=method.name)

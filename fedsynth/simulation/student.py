@@ -82,8 +82,7 @@ class Student:
             "epsilon": json.dumps(epsilon),
             "delta": json.dumps(delta),
         }
-        place = require_place(Path(file))
-        saved_model.write_model(place, self.network, self.architecture, **facts)
+        saved_model.write_model(require_place(Path(file)), self.network, self.architecture, **facts)
 
     def accuracy_on(self, test: ImageData) -> float:
         """Computes the accuracy on test images, which may be on any device."""
@@ -246,10 +245,7 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        reason = (
-            f"must map images of shape {spec.image_shape} to {spec.classes} logits, but {name} does "
-            "not"
-        )
+        reason = f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not"
         raise SettingError(None, "teacher", reason)
     return model
 
@@ -350,9 +346,7 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     return replace(vectors, spec=spec)
 
 
-def _data_free_distillation(
-    method: str, settings: Mapping[str, Any]
-) -> DataFreeEnsembleDistillation:
+def _data_free(method: str, settings: Mapping[str, Any]) -> DataFreeEnsembleDistillation:
     """Returns a method that distils without data.
 
     Raises:
@@ -376,10 +370,7 @@ def _architecture_of_each(files: Sequence[Path], names: Sequence[str]) -> Sequen
     if len(names) == 1:
         names = [*names] * len(files)
     if len(names) != len(files):
-        reason = (
-            f"must be one name, or one name for each of the {len(files)} model files, got "
-            f"{len(names)} names"
-        )
+        reason = f"must be one name, or one for each of the {len(files)} files, got {len(names)}"
         raise SettingError(None, "architectures", reason)
     return names
 
@@ -424,7 +415,7 @@ def distil_files(
     """
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
-    distillation = _data_free_distillation(method, settings)
+    distillation = _data_free(method, settings)
     architectures = _architecture_of_each(files, architectures)
 
     def network_of(name: str) -> nn.Module:
@@ -459,8 +450,7 @@ def distil_files(
     require_finite(network)
     if evaluate:
         test = load_dataset(dataset, data_root)[1].to(torch_device)
-        names = [*map(str, files), "student"]
-        for name, model in zip(names, [*networks, network], strict=True):
+        for name, model in zip([*map(str, files), "student"], [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -126,9 +126,7 @@ def _step_features(
 ) -> matching.NetworkFeatures:
     """Draws the network of a step from the seed and returns the features that it computes."""
     if isinstance(networks, nn.Module):
-        raise TypeError(
-            "networks must be a function that returns a network, but is itself a network"
-        )
+        raise TypeError("networks must be a function that returns a network, but is a network")
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -181,10 +179,7 @@ class FeatureMatching:
         self._members = [torch.nonzero(self.y == label).flatten() for label in range(self.classes)]
         for label, members in enumerate(self._members):
             if not len(members):
-                raise DataError(
-                    f"every class from 0 to {self.classes - 1} must have a record, but class "
-                    f"{label} has none"
-                )
+                raise DataError(f"each class must have a record, but class {label} has none")
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns real records that are drawn at random from each class."""
@@ -358,9 +353,7 @@ def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
     with torch.enable_grad():
         value = loss(real, leaf)
         if value.dim():
-            raise ValueError(
-                f"the loss must return a scalar, got a tensor of shape {list(value.shape)}"
-            )
+            raise ValueError(f"the loss must return a scalar, got shape {list(value.shape)}")
         (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
 
@@ -411,9 +404,6 @@ def condense(
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
-        raise DivergedError(
-            "condensation diverged, and synthetic records contain NaN or infinity. Use an lr below "
-            f"{lr:g}"
-        )
+        raise DivergedError(f"condensation diverged to NaN or infinity. Use an lr below {lr:g}")
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

@@ -157,8 +157,7 @@ class LedgerFolder:
         Raises:
             LedgerError: a ledger is missing. The message names the file with the hashes.
         """
-        ledgers = self.ledgers()
-        for orphan in sorted(_orphaned_lists(self.path / PRIVATE, ledgers)):
+        for orphan in sorted(_orphaned_lists(self.path / PRIVATE, self.ledgers())):
             raise LedgerError(f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}")
 
     def carry_over(self, client: str) -> int:
@@ -400,9 +399,7 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 
 def _restore_hint(path: Path) -> str:
-    return (
-        f"Restore the ledger from a backup. If the run ended before its first round, delete {path}"
-    )
+    return f"Restore the ledger from a backup. If the run ended before round 1, delete {path}"
 
 
 def _packed(records: Records) -> bytes:

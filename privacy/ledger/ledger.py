@@ -142,10 +142,7 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
-        raise LedgerError(
-            f"ledger {path} was edited: the hash of a line is wrong. Restore the ledger from a "
-            "backup"
-        )
+        raise LedgerError(f"ledger {path} was edited: a hash is wrong. Restore it from a backup")
     return entry, expected
 
 
@@ -154,13 +151,9 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(
-            f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which this version of fedsynth reads"
-        )
+        raise LedgerError(f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which fedsynth reads")
     if client is not None and owner != client:
-        raise LedgerError(
-            f"ledger {path} belongs to client {short_repr(owner)}, not {short_repr(client)}"
-        )
+        raise LedgerError(f"ledger {path} belongs to {short_repr(owner)}, not {short_repr(client)}")
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
@@ -187,19 +180,14 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
-    raise LedgerError(
-        f"ledger {path} has a line of an unknown kind. Use the version of fedsynth that wrote the "
-        "ledger"
-    )
+    raise LedgerError(f"ledger {path} has a line of an unknown kind. Use the version that wrote it")
 
 
 def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
     try:
         return Release.from_json(entry)
     except PrivacySettingError as error:
-        raise LedgerError(
-            f"line {number} of ledger {path} is not a valid release: {error}"
-        ) from error
+        raise LedgerError(f"line {number} of ledger {path} is not a release: {error}") from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
@@ -373,10 +361,7 @@ class Ledger:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
-            raise LedgerError(
-                "a ledger that is kept in memory serves only one run. Set privacy.ledger to keep the "
-                "ledger in a folder"
-            )
+            raise LedgerError("a ledger in memory serves one run. Set privacy.ledger to keep it")
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
             self._append(file, entry)
@@ -438,10 +423,7 @@ class Ledger:
     def _catch_up(self, file: FileIO, client: str | None) -> None:
         """Reads and checks the lines that were appended since the last call."""
         if file.seek(0, os.SEEK_END) < self.lines.size:
-            raise LedgerError(
-                f"ledger {self.path} was edited: earlier lines are missing. Restore the ledger from "
-                "a backup"
-            )
+            raise LedgerError(f"ledger {self.path} lacks earlier lines. Restore it from a backup")
         file.seek(self.lines.size)
         self.lines = read_on(self.lines, file.read(), client, self.path)
 

@@ -292,10 +292,7 @@ def accountant(
     elif merged.interval is not None:
         computation = "discretised PLD, connect-the-dots"
     elif merged.sampled:
-        computation = (
-            "upper bound that ignores the subsampling (the tight composition is too large to "
-            "compute)"
-        )
+        computation = "upper bound that ignores the subsampling (the tight one takes too long)"
     return figures.Accountant(
         name="privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
         "subsampled",

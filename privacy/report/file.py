@@ -194,15 +194,9 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases if exact else ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                problems.append(
-                    f"client {client}: the ledger file has {count_in_file} rows, but the report "
-                    f"states {count}"
-                )
+                problems.append(f"the ledger of {client} has {count_in_file} rows, not {count}")
             elif ledger.lines.chains[count] != heads[client]["chain"]:
-                problems.append(
-                    f"client {client}: the first {count} rows of the ledger file have another chain "
-                    "hash than the report"
-                )
+                problems.append(f"the ledger of {client} has another chain hash at row {count}")
         elif exact:
             problems.append(f"{files} has a ledger of {client}, but the report has none")
     note = f"the report's rows were compared with the ledger files in {files}"

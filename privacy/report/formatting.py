@@ -116,5 +116,5 @@ def as_markdown(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {as_markdown(key): as_markdown(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [as_markdown(inner) for inner in value]
+        return list(map(as_markdown, value))
     return value

@@ -23,18 +23,9 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 
 from fedsynth.privacy.audit import CAVEAT, down
+from fedsynth.privacy.report import formatting
 from fedsynth.privacy.report.figures import Event, Report
 from fedsynth.privacy.report.file import damage_as_error
-from fedsynth.privacy.report.formatting import (
-    BANDS,
-    as_markdown,
-    band,
-    format_epsilon,
-    format_odds,
-    format_percent,
-    format_rounds,
-    printable,
-)
 from fedsynth.privacy.report.plots import Line, line_plot
 
 RENDERERS = ("jinja2", "markdown-it-py")
@@ -59,16 +50,16 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     autoescape=False,  # texts are escaped as Markdown, from which HTML is rendered
 )
-_TEMPLATES.globals |= {"bands": BANDS, "caveat": CAVEAT, "files": FILES}
+_TEMPLATES.globals |= {"bands": formatting.BANDS, "caveat": CAVEAT, "files": FILES}
 _TEMPLATES.filters |= {
-    "band": band,
+    "band": formatting.band,
     "down": down,
-    "epsilon": format_epsilon,
+    "epsilon": formatting.format_epsilon,
     "g": "{:g}".format,
     "median": statistics.median,
-    "odds": format_odds,
-    "percent": format_percent,
-    "rounds": format_rounds,
+    "odds": formatting.format_odds,
+    "percent": formatting.format_percent,
+    "rounds": formatting.format_rounds,
 }
 UNRENDERABLE = "the report is damaged and cannot be rendered"
 STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
@@ -105,7 +96,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     guarantee = report["guarantee"]
     rows = []
     if guarantee is not None:
-        rows.append(("ε (worst client)", format_epsilon(guarantee["epsilon"])))
+        rows.append(("ε (worst client)", formatting.format_epsilon(guarantee["epsilon"])))
         rows.append(("δ", f"{guarantee['delta']:g}"))
     rows.append(("verdict", text.verdict()))
     if guarantee is None:
@@ -131,7 +122,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     """
     with damage_as_error(UNRENDERABLE):
         complete = Report.model_validate(report).to_json()
-        text = _TEMPLATES.get_template("report.md.j2").render(r=as_markdown(complete))
+        text = _TEMPLATES.get_template("report.md.j2").render(r=formatting.as_markdown(complete))
     text = re.sub(r"[ 	]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
@@ -146,7 +137,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     markdown = render_markdown(report)
     with damage_as_error(UNRENDERABLE):
         plots = _plots(report["guarantee"])
-    title = printable(f"Privacy report: {report['run']['id'] or report['method']}")
+    title = formatting.printable(f"Privacy report: {report['run']['id'] or report['method']}")
     body = parser.render(markdown, {"plots": plots})
     return _TEMPLATES.get_template("page.html.j2").render(title=title, body=body)
 

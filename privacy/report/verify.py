@@ -85,9 +85,7 @@ def report_problems(
             return [f"the audit section is damaged: {error}"]
         bound = expected["audit"]["epsilon_lower_bound"]
         if report["guarantee"] is not None and bound > report["guarantee"]["epsilon"]:
-            problems.append(
-                f"the audit's lower bound on ε is {bound:.6g}, above the ε of the report"
-            )
+            problems.append(f"the audit's lower bound on ε is {bound:.6g}, above the stated ε")
     return [*problems, *differences("", expected, report)]
 
 

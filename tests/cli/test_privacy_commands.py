@@ -181,9 +181,7 @@ def test_signatures_are_verified(keys: tuple[Path, Path], fedsynth: Call, tmp_pa
     fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
         "unencrypted private Ed25519 key"
     )
-    fedsynth(f"{train} --sign-key {private}").assert_refused(
-        "needs a run with differential privacy"
-    )
+    fedsynth(f"{train} --sign-key {private}").assert_refused("needs a private run")
     assert not (tmp_path / "out").exists()
     folder = trained(fedsynth, tmp_path, f"--dp-sigma 3 --sign-key {private}")
     verify = f"privacy verify {folder} --public-key {public}"
@@ -242,11 +240,11 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     file, config = folder / "privacy_report.json", folder / "config.toml"
     original = file.read_bytes()
     for option in ("--dp-clip 2", "--rounds 2"):
-        fedsynth(f"{audit} {option}").assert_refused("the options differ from the settings")
+        fedsynth(f"{audit} {option}").assert_refused("the options differ from the run")
     fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
     settings = config.read_text()
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
-    assert "differ from those of the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
+    assert "differs from the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
     assert file.read_bytes() == original
     result = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")

@@ -397,5 +397,5 @@ def test_servers_cannot_choose_the_ledger_folder(option: str, tmp_path: Path) ->
     require_flwr()
     from fedsynth.deployment.flower.executor import node_of
 
-    with pytest.raises(MessageError, match="must also set home"):
+    with pytest.raises(MessageError, match="also needs home"):
         node_of({"partition-id": 0, option: str(tmp_path / option)}, str(tmp_path / "elsewhere"))

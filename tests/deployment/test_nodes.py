@@ -161,8 +161,8 @@ def serve_with_policy(setup: Setup, policy: Policy, settings: Any) -> NetworkedR
     ("method", "policy", "reason"),
     [
         ("feddm", {"methods": ["fedavg"]}, "the owner allows only fedavg, not feddm"),
-        ("feddm", {"rounds": 1}, "the owner allows at most 1 rounds, and the run has 2"),
-        ("feddm", {"delta": 1e-6}, "the owner allows δ up to 1e-06, and"),
+        ("feddm", {"rounds": 1}, "the owner allows at most 1 rounds, not 2"),
+        ("feddm", {"delta": 1e-6}, "the owner allows δ up to 1e-06, not"),
         ("feddm", {"settings": {"model.width": [8, 64]}}, "does not allow model.width = 4"),
         ("feddm", {"settings": {"model.name": ["linear"]}}, "model.name = 'convnet'"),
         ("feddm", {"settings": {"method.nothing": ["x"]}}, "method.nothing = None"),

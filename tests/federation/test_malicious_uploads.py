@@ -268,7 +268,7 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight must be"),
     ("fedgen", "counts"): (
         with_fields(counts=lambda sent: torch.full((10,), sent.weight)),
-        "add up to",
+        "must sum to",
     ),
     ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "a value above 0"),
     **{

@@ -118,7 +118,7 @@ def test_impossible_plans_are_rejected() -> None:
     with pytest.raises(BudgetExceededError, match="is exhausted"):
         plan_of(nearly, histories_of((SPENT,), (), ()))
     unsettled = PrivacyPlan.checked(settings(epsilon=8.0), context(run))
-    with pytest.raises(Exception, match="before the clients have joined"):
+    with pytest.raises(Exception, match="until all clients join"):
         _ = unsettled.sigma
 
 

@@ -141,7 +141,7 @@ def test_feddf_student_approaches_the_ensemble() -> None:
     new_state = method.server_step(initial_state(), uploads(), ctx)
     assert divergence(new_state.parameters) < divergence(average(uploads())) / 2
     # before anything is trained or charged
-    with pytest.raises(SettingError, match=r"method\.proxy must be the name"):
+    with pytest.raises(SettingError, match=r"method\.proxy must be a data set"):
         simulate(resolve({"run": {"method": "feddf", "rounds": 1}, "method": {"proxy": ""}}))
 
 

@@ -87,7 +87,7 @@ def test_series_are_taken_by_name_once() -> None:
     assert [mechanism.steps_left for mechanism in images] == [3, 3]
     assert [mechanism.noise_std for mechanism in images] == [6.0, 6.0]
     assert clients.series("counts")[0].noise_std == 12.0
-    with pytest.raises(UnplannedReleaseError, match="release 'images' twice"):
+    with pytest.raises(UnplannedReleaseError, match="release 'images' only once"):
         clients.series("images")
     for name in ("weights", "logits"):
         with pytest.raises(UnplannedReleaseError, match=f"'{name}' .*main exchange"):
@@ -102,7 +102,7 @@ def test_mechanism_taken_by_client_is_taken_for_group() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     (taken_mechanism,) = clients.select(1).series("images")
     for view in (clients.select(1), clients):
-        with pytest.raises(UnplannedReleaseError, match="twice in a round"):
+        with pytest.raises(UnplannedReleaseError, match="only once a round"):
             view.series("images")
     (other,) = clients.select(0).series("images")  # the rejected call consumed nothing
     assert taken_mechanism is not other
@@ -130,7 +130,7 @@ def test_unaccounted_noise_is_taken_once() -> None:
     budget = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
     clients = ExactClientView([0], DATA, [torch.arange(20)], [budget])
     assert clients.noise("images")[0].noise_std == 6.0
-    with pytest.raises(UnplannedReleaseError, match="twice in a round"):
+    with pytest.raises(UnplannedReleaseError, match="only once a round"):
         clients.noise("images")
 
 

@@ -292,12 +292,10 @@ def test_invalid_exports_are_rejected(tmp_path: Path) -> None:
     models, _ = digits_run(tmp_path, "fedavg", noise_multiplier=3.0)
     folder, _ = digits_run(tmp_path, noise_multiplier=3.0)
     out = tmp_path / "share"
-    with pytest.raises(
-        OutputError, match="has no synthetic images, because fedavg makes no images"
-    ):
+    with pytest.raises(OutputError, match="has no images, because fedavg makes none"):
         export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
-    with pytest.raises(OutputError, match="is not the folder of a finished run"):
+    with pytest.raises(OutputError, match="is not a finished run's folder"):
         export_run(tmp_path / "x.incomplete", out)
     assert not out.exists()
     out.mkdir()

@@ -114,12 +114,12 @@ def test_run_keys_depend_on_settings_but_not_device(make_sweep: SweepFactory) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[grid]\nalpha = 0.1\n", "alpha must be a list of numbers"),
+        ("[grid]\nalpha = 0.1\n", "alpha must list numbers"),
         ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
         ("[grid]\nalpah = [1]\n", "the run alpah=1 are invalid: .*alpah"),
-        ('[grid]\n"modle.width" = [1]\n', "'modle' of 'modle.width' is not a section"),
-        ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has the method"),
-        ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has the method"),
+        ('[grid]\n"modle.width" = [1]\n', "'modle' is not a section"),
+        ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run has the method"),
+        ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run has the method"),
         ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are the same setting"),
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),

@@ -309,7 +309,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(remove_client), "has a ledger of client-002"),
     (
         all_of(edit(remove_client), delete("ledger/client-002.jsonl")),
-        "clients in the report differ from the clients in privacy_start.json",
+        "clients in the report differ from those in privacy_start.json",
     ),
     (delete("ledger/client-002.jsonl"), "has no ledger of client client-002"),
     (put("test_only_randomness", True), "verdict.formal is True"),
@@ -319,7 +319,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(lambda report: report["scope"].pop(0)), "scope has"),
     (put("provenance/seal", "1.0"), "provenance.seal is '1.0'"),
     (put("provenance/torch", "audited by X"), "provenance.torch is wrong"),
-    (put("ledger_heads/client-000/rows", 1), "the report states 1"),
+    (put("ledger_heads/client-000/rows", 1), "has 2 rows, not 1"),
     (put("ledger_heads/client-000/chain", None), "chain hash"),
     (edit(lambda report: report.pop("own_code")), "own_code is missing"),
     (text("privacy_report.md", "ε = ", "ε = 0."), ".md differs"),
@@ -328,7 +328,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         lambda folder: shutil.copy(folder / LEDGER.replace("0.", "1."), folder / LEDGER),
         "client-000.jsonl contains the ledger of client 'client-001'",
     ),
-    (first_lines(LEDGER, 2), "the ledger file has 1 rows, but the report states 2"),
+    (first_lines(LEDGER, 2), "has 1 rows, not 2"),
     (write(LEDGER, "[" * 100_000), "client-000.jsonl"),
     (text(LEDGER, '"steps": 3', '"steps": 1'), "was edited"),
     (rewrite_ledger, CHARGES),
@@ -352,7 +352,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before is 0"),
     (changed(START, "ledgers/client-000/chain", "0"), "differ from privacy_start.json"),
     (changed(START, "data_set/train_size", 10), "published data set's.train_size is 10"),
-    (changed(START, "data_set/mean", "x"), "specification"),
+    (changed(START, "data_set/mean", "x"), "data set in privacy_start.json is invalid"),
     (changed(START, "test_images", "private"), "round 1 has an accuracy on test images"),
     (changed(START, "schema_version", 2), "schema_version is wrong"),
     (changed(START, "run/date", "2020-01-01"), "run.date is"),
@@ -541,4 +541,4 @@ def test_reduced_straggler_steps_are_detected(tmp_path: Path) -> None:
     row(1, "stragglers", {"0": 1, "1": 312})(folder)
     assert any("round 1 stragglers" in problem for problem in verify(folder))
     rewrite_ledger(folder)
-    assert sum("which config.toml requires" in text for text in verify(folder)) == 6
+    assert sum("which config.toml needs" in text for text in verify(folder)) == 6

@@ -416,7 +416,7 @@ def test_resuming_with_changed_or_busy_runs_is_refused(tmp_path: Path) -> None:
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
-    with pytest.raises(CheckpointError, match="settings or data differ"):
+    with pytest.raises(CheckpointError, match="other settings or data"):
         simulate(resolved, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="not a run folder"):
         simulate(resolved, resume=tmp_path)

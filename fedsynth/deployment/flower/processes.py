@@ -264,5 +264,4 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     end_with_parent()
-    program = sys.argv.pop(1)
-    {"superlink": superlink, "supernode": supernode}[program]()
+    {"superlink": superlink, "supernode": supernode}[sys.argv.pop(1)]()

@@ -203,9 +203,7 @@ class SumClient:
                 signed = keys_of.signed(self.terms.name)
                 self._identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
-                reason = (
-                    f"the keys of client {k} are not signed with the identity key of client {k}"
-                )
+                reason = f"the keys of client {k} are not signed with its identity key"
                 raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:

@@ -148,9 +148,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(
-            f"a secret needs at least {threshold} shares (the threshold), got {len(shares)}"
-        )
+        raise SecureSumError(f"a secret needs at least {threshold} shares, got {len(shares)}")
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0

@@ -42,17 +42,6 @@ from fedsynth.deployment.secure_aggregation.client import (
     sum_terms,
     upload_layout,
 )
-from fedsynth.deployment.secure_aggregation.primitives import (
-    IntVector,
-    Keys,
-    Masked,
-    Present,
-    Roster,
-    Sealed,
-    SecureSumError,
-    Shares,
-    combine,
-)
 from fedsynth.federation.protocol import SecureSum
 
 T = TypeVar("T")
@@ -74,9 +63,9 @@ class SumServer:
 
     def __init__(self, terms: SumTerms) -> None:
         self.terms = terms
-        self._keys: dict[int, Keys] = {}
-        self._sealed: dict[int, Sealed] = {}
-        self.masked: dict[int, IntVector] = {}
+        self._keys: dict[int, primitives.Keys] = {}
+        self._sealed: dict[int, primitives.Sealed] = {}
+        self.masked: dict[int, primitives.IntVector] = {}
         self.rejected: dict[int, str] = {}
 
     def _usable(
@@ -96,12 +85,12 @@ class SumServer:
             else:
                 self.rejected[client] = f"the client sent invalid {name}"
         if len(usable) < self.terms.threshold:
-            raise SecureSumError(
+            raise primitives.SecureSumError(
                 f"the sum needs {name} of {self.terms.threshold} clients, got {len(usable)}"
             )
         return usable
 
-    def roster(self, keys: Mapping[int, Keys]) -> Roster:
+    def roster(self, keys: Mapping[int, primitives.Keys]) -> primitives.Roster:
         """Collects the keys of all clients into one message, which is sent to all clients.
 
         A client that states the index of another client is excluded.
@@ -110,9 +99,9 @@ class SumServer:
             SecureSumError: if too few clients have sent usable keys.
         """
         self._keys = self._usable(keys, lambda k, message: message.client == k, "keys")
-        return Roster(keys=self._keys)
+        return primitives.Roster(keys=self._keys)
 
-    def relay(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
+    def relay(self, sealed: Mapping[int, primitives.Sealed]) -> dict[int, primitives.Sealed]:
         """Sorts the clients' encrypted shares by receiver, so that the server can pass them on.
 
         A client that has not made a share for every other client is excluded, because the masks
@@ -125,13 +114,13 @@ class SumServer:
         self._sealed = self._usable(
             sealed, lambda k, message: k in members and message.of.keys() == members - {k}, "shares"
         )
-        relayed: dict[int, Sealed] = {}
+        relayed: dict[int, primitives.Sealed] = {}
         for client in self._sealed:
             senders = self._sealed.keys() - {client}
-            relayed[client] = Sealed(of={k: self._sealed[k].of[client] for k in senders})
+            relayed[client] = primitives.Sealed(of={k: self._sealed[k].of[client] for k in senders})
         return relayed
 
-    def present(self, masked: Mapping[int, Masked]) -> Present:
+    def present(self, masked: Mapping[int, primitives.Masked]) -> primitives.Present:
         """Returns the message that lists the clients whose masked vectors can be used.
 
         A client is excluded if its vector has the wrong length.
@@ -141,14 +130,12 @@ class SumServer:
         """
         shape = (self.terms.length,)
         usable = self._usable(
-            masked,
-            lambda k, message: k in self._sealed and message.vector.shape == shape,
-            "vectors",
+            masked, lambda k, m: k in self._sealed and m.vector.shape == shape, "vectors"
         )
         self.masked = {client: message.vector for client, message in usable.items()}
-        return Present(clients=tuple(self.masked))
+        return primitives.Present(clients=tuple(self.masked))
 
-    def sum(self, shares: Mapping[int, Shares]) -> IntVector:
+    def sum(self, shares: Mapping[int, primitives.Shares]) -> primitives.IntVector:
         """Removes the masks, and returns the sum of the present clients' vectors, uint64 [n].
 
         Raises:
@@ -160,14 +147,18 @@ class SumServer:
         for client, vector in self.masked.items():
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
-                raise SecureSumError(f"the shares of the self mask of client {client} were changed")
+                raise primitives.SecureSumError(
+                    f"the shares of the self mask of client {client} were changed"
+                )
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():
             secret = self._secret(client, {k: message.keys for k, message in answers.items()})
             key = primitives.key_of(secret)
             if primitives.public(key) != self._keys[client].mask:
-                raise SecureSumError(f"the shares of the mask key of client {client} were changed")
+                raise primitives.SecureSumError(
+                    f"the shares of the mask key of client {client} were changed"
+                )
             for other in self.masked:
                 # the mask that the other one has added
                 total = total - primitives.signed_mask(
@@ -180,14 +171,14 @@ class SumServer:
         sent.
         """
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
-        return combine(of_client, self.terms.threshold)
+        return primitives.combine(of_client, self.terms.threshold)
 
 
 PARCEL_BYTES = 4096
 """The maximum size of a short message in bytes. A message that contains something for each client
 may have this size for each client.
 """
-P = TypeVar("P", Keys, Sealed, Masked, Shares)
+P = TypeVar("P", primitives.Keys, primitives.Sealed, primitives.Masked, primitives.Shares)
 
 Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
 """A function that maps (each client's request, the size limit of an answer) to the received
@@ -239,7 +230,7 @@ class SecureStep:
         total = None
         try:
             total = self._run(clients, request)
-        except SecureSumError as error:
+        except primitives.SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             for client in clients:
                 self.rejected.setdefault(client, f"cannot compute the secure sum: {error}")
@@ -250,18 +241,20 @@ class SecureStep:
     def _run(self, clients: Sequence[int], request: Message) -> SecureSum:
         active = self.context.active
         long = PARCEL_BYTES * (1 + len(active))
-        positions = [active.index(client) for client in clients]
-        keys = self._answers(frames.KEYS, dict.fromkeys(positions, b""), Keys, PARCEL_BYTES)
+        positions = list(map(active.index, clients))
+        keys = self._answers(
+            frames.KEYS, dict.fromkeys(positions, b""), primitives.Keys, PARCEL_BYTES
+        )
         roster = self.server.roster(keys)
         questions = dict.fromkeys(roster.keys, roster.to_bytes())
-        sealed = self._answers(frames.SHARES, questions, Sealed, long)
+        sealed = self._answers(frames.SHARES, questions, primitives.Sealed, long)
         relayed = self.server.relay(sealed)
         questions = dict.fromkeys(relayed, request.to_bytes())
         limit = 8 * self._layout.length + PARCEL_BYTES
-        masked = self._answers(frames.STEP, questions, Masked, limit, relayed)
+        masked = self._answers(frames.STEP, questions, primitives.Masked, limit, relayed)
         present = self.server.present(masked)
         questions = dict.fromkeys(present.clients, present.to_bytes())
-        encoded = self.server.sum(self._answers(frames.UNMASK, questions, Shares, long))
+        encoded = self.server.sum(self._answers(frames.UNMASK, questions, primitives.Shares, long))
         counted = tuple(active[position] for position in present.clients)
         total = self._layout.decode(encoded, len(counted), self.context.device)
         return SecureSum(total, counted, MaskedUpload(self._layout.length))
@@ -272,7 +265,7 @@ class SecureStep:
         payloads: Mapping[int, bytes],
         expected: type[P],
         max_bytes: int,
-        relayed: Mapping[int, Sealed] | None = None,
+        relayed: Mapping[int, primitives.Sealed] | None = None,
     ) -> dict[int, P]:
         """Sends one kind of request to the clients, and returns the answers that can be used.
 
@@ -296,6 +289,6 @@ class SecureStep:
         for client, answer in self.ask(questions, max_bytes).items():
             try:
                 answers[active.index(client)] = expected.from_bytes(answer.payload)
-            except SecureSumError as error:
+            except primitives.SecureSumError as error:
                 self.rejected[client] = str(error)
         return answers

@@ -75,8 +75,7 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
             center = model if f.name == "parameters" else {}
             aggregate[f.name] = robust_mean(values, center, context)
         elif isinstance(values[0], Tensor):
-            named = [{f.name: value} for value in values]
-            aggregate |= robust_mean(named, {}, context)
+            aggregate |= robust_mean([{f.name: value} for value in values], {}, context)
         elif values[0] is not None:
             numbers = torch.tensor(values, dtype=torch.float64)
             aggregate[f.name] = float(middle_mean(list(numbers), _cut(len(values), context)))

@@ -31,7 +31,7 @@ MODEL = "model"
 """The name of the release plan of the trained model."""
 DIGEST_IMAGES = 4096
 """Number of images that are loaded at a time to compute a digest."""
-PROGRESS_PARTS = 100
+PARTS = 100
 """Number of parts of a client's training after which progress is reported."""
 
 
@@ -201,10 +201,8 @@ def _train_one(
             name = TRAINED + training_digest(learner, client, context.device, context.precision)
 
     def report(completed: int, total: int) -> None:
-        share = PROGRESS_PARTS * completed // total
-        context.report(
-            "local training", PROGRESS_PARTS * position + share, PROGRESS_PARTS * clients
-        )
+        share = PARTS * completed // total
+        context.report("local training", PARTS * position + share, PARTS * clients)
 
     sgd.train_on(
         network or learner.model,

@@ -48,14 +48,8 @@ class TrainsOnUnion(Method):
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
-    features_refusal = (
-        "the server trains the network on synthetic images. Use fedstats instead, which makes "
-        "images from sums of features"
-    )
-    robust_refusal = (
-        "the server averages no models, but trains on the images of all clients. A malicious "
-        "client can change only its own images"
-    )
+    features_refusal = "the server trains the network on images. Use fedstats, which sums features"
+    robust_refusal = "the server averages no models, but trains on the images of all clients"
 
     server_epochs: int = in_range(500, 0)
     server_batch: int = in_range(256, 1)

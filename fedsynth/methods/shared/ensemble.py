@@ -105,8 +105,7 @@ class EnsembleDistillation(TrainsLocally):
         if self.start == "average" and context.client_architectures is None:
             initial = average(uploads)
         student = context.load(initial)
-        distilled = self.distil(models, student, context)
-        return replace(distilled, parameters=student.state_dict())
+        return replace(self.distil(models, student, context), parameters=student.state_dict())
 
 
 @dataclass(frozen=True)

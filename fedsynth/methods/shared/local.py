@@ -133,10 +133,7 @@ class TrainsLocally(Method):
         super().__post_init__()
         for key in ("equal_steps", "stragglers"):
             if self.local_steps and getattr(self, key):
-                reason = (
-                    "has no effect with method.local_steps, which gives all clients the same "
-                    "number of steps. Set method.local_steps=0"
-                )
+                reason = "has no effect with method.local_steps. Set method.local_steps=0"
                 raise SettingError("method", key, reason)
         if self.final == "oca" and self.oca_refusal:
             reason = f"must be 'aca' for {self.name}, because {self.oca_refusal}"
@@ -368,5 +365,4 @@ class TrainsLocally(Method):
         or from the size that the client declared."""
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
-        size = int(most_examples(client, context))
-        return steps_of(self._sgd(self.local_epochs, context), size)
+        return steps_of(self._sgd(self.local_epochs, context), int(most_examples(client, context)))

@@ -110,10 +110,7 @@ class MakesImages(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pictures == YES and not self.images_each:
-            reason = (
-                "must be 'auto' or 'no', because no images are requested. To request images, set "
-                "method.ipc=400"
-            )
+            reason = "must be 'auto' or 'no' without images. To request images, set method.ipc=400"
             raise SettingError("method", "pictures", reason)
 
     @property
@@ -140,12 +137,9 @@ class MakesImages(Method):
             return state
         teacher = context.load(state.parameters)
         if not isinstance(teacher, FeatureLinear):
-            raise TypeError(
-                f"the model of {self.name} must be a FeatureLinear, got {type(teacher)}"
-            )
+            raise TypeError(f"the model of {self.name} must be FeatureLinear, got {type(teacher)}")
         teacher.requires_grad_(False)
-        pixels = self._pixels(teacher, state, context)
-        images = normalise(pixels, context.spec)
+        images = normalise(self._pixels(teacher, state, context), context.spec)
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
@@ -156,9 +150,8 @@ class MakesImages(Method):
         The images start from random processes if no moments of small pictures were released.
         """
         weight, shape = teacher.classifier.weight, context.spec.image_shape
-        statistics = from_statistics.ReleasedStatistics(
-            teacher.embed_pixels, weight, state.class_means
-        )
+        means = state.class_means
+        statistics = from_statistics.ReleasedStatistics(teacher.embed_pixels, weight, means)
         draws = torch_generator(context.seed, "fedstats' start images")
 
         def start(count: int, candidates: int) -> Tensor:

@@ -121,9 +121,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
     first_upload = CentreSums
     upload = StatisticSums
     state = FedStatsState
-    robust_refusal = (
-        "the server needs the exact sum of the uploads, which a robust rule does not compute"
-    )
+    robust_refusal = "the server needs the exact sum, which a robust rule does not compute"
     same_releases_every_round = False
     model_sees_data = False
     takes_model = False

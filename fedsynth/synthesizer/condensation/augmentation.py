@@ -125,8 +125,7 @@ def augmentations(
     for step in count():
         if period is not None and step % period == 0:
             generator.set_state(initial)
-        transform = SiameseAugmentation(context.spec.classes, generator, flip=flip)
-        yield _by_class(transform, label_S)
+        yield _by_class(SiameseAugmentation(context.spec.classes, generator, flip=flip), label_S)
 
 
 def _by_class(transform: SiameseAugmentation, label_S: Tensor) -> Augmentation:

@@ -160,14 +160,12 @@ def images_from_statistics(
     return pixels.detach().view(shape)
 
 
-def _pull(
-    statistics: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps
-) -> Tensor:
+def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps) -> Tensor:
     """Returns the derivative of the loss with respect to z, [N, d]."""
     z = z_Nd.detach().requires_grad_(True)
     with torch.enable_grad():
-        loss = statistics.distance(z.view(len(statistics.weight), -1, z.shape[1]))
-        wrong = F.cross_entropy(z @ statistics.weight.T, labels)
+        loss = target.distance(z.view(len(target.weight), -1, z.shape[1]))
+        wrong = F.cross_entropy(z @ target.weight.T, labels)
         (by_z,) = torch.autograd.grad(loss + settings.teacher_weight * wrong, z)
     return by_z
 

@@ -145,18 +145,14 @@ def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
 
 
 def knowledge_matching(
-    mean_logits_CC: Tensor,
-    soft_CC: Tensor,
-    usable_C: Tensor,
-    temperature: float,
-    reduction: str = "mean",
+    mean_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float, reduction: str = "mean"
 ) -> Tensor:
     """Returns the knowledge-matching loss between soft labels R and mean predictions T (Eq. 15).
 
     It is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the rows of the usable classes.
 
     Args:
-        mean_logits_CC: t_c before the softmax. T is softmax(mean_logits/τ) (Eq. 13).
+        mean_CC: t_c before the softmax. T is softmax(mean_logits/τ) (Eq. 13).
         soft_CC: R.
         usable_C: the rows that exist on both sides. If there are none, the loss is 0.
         temperature: τ.
@@ -164,7 +160,7 @@ def knowledge_matching(
             but gives no normaliser. A sum is C times as strong and grows with the number of
             classes, while the cross-entropy does not.
     """
-    log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
+    log_t = torch.log_softmax(mean_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
     both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
     total = torch.where(usable_C, both, 0.0).sum()
@@ -187,10 +183,7 @@ MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        reason = (
-            "must be 'mean' with differential privacy, because no mechanism protects the features "
-            f"of single examples, got {kind!r}"
-        )
+        reason = f"must be 'mean' with differential privacy, got {kind!r}"
         raise SettingError("method", "matching", reason)
 
 

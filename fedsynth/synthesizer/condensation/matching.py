@@ -198,8 +198,7 @@ class NetworkFeatures:
         return network.embed(x_NCHW)  # type: ignore[operator]
 
     def _with_logits(self, h_ND: Tensor) -> Tensor:
-        logits_NC = self._network.classifier(h_ND)
-        return torch.cat([h_ND, self._logit_weight * logits_NC], dim=1)
+        return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
@@ -411,8 +410,7 @@ class NetworkMeansMatcher(MatchingObjective):
 
     def __init__(self, clients: ExactClientView, segments: ClientClassPairs, networks: int) -> None:
         self.period = self._networks = networks
-        all_examples = max([1, *clients.sizes()])
-        batches = BatchIndices(clients, segments, all_examples, 1, seed=0, round=0)
+        batches = BatchIndices(clients, segments, max([1, *clients.sizes()]), 1, seed=0, round=0)
         self._exact = ExactMatcher(clients, batches)
         self._targets: dict[int, Tensor] = {}
 

@@ -334,9 +334,7 @@ class BatchIndices:
             yield slice(start, start + size), slice(int(segment[0]), int(segment[-1]) + 1)
 
 
-def _draw(
-    pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
-) -> Tensor:
+def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
     """Draws which examples of a class are used in each step, [steps, min(batch, pool)].
 
     The entries are positions in the list of the class's examples.
@@ -344,7 +342,7 @@ def _draw(
     With "resample", the shape is [steps, batch] even if the class has fewer examples.
     """
     if pool <= batch:
-        if small_class == "resample" and pool < batch:
+        if small == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)
         return torch.arange(pool).expand(steps, pool)
     rows = []

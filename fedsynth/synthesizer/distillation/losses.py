@@ -70,10 +70,7 @@ def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
     The inputs are logits (FedKF, Eq. 6).
     """
     return F.kl_div(
-        student_NC.log_softmax(dim=1),
-        teacher_NC.log_softmax(dim=1),
-        log_target=True,
-        reduction="batchmean",
+        student_NC.log_softmax(1), teacher_NC.log_softmax(1), log_target=True, reduction="batchmean"
     )
 
 
@@ -101,7 +98,7 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
 
 def has_statistics(model: nn.Module) -> bool:
     """Returns whether a model has batch-norm layers with running statistics."""
-    return any(_with_statistics(layer) for layer in model.modules())
+    return any(map(_with_statistics, model.modules()))
 
 
 def _with_statistics(layer: nn.Module) -> bool:

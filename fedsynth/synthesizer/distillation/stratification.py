@@ -72,8 +72,7 @@ def pair_losses(
     losses_TCM = torch.zeros(steps, classes, len(models), device=device)
     y = torch.arange(classes, device=device).repeat_interleave(batch)
     mean, std = pixel_constants(spec, device)
-    groups = ceil(len(models) / at_once)
-    for group in loop("stratification", groups, {"losses": losses_TCM}):
+    for group in loop("stratification", ceil(len(models) / at_once), {"losses": losses_TCM}):
         members = slice(at_once * group, at_once * (group + 1))
         m = len(models[members])
         generator = make_generator(spec, seed, latent=latent, width=width, running=False)
