@@ -66,7 +66,7 @@ class Dictionary:
         in p for fixed μ_p and s_p. Few images at a time stay in a CPU's cache.
         """
         at_once = len(x_NCHW) if x_NCHW.device.type != "cpu" else AT_ONCE
-        return torch.cat([self._compared(images) for images in x_NCHW.split(max(1, at_once))])
+        return torch.cat(list(map(self._compared, x_NCHW.split(max(1, at_once)))))
 
     def _compared(self, x_NCHW: Tensor) -> Tensor:
         atoms = self.atoms.to(x_NCHW)

@@ -21,7 +21,7 @@ the number of examples of each class.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import product
 
 import numpy as np
@@ -184,8 +184,7 @@ class Scattering(nn.Module):
             self.register_buffer(f"half_{name}", _smoothing(factor, side // 2, 2))
         fine, coarse = (_waves(padded, scale) for scale in range(J))
         self.register_buffer("fine", fine)
-        quarters = [part for half in coarse.chunk(2, dim=1) for part in half.chunk(2, dim=2)]
-        self.register_buffer("coarse", torch.stack(quarters) / 4)
+        self.register_buffer("coarse", torch.stack(_quarters(coarse, 1)) / 4)
 
     def forward(self, x_NHW: Tensor) -> Tensor:
         """Computes the scattering transform of images [N, H, W].
@@ -197,8 +196,8 @@ class Scattering(nn.Module):
         """
         x = self._pad(x_NHW)[:, None]
         spectrum = torch.fft.fft2(x)
-        filtered = torch.view_as_complex(torch.view_as_real(spectrum) * self.fine)
-        fine = _modulus(torch.fft.ifft2(filtered))
+        filtered = _filtered(spectrum, self.fine)
+        fine = _modulus(torch.fft.ifft2(torch.view_as_complex(filtered)))
         coarse = self._at_half(spectrum)
         crossed = self._at_half(torch.fft.fft2(fine)[:, :, None]).flatten(1, 2)
         averages = self.rows @ torch.cat([x, fine], dim=1) @ self.columns.T
@@ -217,11 +216,7 @@ class Scattering(nn.Module):
         In Fourier space, keeping every second value is the mean of the four quarters of a spectrum.
         φ is a product of one-dimensional Gaussians, so each side is averaged by a matrix product.
         """
-        quarters = [part for half in spectrum.chunk(2, dim=-2) for part in half.chunk(2, dim=-1)]
-        first, *others = (torch.view_as_real(part.contiguous()) for part in quarters)
-        total = first * self.coarse[0]
-        for part, wave in zip(others, self.coarse[1:], strict=True):
-            total += part * wave
+        total = reduce(torch.add, map(_filtered, _quarters(spectrum, -2), self.coarse))
         signal = torch.fft.ifft2(torch.view_as_complex(total))
         return self.half_rows @ _modulus(signal) @ self.half_columns.T
 
@@ -235,6 +230,17 @@ def _modulus(signal: Tensor) -> Tensor:
         return signal.abs()
     squares = torch.view_as_real(signal).square()
     return squares[..., 0].add(squares[..., 1]).sqrt_()
+
+
+def _filtered(spectrum: Tensor, wave: Tensor) -> Tensor:
+    """Multiplies a spectrum by ψ, and returns real and imaginary parts in the last dimension."""
+    return torch.view_as_real(spectrum.contiguous()) * wave
+
+
+def _quarters(spectrum: Tensor, dim: int) -> list[Tensor]:
+    """Returns the quarters of matrices, whose rows are dimension `dim`."""
+    upper, lower = spectrum.chunk(2, dim=dim)
+    return [*upper.chunk(2, dim=dim + 1), *lower.chunk(2, dim=dim + 1)]
 
 
 def _waves(size: tuple[int, int], scale: int) -> Tensor:
@@ -258,8 +264,8 @@ def _smoothing(low_H: Real, side: int, step: int) -> Tensor:
             the other frequencies.
         step: the distance between two values that are kept.
     """
-    kept = np.concatenate([low_H[: side // 2], low_H[len(low_H) - side // 2 :]])
-    circulant = np.fft.ifft(np.fft.fft(np.eye(side), axis=0) * kept[:, None], axis=0).real
+    low_side = np.concatenate([low_H[: side // 2], low_H[len(low_H) - side // 2 :]])
+    circulant = np.fft.ifft(np.fft.fft(np.eye(side), axis=0) * low_side[:, None], axis=0).real
     return torch.from_numpy(circulant[::step].copy()).float()
 
 
