@@ -23,12 +23,14 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fedsynth.privacy.batch_independence import rounding
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
@@ -256,7 +258,7 @@ def example_gradients(
 def check_example_gradients(
     model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss | None = None
 ) -> None:
-    """Refuses a model if its per-example gradients cannot be computed.
+    """Refuses a model if its per-example gradients cannot be computed or differ from autograd's.
 
     Call this before any budget is charged.
 
@@ -266,8 +268,8 @@ def check_example_gradients(
         loss: a function that returns the loss of each example. None uses cross-entropy.
 
     Raises:
-        ForbiddenLayerError: the model has frozen or unused parameters, or layers that Opacus does
-            not support.
+        ForbiddenLayerError: the model has frozen or unused parameters, layers that are not
+            supported, or gradients that are wrong.
         PrivacyError: the loss does not return one value for each example.
     """
     for name, p in model.named_parameters():
@@ -276,9 +278,8 @@ def check_example_gradients(
                 f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters. Set "
                 "requires_grad=True"
             )
-    labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
-        example_gradients(model, x_NCHW, labels, loss or cross_entropies)
+        rows, expected = _gradients_and_expected(model, x_NCHW, loss or cross_entropies)
     except PrivacyError:
         raise
     except Exception as error:  # raised by Opacus or by the model
@@ -287,6 +288,39 @@ def check_example_gradients(
             "the layers that Opacus does not support, for example with "
             "fedsynth.privacy.dpsgd.group_norm_twin"
         ) from error
+    tolerance = rounding(x_NCHW.device) * float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    sizes = [p.numel() for p in model.parameters()]
+    pairs = zip(rows.split(sizes, dim=1), expected.split(sizes, dim=1), strict=True)
+    for (name, _), pair in zip(model.named_parameters(), pairs, strict=True):
+        if not torch.allclose(*pair, rtol=0.0, atol=tolerance, equal_nan=True):
+            raise ForbiddenLayerError(
+                f"the per-example gradients of parameter {name!r} are wrong. The model or the loss "
+                "mixes the examples of a batch, uses the parameter outside its layer, passes the "
+                "layer several inputs or changes its input in place, or the layer has an option "
+                "that Opacus ignores, such as padding_mode"
+            )
+
+
+@torch.enable_grad()
+def _gradients_and_expected(
+    model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss
+) -> tuple[Tensor, Tensor]:
+    """Computes per-example gradients as DP-SGD does, and with one backward pass per example.
+
+    Both results have the shape [N, P]. The weights are first moved slightly, because a layer of
+    zeros would hide the gradients of earlier layers. All labels are zero.
+    """
+    moved = copy.deepcopy(model).train()
+    parameters = list(moved.parameters())
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    _write(flat + 0.01 * torch.arange(len(flat)).to(flat).cos(), parameters)
+    labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
+    rows = example_gradients(moved, x_NCHW.clone(), labels, loss)
+    expected = [
+        torch.autograd.grad(single, parameters, retain_graph=True, materialize_grads=True)
+        for single in loss(moved, x_NCHW.clone(), labels)
+    ]
+    return rows, torch.stack([torch.cat(list(map(torch.flatten, row))) for row in expected])
 
 
 class ExampleGradients:
@@ -313,7 +347,8 @@ class ExampleGradients:
         """Returns the vectors of the gradients [N, S], as in `LayerGradients.values`.
 
         Raises:
-            ForbiddenLayerError: a parameter is not used by the layer that owns it.
+            ForbiddenLayerError: a parameter is not used by the layer that owns it, or the inputs or
+                outputs of a layer are not one tensor [N, …].
             PrivacyError: the loss does not return one value for each example.
         """
         vectors: dict[Tensor, tuple[Tensor, ...]] = {}
@@ -336,13 +371,23 @@ class ExampleGradients:
         """Returns each layer with its inputs and the gradients with respect to its outputs."""
         uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
 
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def record(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            sizes = [len(t) for t in (*inputs, output) if isinstance(t, Tensor)]
+            if len(inputs) != 1 or sizes != 2 * [len(x_NCHW)]:
+                raise ForbiddenLayerError(
+                    f"layer {name!r} must be called with one tensor and return one tensor, each "
+                    "with one row for each example"
+                )
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
 
         with torch.enable_grad(), ExitStack() as hooks:
-            for layer in self._model.modules():
+            for name, layer in self._model.named_modules():
                 if any(True for _ in layer.parameters(recurse=False)):
-                    hooks.callback(layer.register_forward_hook(record).remove)
+                    # before other hooks, which may change the output
+                    hook = layer.register_forward_hook(partial(record, name), prepend=True)
+                    hooks.callback(hook.remove)
             losses = self._loss(self._model, x_NCHW, labels_N)
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(

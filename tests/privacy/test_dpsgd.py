@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import (
     DpSgdSettings,
     ExampleGradients,
+    check_example_gradients,
     check_model,
     cross_entropies,
     dp_sgd,
@@ -62,7 +64,7 @@ X8 = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def test_single_step_equals_numpy() -> None:
-    """w ← w − lr · Σ_i clip(∇ℓ_i) / expected batch sizefor softmax regression, σ → 0."""
+    """w ← w − lr · Σ_i clip(∇ℓ_i) / expected batch size for softmax regression, σ → 0."""
     rng = np.random.default_rng(0)
     x, y, clip = rng.normal(size=(5, 4)), np.array([0, 1, 2, 1, 0]), 0.8
     model = linear()
@@ -153,8 +155,10 @@ def test_custom_loss_is_clipped_per_example() -> None:
 
     def loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         z = network.embed(images)  # type: ignore[operator]
+        with torch.no_grad():
+            target = network.embed(0.5 * images)  # type: ignore[operator]
         plain = nn.functional.cross_entropy(network.classifier(z), labels, reduction="none")  # type: ignore[operator]
-        return plain + 3 * z.square().mean(dim=1)  # type: ignore[no-any-return]
+        return plain + 3 * (z - target).square().mean(dim=1)  # type: ignore[no-any-return]
 
     rows = loop_gradients(model, x, y, loss)
     total = (rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
@@ -188,12 +192,13 @@ class ChannelsLast(nn.Module):
 
 
 class Unusual(nn.Module):
-    """A network with a layer that is used twice, a linear layer over positions, a parameter of its
-    own and an operation in place."""
+    """A network with a layer that is used twice, a linear layer over positions with a hook, a
+    parameter of its own and an operation in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Linear(32, 4)
+        self.rows.register_forward_hook(lambda layer, inputs, output: 2 * output)
         self.twice = nn.Linear(4, 4)
         self.offset = Offset()
         self.classifier = nn.Linear(4, 10)
@@ -230,6 +235,61 @@ def test_rows_equal_example_gradients(name: str) -> None:
     y = torch.arange(4)
     expected = loop_gradients(network, x, y)
     torch.testing.assert_close(example_gradients(network, x, y), expected, atol=1e-5, rtol=1e-4)
+
+
+class Scale(nn.Module):
+    """A layer that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.5, 2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.factor)
+
+
+class Faulty(nn.Module):
+    """A network that uses its first layer in a given way, and whose last layer is zero."""
+
+    def __init__(self, layer: nn.Module, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.use = use
+        self.last = nn.Linear(4, 3)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.last(self.use(self.layer, x).flatten(1))
+        return z
+
+
+@pytest.mark.parametrize(
+    ("layer", "use", "message"),
+    [
+        (nn.Linear(4, 4), lambda layer, x: layer(x.flatten(1)) @ layer.weight, "weight.*are wrong"),
+        (
+            nn.Linear(4, 4),
+            lambda layer, x: layer(torch.eye(4)).mean(dim=0) * x.flatten(1),
+            "weight.*are wrong",
+        ),
+        (nn.Linear(4, 4), lambda layer, x: layer(torch.ones(1, 4)) + x.flatten(1), "one row for"),
+        (nn.Linear(2, 2), lambda layer, x: layer(x.reshape(-1, 2)).view(4, 4), "one row for"),
+        (Scale(), lambda layer, x: layer(x.flatten(1)), "factor.*are wrong"),
+        (
+            nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"),
+            lambda layer, x: layer(x),
+            "weight.*are wrong",
+        ),
+        (nn.GRU(4, 4), lambda layer, x: layer(x.flatten(1))[0], "return one tensor"),
+    ],
+)
+def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
+    """Covers layers whose inputs are not the examples. The sum of all rows would then be right, but
+    one example would change several rows."""
+    x = torch.rand(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ForbiddenLayerError, match=message):
+        check_example_gradients(Faulty(layer, use), x)
+    check_example_gradients(Faulty(nn.Linear(4, 4), lambda layer, x: layer(x.flatten(1))), x)
 
 
 # ----------------------------------------------------------------- models on fixed feature maps
