@@ -128,15 +128,15 @@ class Outer(Products):
     def width(self) -> int:
         return self.column.shape[1] * self.row.shape[1]
 
-    def _clipped(self) -> tuple[Tensor, Tensor]:
-        return clip_rows(self.column, self.bound), clip_rows(self.row, 1.0)
-
     def rows(self) -> Tensor:
-        return torch.einsum("np,nq->npq", *self._clipped()).flatten(1)
+        column, row = clip_rows(self.column, self.bound), clip_rows(self.row, 1.0)
+        return torch.einsum("np,nq->npq", column, row).flatten(1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        column, row = self._clipped()
-        return (_weighted(column, shares_N).T @ row).flatten()
+        # r is much longer than l, so l is multiplied by the factor that clips r
+        weights = _weighted(clip_factors(squared_norms(self.row), 1.0)[:, None], shares_N)
+        row = float64_rows(self.row, unused_rows(weights))
+        return ((clip_rows(self.column, self.bound) * weights).T @ row).flatten()
 
 
 @dataclass(frozen=True, eq=False)

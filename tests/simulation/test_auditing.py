@@ -200,7 +200,11 @@ def test_audited_sums_clip_products_like_other_sums(
 ) -> None:
     """Regression: an audit that clips expanded products itself misses products without a clip."""
     if not clips:
-        monkeypatch.setattr(Outer, "_clipped", lambda self: (self.column, self.row))
+        for name, value in (
+            ("clip_rows", lambda x, clip: x),
+            ("clip_factors", lambda x, clip: x**0),
+        ):
+            monkeypatch.setattr(f"fedsynth.privacy.products.{name}", value)
     columns = 100 * torch.eye(3, dtype=torch.float64)[:2]
     rows = torch.ones(2, 2).double()
     products = Outer(columns, rows, 1.0)
