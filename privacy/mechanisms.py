@@ -197,19 +197,17 @@ def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
-    unused = unused_rows(weights_NG)
-    sums = [weights_NG.T @ float64_rows(columns, unused) for columns in _columns(rows_ND)]
+    used = (weights_NG != 0).any(dim=1)
+    sums = [weights_NG.T @ used_rows(columns, used) for columns in _columns(rows_ND)]
     return torch.cat(sums, dim=1)
 
 
-def unused_rows(weights_NG: Tensor) -> Tensor:
-    """Returns the indices of the rows whose weights are all zero."""
-    return (weights_NG == 0).all(dim=1).nonzero().flatten()
-
-
-def float64_rows(rows_ND: Tensor, unused: Tensor) -> Tensor:
-    """Converts rows to float64. The rows with the indices `unused` become zero."""
-    return rows_ND.to(torch.float64, copy=True).index_fill_(0, unused, 0.0)
+def used_rows(rows_ND: Tensor, used_N: Tensor) -> Tensor:
+    """Converts rows to float64. Rows that are not used (bool [N]) become zero."""
+    exact = rows_ND.to(torch.float64, copy=True)
+    if exact.is_cuda:  # nonzero would wait for the GPU
+        return exact.masked_fill_(~used_N[:, None], 0.0)
+    return exact.index_fill_(0, (~used_N).nonzero().flatten(), 0.0)  # several times as fast
 
 
 def _columns(rows: Tensor) -> tuple[Tensor, ...]:

@@ -36,9 +36,8 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.mechanisms import (
     clip_factors,
     clip_rows,
-    float64_rows,
     squared_norms,
-    unused_rows,
+    used_rows,
     weighted_sums,
 )
 
@@ -135,7 +134,7 @@ class Outer(Products):
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         # r is much longer than l, so l is multiplied by the factor that clips r
         weights = _weighted(clip_factors(squared_norms(self.row), 1.0)[:, None], shares_N)
-        row = float64_rows(self.row, unused_rows(weights))
+        row = used_rows(self.row, weights[:, 0] != 0)
         return ((clip_rows(self.column, self.bound) * weights).T @ row).flatten()
 
 
@@ -185,11 +184,11 @@ class LayerGradients(Products):
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         weights = _weighted(self._factors()[:, None], shares_N)
-        unused = unused_rows(weights)
+        used = weights[:, 0] != 0
         pieces = []
         for first, *second in self._vectors():
             if second:
-                column, row = float64_rows(first, unused), float64_rows(second[0], unused)
+                column, row = used_rows(first, used), used_rows(second[0], used)
                 pieces.append(((column * weights).T @ row).flatten())
             else:
                 pieces.append(weighted_sums(weights, first)[0])
