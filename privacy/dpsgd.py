@@ -53,6 +53,10 @@ PHYSICAL_BATCH = 128
 PHYSICAL_BYTES = 2**30
 """The maximum memory of these gradients, in bytes."""
 
+MIXED_PRECISION = 0.02
+"""The largest rounding error that `check_example_gradients` allows for bf16 layers, relative to
+the largest gradient of the same parameter."""
+
 PASS_START = 2**22
 """The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
 example, measured on a CPU."""
@@ -288,17 +292,31 @@ def check_example_gradients(
             "the layers that Opacus does not support, for example with "
             "fedsynth.privacy.dpsgd.group_norm_twin"
         ) from error
-    tolerance = rounding(x_NCHW.device) * float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    _check_equal(model, rows, expected)
+
+
+def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None:
+    """Refuses a model whose per-example gradients are not the expected ones, except for rounding.
+
+    Raises:
+        ForbiddenLayerError: the gradients differ. The message names the first such parameter.
+    """
+    tolerance = rounding(rows_NP.device) * _largest(expected_NP)
     sizes = [p.numel() for p in model.parameters()]
-    pairs = zip(rows.split(sizes, dim=1), expected.split(sizes, dim=1), strict=True)
-    for (name, _), pair in zip(model.named_parameters(), pairs, strict=True):
-        if not torch.allclose(*pair, rtol=0.0, atol=tolerance, equal_nan=True):
+    pairs = zip(rows_NP.split(sizes, dim=1), expected_NP.split(sizes, dim=1), strict=True)
+    for (name, _), (actual, exact) in zip(model.named_parameters(), pairs, strict=True):
+        atol = tolerance + MIXED_PRECISION * _largest(exact)
+        if not torch.allclose(actual, exact, rtol=0.0, atol=atol, equal_nan=True):
             raise ForbiddenLayerError(
                 f"the per-example gradients of parameter {name!r} are wrong. The model or the loss "
                 "mixes the examples of a batch, uses the parameter outside its layer, passes the "
                 "layer several inputs or changes its input in place, or the layer has an option "
-                "that Opacus ignores, such as padding_mode"
+                "that Opacus ignores, such as padding_idx"
             )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 @torch.enable_grad()
@@ -307,8 +325,8 @@ def _gradients_and_expected(
 ) -> tuple[Tensor, Tensor]:
     """Computes per-example gradients as DP-SGD does, and with one backward pass per example.
 
-    Both results have the shape [N, P]. The weights are first moved slightly, because a layer of
-    zeros would hide the gradients of earlier layers. All labels are zero.
+    Both results are float64 [N, P]. The weights are first moved slightly, because a layer of zeros
+    would hide the gradients of earlier layers. All labels are zero.
     """
     moved = copy.deepcopy(model).train()
     parameters = list(moved.parameters())
@@ -320,7 +338,8 @@ def _gradients_and_expected(
         torch.autograd.grad(single, parameters, retain_graph=True, materialize_grads=True)
         for single in loss(moved, x_NCHW.clone(), labels)
     ]
-    return rows, torch.stack([torch.cat(list(map(torch.flatten, row))) for row in expected])
+    vectors = [torch.cat(list(map(torch.flatten, row))) for row in expected]
+    return rows.double(), torch.stack(vectors).double()
 
 
 class ExampleGradients:
@@ -367,6 +386,7 @@ class ExampleGradients:
         self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
         return torch.cat([v for block in blocks for v in block], dim=1)
 
+    @torch.enable_grad()
     def _backward(self, x_NCHW: Tensor, labels_N: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
         """Returns each layer with its inputs and the gradients with respect to its outputs."""
         uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
@@ -382,7 +402,7 @@ class ExampleGradients:
                 )
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
 
-        with torch.enable_grad(), ExitStack() as hooks:
+        with ExitStack() as hooks:
             for name, layer in self._model.named_modules():
                 if any(True for _ in layer.parameters(recurse=False)):
                     # before other hooks, which may change the output
@@ -417,6 +437,8 @@ def _layer_gradients(
     # Opacus unfolds the inputs of convolutions as if they had the strides of a contiguous tensor
     plain = inputs.reshape(-1).view(inputs.shape)
     sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), _functional_gradients)
+    if getattr(layer, "padding_mode", "zeros") != "zeros":  # Opacus always pads with zeros
+        sampler = _functional_gradients
     gradients = sampler(layer, [plain], backprops)
     return {p: (gradient.flatten(1),) for p, gradient in gradients.items()}
 
@@ -424,7 +446,7 @@ def _layer_gradients(
 def _functional_gradients(
     layer: nn.Module, inputs: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Computes the gradients of each example for a layer that Opacus does not know."""
+    """Computes the gradients of each example for a layer that Opacus does not support."""
     parameters: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
 
     def product(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:
