@@ -380,7 +380,7 @@ class ExampleGradients:
             if p not in vectors:
                 raise ForbiddenLayerError(
                     f"parameter {name!r} has no per-example gradients. Use the parameter only in "
-                    "the layer that owns it"
+                    "the layer that owns it, which must return one tensor"
                 )
         blocks = [vectors[p] for p in self._model.parameters()]
         self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
@@ -392,10 +392,9 @@ class ExampleGradients:
         uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
 
         def record(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            sizes = [len(t) for t in (*inputs, output) if isinstance(t, Tensor)]
-            if len(inputs) != 1 or sizes != 2 * [len(x_NCHW)]:
+            if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+                return  # several outputs: layers such as DPLSTM contain the layers that compute them
+            if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
                     f"layer {name!r} must be called with one tensor and return one tensor, each "
                     "with one row for each example"

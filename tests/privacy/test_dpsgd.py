@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
@@ -193,18 +194,19 @@ class ChannelsLast(nn.Module):
 
 class Unusual(nn.Module):
     """A network with a layer that is used twice, a linear layer over positions with a hook, a
-    parameter of its own and an operation in place."""
+    recurrent layer, a parameter of its own and an operation in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Linear(32, 4)
         self.rows.register_forward_hook(lambda layer, inputs, output: 2 * output)
+        self.recurrent = DPLSTM(4, 4, batch_first=True)
         self.twice = nn.Linear(4, 4)
         self.offset = Offset()
         self.classifier = nn.Linear(4, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.rows(x.flatten(1, 2)).relu_().mean(dim=1)
+        h = self.recurrent(self.rows(x.flatten(1, 2)).relu_()[:, ::32])[0].mean(dim=1)
         z: Tensor = self.classifier(self.offset(self.twice(self.twice(h)).relu_()))
         return z
 
@@ -276,7 +278,7 @@ class Faulty(nn.Module):
         (nn.Linear(4, 4), lambda layer, x: layer(torch.ones(1, 4)) + x.flatten(1), "one row for"),
         (nn.Linear(2, 2), lambda layer, x: layer(x.reshape(-1, 2)).view(4, 4), "one row for"),
         (Scale(), lambda layer, x: layer(x.flatten(1)), "factor.*are wrong"),
-        (nn.GRU(4, 4), lambda layer, x: layer(x.flatten(1))[0], "return one tensor"),
+        (nn.GRU(4, 4), lambda layer, x: layer(x.flatten(1))[0], "weight_ih_l0.*return one tensor"),
     ],
 )
 def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
