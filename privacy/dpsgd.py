@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fedsynth.privacy.batch_independence import rounding
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
+from fedsynth.privacy.passes import Note, Units, padded, pass_length, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
 
 Penalty = Callable[[nn.Module], Tensor]
@@ -349,6 +349,9 @@ class ExampleGradients:
     the gradient with respect to its output. Only l and r are stored. The gradients of all other
     parameters are stored in full.
 
+    All calls must use the same layers in the same order as two public random images. Otherwise one
+    record could decide whether the gradients of others can be computed.
+
     Args:
         model: the network.
         loss: a function that returns the loss of each example.
@@ -360,6 +363,7 @@ class ExampleGradients:
     def __init__(self, model: nn.Module, loss: ExampleLoss = cross_entropies) -> None:
         self._model = model
         self._loss = loss
+        self._calls: list[str] = []
         self.blocks: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
@@ -368,7 +372,8 @@ class ExampleGradients:
         Raises:
             ForbiddenLayerError: a parameter is not used by the layer that owns it, or the inputs or
                 outputs of a layer are not one tensor [N, …].
-            PrivacyError: the loss does not return one value for each example.
+            PrivacyError: the loss does not return one value for each example, or the model calls
+                other layers than for public images.
         """
         vectors: dict[Tensor, tuple[Tensor, ...]] = {}
         for layer, inputs, backprops in self._backward(x_NCHW, labels_N):
@@ -389,6 +394,25 @@ class ExampleGradients:
     @torch.enable_grad()
     def _backward(self, x_NCHW: Tensor, labels_N: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
         """Returns each layer with its inputs and the gradients with respect to its outputs."""
+        if not self._calls:
+            _, self._calls, _ = self._forward(public_like(x_NCHW[:2]), public_like(labels_N[:2]))
+        losses, calls, uses = self._forward(x_NCHW, labels_N)
+        if calls != self._calls:
+            raise PrivacyError("the model calls other layers than for public random images")
+        if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
+            raise PrivacyError(
+                f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
+                f"got shape {list(losses.shape)}"
+            )
+        layers, inputs, edges = zip(*uses, strict=True)
+        backprops = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
+        return [use for use in zip(layers, inputs, backprops, strict=True) if use[2] is not None]
+
+    def _forward(
+        self, x_NCHW: Tensor, labels_N: Tensor
+    ) -> tuple[Tensor, list[str], list[tuple[nn.Module, Tensor, GradientEdge]]]:
+        """Returns the losses, the names of the called layers, and their inputs and outputs."""
+        calls: list[str] = []
         uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
 
         def record(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -399,6 +423,7 @@ class ExampleGradients:
                     f"layer {name!r} must be called with one tensor and return one tensor, each "
                     "with one row for each example"
                 )
+            calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
 
         with ExitStack() as hooks:
@@ -407,15 +432,7 @@ class ExampleGradients:
                     # before other hooks, which may change the output
                     hook = layer.register_forward_hook(partial(record, name), prepend=True)
                     hooks.callback(hook.remove)
-            losses = self._loss(self._model, x_NCHW, labels_N)
-        if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
-            raise PrivacyError(
-                f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
-                f"got shape {list(losses.shape)}"
-            )
-        layers, inputs, edges = zip(*uses, strict=True)
-        backprops = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
-        return [use for use in zip(layers, inputs, backprops, strict=True) if use[2] is not None]
+            return self._loss(self._model, x_NCHW, labels_N), calls, uses
 
 
 @torch.no_grad()

@@ -198,7 +198,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     try:
         return _values(compute, records)
     except Exception as error:
-        fillers = list(map(_public_like, records))
+        fillers = list(map(public_like, records))
         missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
             f"a record contributes nothing, because its value could not be computed: {error!r:.300}"
@@ -244,7 +244,7 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
     return values
 
 
-def _public_like(tensor: Tensor) -> Tensor:
+def public_like(tensor: Tensor) -> Tensor:
     """Returns public values in place of private ones, with the same shape, type and device.
 
     int64 tensors are labels and are replaced with zeros. Other tensors are images and are replaced

@@ -14,6 +14,7 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_value
+from fedsynth.models.own import refuse_dependence
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
@@ -128,6 +129,8 @@ def check_custom_model(
     if any(plan.mechanism == "dp-sgd" for plan in plans):
         generator = torch_generator(0, "images for a custom model")
         images = torch.rand(2, *context.spec.image_shape, generator=generator).to(context.device)
+        shape, device = context.spec.image_shape, context.device
+        refuse_dependence(settings.model.name, context.architecture, shape, device, training=True)
         check_example_gradients(context.architecture, images)
 
 

@@ -32,7 +32,7 @@ from fedsynth.privacy.dpsgd import (
     example_gradients,
     group_norm_twin,
 )
-from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.products import LayerGradients
 from fedsynth.privacy.settings import PrivacySettings
@@ -273,7 +273,7 @@ class Faulty(nn.Module):
         (
             nn.Linear(4, 4),
             lambda layer, x: layer(torch.eye(4)).mean(dim=0) * x.flatten(1),
-            "weight.*are wrong",
+            "one row for",
         ),
         (nn.Linear(4, 4), lambda layer, x: layer(torch.ones(1, 4)) + x.flatten(1), "one row for"),
         (nn.Linear(2, 2), lambda layer, x: layer(x.reshape(-1, 2)).view(4, 4), "one row for"),
@@ -282,8 +282,7 @@ class Faulty(nn.Module):
     ],
 )
 def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
-    """Covers layers whose inputs are not the examples. The sum of all rows would then be right, but
-    one example would change several rows."""
+    """Covers layers with constant inputs, whose rows are no examples."""
     x = torch.rand(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ForbiddenLayerError, match=message):
         check_example_gradients(Faulty(layer, use), x)
@@ -291,6 +290,22 @@ def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, mes
     check_example_gradients(plain, x)
     with torch.autocast("cpu", torch.bfloat16):
         check_example_gradients(plain, x)
+
+
+def test_other_layers_than_for_public_images_are_refused() -> None:
+    """A broken version would accept a pass in which all records need the additional layer, but
+    refuse it with one other record, which would change the sum by many clips."""
+
+    def use(layer: nn.Module, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        for _ in range(1 + bool((h > 5).all())):
+            h = layer(h)
+        return h
+
+    gradients = ExampleGradients(Faulty(nn.Linear(4, 4), use))
+    gradients(torch.rand(4, 1, 2, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(PrivacyError, match="other layers"):
+        gradients(10 + torch.rand(4, 1, 2, 2), torch.zeros(4, dtype=torch.int64))
 
 
 # ----------------------------------------------------------------- models on fixed feature maps
