@@ -1,11 +1,12 @@
 """CPU seconds of fedsynth compared with the algorithms of other libraries.
 
-    python benchmarks/peers.py [--quick] [--repeats N] [--only 'dp-sgd']
+    python benchmarks/peers.py [--quick] [--repeats N] [--only dp-sgd]
 
-A step of DP-SGD is compared with Opacus: per-example gradients by hooks, and ghost clipping. The
-runs of a case alternate. Seconds are CPU seconds of one thread, which other processes on the
-machine change little. Each case is measured in a separate process, and the memory of each run in
-a separate child process.
+A step of DP-SGD is compared with Opacus (per-example gradients by hooks, and ghost clipping), and a
+round of FedAvg with many small clients is compared with a plain loop. The runs of a case alternate.
+Seconds are CPU seconds of one thread, which other processes on the machine change little. Each case
+is measured in a separate process, and the memory of DP-SGD in a separate child process.
+`condense.py` compares FedDM's step with a plain loop, and `commands.py` measures commands.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.sgd import MomentumSgd
+from library.client_rounds import rounds
 from library.machine import run_cases, timing_options
 
 CLIP = 1.0
@@ -51,12 +53,13 @@ class Step(NamedTuple):
     steps: int = 3
 
 
-CASES = {
+CASES: dict[str, Step | int] = {
     "dp-sgd ConvNet-128 b64": Step(ModelSettings("convnet", width=128), "mnist", 64),
     "dp-sgd ConvNet-128 b256": Step(ModelSettings("convnet", width=128), "mnist", 256),
     "dp-sgd CNN1 b256": Step(ModelSettings("cnn1", norm="group"), "cifar10", 256),
     "dp-sgd LeNet-5 b64": Step(ModelSettings("lenet5"), "mnist", 64, 20),
     "dp-sgd linear b64": Step(ModelSettings("linear"), "mnist", 64, 20),
+    **{f"{clients} clients": clients for clients in (10, 100, 1000)},
 }
 
 
@@ -136,11 +139,22 @@ def cpu_seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def measure(step: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the milliseconds and memory of a step, and the ratio to the faster one of Opacus."""
+def measure(case: Step | int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the row of a step of DP-SGD, or of a round with a number of clients."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus' hooks
     torch.set_num_threads(1)
     keep_large_allocations()
+    if isinstance(case, Step):
+        return measure_step(case, options)
+    times = cpu_seconds(rounds(case), 1 if options.quick else options.repeats)
+    return {
+        "milliseconds": {name: 1000 * value for name, value in times.items()},
+        "ratio": {name: times["fedsynth"] / value for name, value in times.items()},
+    }
+
+
+def measure_step(step: Step, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the milliseconds and memory of a step, and the ratio to the faster one of Opacus."""
     spec = dataset_spec(step.dataset)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(step.batch, *spec.image_shape, generator=generator)

@@ -141,7 +141,7 @@ def _dp_sgd_step(cell: Cell) -> str:
 
 def _rounds() -> list[str]:
     """Returns fedsynth's ratios to the plain loop, and to the loop with fedsynth's network."""
-    rows = [case("peers_clients", f"{clients} clients")["ratio"] for clients in (10, 100, 1000)]
+    rows = [case("peers", f"{clients} clients")["ratio"] for clients in (10, 100, 1000)]
     loops = ("plain loop", "plain loop, fedsynth's LeNet-5")
     return _numbers((row[loop] for loop in loops for row in rows), ".2f")
 

@@ -1,26 +1,18 @@
-"""CPU seconds of a round with many small clients, compared with a plain loop over the clients.
+"""Rounds of FedAvg with many small clients, by fedsynth and by a plain loop over the clients.
 
-    python benchmarks/peers_clients.py [--quick] [--repeats N] [--only '100 clients']
-
-A round of FedAvg on LeNet-5 is timed. Each client has 20 images and takes one step. The plain loop
-has one network, loads the global weights for each client, trains with `torch.optim.SGD` and averages
-the results. Its network is LeNet-5 as tutorials write it, or fedsynth's. The runs alternate.
-Seconds are those of the process's CPU time on one thread.
+The network is LeNet-5. Each client has 20 images and takes one step. The plain loop has one network,
+loads the global weights for each client, trains with `torch.optim.SGD` and averages the results. Its
+network is LeNet-5 as tutorials write it, or fedsynth's.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.cli.application import keep_large_allocations
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.partition_settings import PartitionSettings
@@ -31,13 +23,11 @@ from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.server import Server, negotiate_terms, run_round
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.registry import ModelSettings
-from library.machine import run_cases, timing_options
 
 Round = Callable[[], list[Tensor]]
 OWN_NETWORK = "plain loop, fedsynth's LeNet-5"
 IMAGES = 20  # of a client
 LR, MOMENTUM = 0.01, 0.9
-CASES = {f"{clients} clients": clients for clients in (10, 100, 1000)}
 
 
 def drawn(clients: int) -> ImageData:
@@ -102,33 +92,14 @@ def round_of_plain_loop(
     return run
 
 
-def measure(clients: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the CPU milliseconds of a round, and the ratios of fedsynth to both loops."""
-    torch.set_num_threads(1)
-    keep_large_allocations()
+def rounds(clients: int) -> dict[str, Round]:
+    """Returns the rounds to compare, which have the same result."""
     data = drawn(clients)
-    network, ours = round_of_fedsynth(clients, data)
+    network, round_here = round_of_fedsynth(clients, data)
     weights = [tensor.clone() for tensor in network.state_dict().values()]
-    runs = {"fedsynth": ours}
+    found = {"fedsynth": round_here}
     for name, model in (("plain loop", textbook()), (OWN_NETWORK, copy.deepcopy(network))):
-        runs[name] = round_of_plain_loop(model.train(), weights, clients, data)
-    for run in runs.values():
-        torch.testing.assert_close(run(), ours())
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(1 if options.quick else options.repeats):
-        for name, run in runs.items():
-            started = time.process_time()
-            run()
-            times[name].append(time.process_time() - started)
-    milliseconds = {name: 1000 * statistics.median(values) for name, values in times.items()}
-    ratios = {name: milliseconds["fedsynth"] / value for name, value in milliseconds.items()}
-    return {"milliseconds": milliseconds, "ratio": ratios}
-
-
-def main() -> None:
-    options = timing_options(__doc__).parse_args()
-    run_cases("peers_clients", options, CASES, measure)
-
-
-if __name__ == "__main__":
-    main()
+        found[name] = round_of_plain_loop(model.train(), weights, clients, data)
+    for run in found.values():
+        torch.testing.assert_close(run(), round_here())
+    return found
