@@ -45,7 +45,7 @@ LR = 0.01
 
 
 class Step(NamedTuple):
-    """A step of DP-SGD: a model, the shape of a data set, the batch size, and the steps of a run."""
+    """A step of DP-SGD: a model, the shape of a data set, the batch size, and steps of a run."""
 
     model: ModelSettings
     dataset: str
@@ -129,7 +129,7 @@ def _peak_kilobytes() -> int:
 
 
 def cpu_seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the median CPU seconds of each run. The first of the alternating turns is left out."""
+    """Returns the median CPU seconds of each run. The first of the turns is left out."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
         for name, run in runs.items():

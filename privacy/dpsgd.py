@@ -416,8 +416,10 @@ class ExampleGradients:
         uses: list[tuple[nn.Module, Tensor, GradientEdge]] = []
 
         def record(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not torch.is_grad_enabled() or not isinstance(output, Tensor):
-                return  # several outputs: layers such as DPLSTM contain the layers that compute them
+            if not torch.is_grad_enabled():
+                return
+            if not isinstance(output, Tensor):  # such as DPLSTM, whose own layers are recorded
+                return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
                     f"layer {name!r} must be called with one tensor and return one tensor, each "

@@ -168,8 +168,8 @@ CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """The maximum number of coordinates of users that are stored as float64 at the same time."""
 
 CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
-"""The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at the
-same time. On a CPU, so many fit in the cache."""
+"""The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
+the same time. On a CPU, so many fit in the cache."""
 
 
 def squared_norms(rows_ND: Tensor) -> Tensor:

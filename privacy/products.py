@@ -7,8 +7,8 @@ every possible example, the L2 norm of its long vector u is at most the attribut
 
 - `Rows`: u itself, clipped to norm a.
 - `Outer`: u = l ⊗ r with ‖l‖ ≤ a and ‖r‖ ≤ 1, so ‖u‖ = ‖l‖·‖r‖ ≤ a.
-- `LayerGradients`: the blocks of u are vectors and products l ⊗ r. ‖l ⊗ r‖ = ‖l‖·‖r‖, so the norm of
-  u is known without u, and u is multiplied by min(1, a/‖u‖).
+- `LayerGradients`: the blocks of u are vectors and products l ⊗ r. ‖l ⊗ r‖ = ‖l‖·‖r‖, so the norm
+  of u is known without u, and u is multiplied by min(1, a/‖u‖).
 - `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
   of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
   ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.

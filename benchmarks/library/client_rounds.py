@@ -1,8 +1,8 @@
 """Rounds of FedAvg with many small clients, by fedsynth and by a plain loop over the clients.
 
-The network is LeNet-5. Each client has 20 images and takes one step. The plain loop has one network,
-loads the global weights for each client, trains with `torch.optim.SGD` and averages the results. Its
-network is LeNet-5 as tutorials write it, or fedsynth's.
+The network is LeNet-5. Each client has 20 images and takes one step. The plain loop has one
+network, loads the global weights for each client, trains with `torch.optim.SGD` and averages the
+results. Its network is LeNet-5 as tutorials write it, or fedsynth's.
 """
 
 from __future__ import annotations

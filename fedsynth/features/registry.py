@@ -218,7 +218,8 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
     except (FedsynthError, MemoryError):
         raise
     except Exception as error:
-        reason = f"fails for images of shape {shape} with {type(error).__name__}: {one_line(error)}"
+        cause = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"the registered function fails for images of shape {shape} with {cause}"
         raise _refused(name, reason) from error
     if not isinstance(built, FeatureMap):
         reason = f"the registered function returns {type(built).__name__}, but must return a "

@@ -39,7 +39,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
 
 
 def speed(settings: RunSettings) -> list[str]:
-    """Returns a line with the precision and the compilation of a run that are not the plain ones."""
+    """Returns a line with the precision and compilation of a run, unless it is fp32 and eager."""
     if (settings.precision, settings.compile) == ("fp32", "off"):
         return []
     return [f"speed: run.precision={settings.precision}, run.compile={settings.compile}"]
