@@ -1,17 +1,30 @@
-"""Documents: valid links, wrapped prose, plain-text tutorials, and a list of every page in the site."""
+"""Documents: valid links and `fedsynth …` commands, wrapped prose, plain-text tutorials, and a list of
+every page in the site."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
+import typer.main
 
-from tests.docs.conftest import DOCS, NAMES, ROOT, TEXTS
+from fedsynth.cli.app import app
 
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+UNWRITTEN = (DOCS / "generated", DOCS / "_build")
+WRITTEN = [p for p in DOCS.rglob("*.md") if not {*UNWRITTEN} & {*p.parents}]
+TEXTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (*sorted(ROOT.glob("*.md")), *sorted(WRITTEN))
+}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -31,12 +44,11 @@ def anchors(text: str) -> set[str]:
 def broken_links(text: str, place: Path) -> list[str]:
     problems = []
     for link in LINK.findall(re.sub(r"`[^`]*`", "", without_code(text))):
-        if re.match(r"\w+:", link):
-            continue
         name, _, anchor = link.partition("#")
         target = (place.parent / name).resolve() if name else place
-        if DOCS / "generated" in target.parents:
-            continue  # the build of the site checks these
+        # the build of the site checks generated pages
+        if re.match(r"\w+:", link) or UNWRITTEN[0] in target.parents:
+            continue
         if not target.exists():
             problems.append(f"{place.name}: {link}: no such file")
         elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
@@ -49,40 +61,30 @@ def test_document_links_are_valid() -> None:
         assert broken_links(text, ROOT / name) == []
         if not name.startswith("docs/tutorials") and name != "docs/index.md":
             assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
-
-
-def long_lines(text: str) -> list[str]:
-    """Returns lines of prose over 100 characters: not code, tables, headings, quotes, HTML, or a
-    single link."""
-    lines = without_code(text).split("\n")
-    prose = [
-        line for line in lines if not re.match(r"\s*([|#>]|<\w|!?\[[^\]]*\]\(\S+\)\W*$)", line)
-    ]
-    return [line for line in prose if len(line) > 100 and " " in line.strip()[:100]]
+    wrong = "[a](nothing.md) [a](privacy.md#nothing)"
+    good = "[a](privacy.md#definitions) `[b](c)` [d](https://example.org)"
+    assert len(broken_links(f"{wrong} {good}", DOCS / "index.md")) == 2
 
 
 def test_prose_is_wrapped_at_100_columns() -> None:
-    assert {name: lines for name in NAMES if (lines := long_lines(TEXTS[name]))} == {}
-
-
-def test_broken_links_are_detected() -> None:
-    place = DOCS / "index.md"
-    assert broken_links("[a](nothing.md)", place)
-    assert broken_links("[a](privacy.md#nothing)", place)
-    assert not broken_links("[a](privacy.md#definitions) `[b](c)` [d](https://example.org)", place)
+    """Except tables, headings, quotes, HTML, and a single link."""
+    exempt = re.compile(r"\s*([|#>]|<\w|!?\[[^\]]*\]\(\S+\)\W*$)")
+    for name, text in TEXTS.items():
+        for line in without_code(text).split("\n"):
+            long = len(line) > 100 and " " in line.strip()[:100]
+            assert not long or exempt.match(line), (name, line)
 
 
 def test_every_page_is_listed_in_site() -> None:
-    listed = set(re.findall(r"^([\w/-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
-    pages = {name.removeprefix("docs/").removesuffix(".md") for name in NAMES if "docs/" in name}
+    listed = set(re.findall(r"^([\w/-]+)$", TEXTS["docs/index.md"], re.MULTILINE))
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in TEXTS if "docs/" in name}
     unlisted = {"index", "images/README"}
     assert {p for p in pages if not p.startswith("decisions/")} - unlisted <= listed
-    decisions = (DOCS / "decisions" / "README.md").read_text()
     for path in (DOCS / "decisions").glob("[a-z]*.md"):
-        assert f"]({path.name})" in decisions
+        assert f"]({path.name})" in TEXTS["docs/decisions/README.md"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "/tutorials/" in name])
+@pytest.mark.parametrize("name", [name for name in TEXTS if "/tutorials/" in name])
 def test_tutorials_are_portable_text(name: str) -> None:
     text = TEXTS[name]
     assert text.startswith("---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n")
@@ -110,24 +112,12 @@ def test_dockerfile_copies_existing_files() -> None:
     assert set(chosen.split(",")) <= set(project["optional-dependencies"])
 
 
-# ------------------------------------------------------------------------- links of the built site
-
-
-@pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def test_problems_of_site_links_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("check_links")
-
-
-def site(tmp_path: Path, body: str) -> Path:
-    folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    folder.mkdir()
-    (folder / "other.html").write_text('<h1 id="there">x</h1>')
-    (folder / "index.html").write_text(f"<html><body>{body}</body></html>")
-    return folder
-
-
-def test_problems_of_site_links_are_detected(links: ModuleType, tmp_path: Path) -> None:
+    links = importlib.import_module("check_links")
+    (tmp_path / "other.html").write_text('<h1 id="there">x</h1>')
     for body, message in {
         '<a href="nowhere.html">a</a>': "no such file",
         '<a href="other.html#where">a</a>': "no such anchor",
@@ -135,7 +125,114 @@ def test_problems_of_site_links_are_detected(links: ModuleType, tmp_path: Path) 
         '<img src="picture.png">': "no such file",
         '<script src="https://cdn.example.org/x.js"></script>': "loads https://cdn",
         '<link rel="stylesheet" href="//fonts.example.org/a.css">': "loads //fonts",
+        '<a href="other.html#there">a</a><a href="https://example.org">b</a>': "",
     }.items():
-        assert [line for line in links.problems(site(tmp_path, body)) if message in line]
-    body = '<a href="other.html#there">a</a><a href="https://example.org">b</a>'
-    assert links.problems(site(tmp_path, body)) == []
+        (tmp_path / "index.html").write_text(f"<html><body>{body}</body></html>")
+        problems = "\n".join(links.problems(tmp_path))
+        assert message in problems
+        assert bool(message) == bool(problems)
+
+
+# ------------------------------------------------------------------------------------- commands
+
+ROOT_COMMAND: Any = typer.main.get_command(app)
+FENCE = re.compile(r"^```(?:sh|bash|\{code-cell\}[^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"(?<!`)`(fedsynth [^`]+)`(?!`)")
+
+
+class InvalidCommandError(Exception):
+    """A command of a document is invalid; the message has the reason."""
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Yields the lines of a document's shell blocks, with continued lines joined."""
+    for block in FENCE.finditer(text):
+        if block[0].startswith("```{") and not re.search(r"^%%bash", block[1], re.MULTILINE):
+            continue
+        body = re.sub(r"^(:[\w-]+:[^\n]*\n|%%bash[^\n]*\n)+", "", block[1])
+        yield from body.replace("\\\n", " ").splitlines()
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """Yields the arguments of each `fedsynth` call in a shell line, without redirections."""
+    line = re.sub(r"\d?>&\d|\d?>\s*[\w./$-]+", " ", line)
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&<>")
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    args: list[str] = []
+    for word in [*lexer, ";"]:
+        if not set(word) <= set(";|&<>"):
+            args.append(word)
+            continue
+        starts = [n for n, arg in enumerate(args) if re.fullmatch(r"fedsynth(:\w+)?", arg)]
+        before = args[: starts[0]] if starts else ["not called"]
+        if before in ([], ["do"], ["time"]) or before[:2] == ["docker", "run"]:
+            yield args[starts[-1] + 1 :]
+        args = []
+
+
+def parse_command(args: list[str]) -> tuple[Any, list[str]]:
+    """Returns the command of a call, and its remaining arguments."""
+    command, rest = ROOT_COMMAND, args
+    while rest and getattr(command, "commands", {}) and re.match(r"[a-z]", rest[0]):
+        names = rest[0].split("|")  # `deploy keys|init` names two
+        if missing := [name for name in names if name not in command.commands]:
+            raise InvalidCommandError(f"there is no command {missing[0]!r}")
+        command, rest = command.commands[names[0]], rest[1:]
+    return command, rest
+
+
+def check(args: list[str]) -> None:
+    """Raises InvalidCommandError for a complete call that the command line would reject."""
+    command, rest = parse_command([re.sub(r"\$\w+", "0", word) for word in args])
+    if getattr(command, "commands", {}) and rest in ([], ["--help"], ["--version"]):
+        return
+    try:
+        command.make_context(" ".join(args), [word for word in rest if word != "--help"])
+    except typer.Exit:
+        return
+    except Exception as error:  # the parser's, whose module depends on the version of typer
+        if "Missing" not in str(error) or "--help" not in rest:
+            raise InvalidCommandError(f"{' '.join(args)!r}: {error!r}") from error
+
+
+def check_names(args: list[str]) -> None:
+    """Checks only the command and the option names, of an abbreviated call."""
+    command, rest = parse_command(args)
+    options = {"--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts))}
+    names = {word.split("=")[0] for word in rest if re.match(r"--[a-z][\w-]*(=|$)", word)}
+    assert names <= options, f"{' '.join(args)!r}: there is no option {names - options}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_document_commands_are_valid(name: str) -> None:
+    for line in shell_lines(TEXTS[name]):
+        for args in commands(line):
+            check(args)
+    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    for span in SPAN.findall(prose):
+        check_names(" ".join(span.split()).replace("'", "").split(" ")[1:])
+
+
+def test_document_commands_are_extracted() -> None:
+    found = {name: list(shell_lines(text)) for name, text in TEXTS.items()}
+    counts = {name: sum(len(list(commands(line))) for line in found[name]) for name in found}
+    assert counts["README.md"] > 5
+    assert counts["docs/tutorials/deploying.md"] >= 3
+    assert counts["docs/docker.md"] >= 4
+    assert sum(counts.values()) > 60
+
+
+def test_invalid_commands_are_detected() -> None:
+    for line in (
+        "fedsynth trian",
+        "fedsynth privacy plane",
+        "fedsynth train --dp-epsilom 8",
+        "fedsynth train --rounds many",
+        "fedsynth synthesize --data scans",  # without --out
+        "for m in a b; do fedsynth train --methods $m; done",
+        'docker run --rm -v "$PWD:/output" fedsynth train --epsilon 8',
+        "fedsynth runs a b > x.txt && fedsynth plot --mena",
+    ):
+        with pytest.raises(InvalidCommandError):
+            list(map(check, commands(line)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +13,21 @@ import pytest
 import fedsynth
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
-from tests.docs.conftest import ROOT
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generate() -> Iterator[ModuleType]:
+    """Yields the package docs/generate, as Sphinx imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        yield importlib.import_module("generate")
+
+
+@pytest.fixture(scope="module")
+def generated(generate: ModuleType) -> dict[str, str]:
+    return generate.pages()  # type: ignore[no-any-return]
 
 
 def test_method_pages_show_all_declarations(generated: dict[str, str]) -> None:
