@@ -31,6 +31,16 @@ def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[s
     return quick_sections(name, run=run, partition={"clients": clients}, **more)
 
 
+def secure_sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
+    """Returns the settings of two rounds with secure sums."""
+    method = {"aggregation": "secure", **more.pop("method", {})}
+    if name == "fedsum":
+        method["networks"] = 2
+    all_needed = "privacy" in more and "honest" not in method  # H and one that may collude
+    run = {"quorum": 1.0 if all_needed else 0.6, **more.pop("run", {})}
+    return sections(name, clients, run=run, method=method, **more)
+
+
 class StoppedError(Exception):
     """The server's process was killed."""
 
@@ -133,7 +143,7 @@ def simulate_repeatably(
     clients_served = itertools.count()
     clients = settings["partition"]["clients"]
     with monkeypatch.context() as patch:
-        fresh_noise = lambda: RepeatableNoise(next(clients_served) % clients)  # noqa: E731
+        fresh_noise = lambda: RepeatableNoise(next(clients_served) % clients)
         patch.setattr(randomness, "_fresh_generator", fresh_noise)
         return simulate(resolve(settings), output=output, quiet=True)
 

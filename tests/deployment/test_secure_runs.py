@@ -22,13 +22,7 @@ from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.deployment.secure_aggregation import primitives
-from fedsynth.deployment.secure_aggregation.client import (
-    Identities,
-    SumTerms,
-    read_identities,
-    sum_terms,
-    upload_layout,
-)
+from fedsynth.deployment.secure_aggregation.client import SumTerms, sum_terms, upload_layout
 from fedsynth.deployment.secure_aggregation.primitives import (
     IntVector,
     Keys,
@@ -45,10 +39,8 @@ from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
 from fedsynth.privacy import randomness as grid
 from fedsynth.privacy.report.pages import render_markdown
-from tests.deployment import local_setup as local
 from tests.deployment.local_setup import (
     CLIENTS,
-    FreshProcesses,
     Setup,
     ask,
     join,
@@ -57,82 +49,52 @@ from tests.deployment.local_setup import (
     same_model,
     simulate_repeatably,
 )
+from tests.deployment.local_setup import secure_sections as sections
+from tests.deployment.test_secure_sums import make_identities
 from tests.families import by_family
 
 PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]
 
 
-def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
-    """Returns the settings of two rounds on the digits with secure sums."""
-    method = {"aggregation": "secure", **more.pop("method", {})}
-    if name == "fedsum":
-        method["networks"] = 2
-    all_needed = "privacy" in more and "honest" not in method  # H and one that may collude
-    run = {"quorum": 1.0 if all_needed else 0.6, **more.pop("run", {})}
-    return local.sections(name, clients, run=run, method=method, **more)
-
-
-def four_clients(rounds: int = 2) -> dict[str, dict[str, Any]]:
+def four_clients(**run: Any) -> dict[str, dict[str, Any]]:
     """Returns a private run of four clients: two are honest, one may collude, one may be lost."""
-    run = {"quorum": 0.75, "rounds": rounds}
+    run = {"quorum": 0.75, **run}
     return sections("fedsum", 4, run=run, method={"honest": 2}, privacy=PRIVATE)
 
 
+PARTIAL = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
+
+
 @pytest.mark.parametrize(
-    ("method", "privacy"),
-    [("fedstats", PRIVATE), ("fedsum", {**PRIVATE, "clip": 1e9})],
+    "settings",
+    [
+        pytest.param(sections("fedstats", privacy=PRIVATE), id="a fine grid"),
+        pytest.param(sections("fedsum", privacy={**PRIVATE, "clip": 1e9}), id="steps above 1"),
+        pytest.param(  # features and small pictures have different noise; the images use both
+            sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1}), id="two"
+        ),
+        pytest.param(four_clients(**PARTIAL), id="three of four clients, numbered by position"),
+    ],
 )
 def test_private_sums_match_the_simulation_with_the_same_noise(
-    setup: Setup, method: str, privacy: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    setup: Setup, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes a grid with steps above 1, from a large clip, and identities."""
-    settings = sections(method, privacy=privacy)
-    identities = make_identities(setup.folder)
-    nodes = [setup.node(k, secret=noise_of(k), identities=identities[k]) for k in range(CLIENTS)]
+    owners = enumerate(make_identities(setup.folder, settings["partition"]["clients"]))
+    nodes = [setup.node(k, secret=noise_of(k), identities=identity) for k, identity in owners]
     served = setup.serve(settings, setup.link(*nodes))
-    simulation = simulate_repeatably(settings, monkeypatch)
+    simulation = simulate_repeatably(settings, monkeypatch, setup.folder / "simulated")
     same_model(served, simulation)
     assert served.record.rows[-1]["epsilon"] == simulation.metrics[-1]["epsilon"]
-
-
-def test_releases_of_an_exchange_are_summed_on_their_own_grids(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Features and small pictures have different noise; the images use both."""
-    settings = sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1})
-    nodes = [setup.node(k, secret=noise_of(k)) for k in range(CLIENTS)]
-    served = setup.serve(settings, setup.link(*nodes))
-    simulation = simulate_repeatably(settings, monkeypatch, tmp_path / "runs")
-    same_model(served, simulation)
-    images, expected = (
-        load_file(folder / "synthetic.safetensors")
-        for folder in (served.folder.path, simulation.folder)
-    )
-    torch.testing.assert_close(images["images"], expected["images"], rtol=0, atol=1e-3)
-    torch.testing.assert_close(images["soft_labels"], expected["soft_labels"], rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
-def test_each_message_may_reach_another_process(setup: Setup, method: str) -> None:
-    """The owner's files keep a sum's state between requests and are deleted after it. Without noise
-    the result is the simulation's."""
-    served = setup.serve(sections(method), FreshProcesses({}, setup=setup))
-    same_model(served, simulate(resolve(sections(method)), quiet=True))
-    assert not list(setup.folder.glob("owner-*/runs/*/sum.json"))
-
-
-def test_partial_participation_matches_the_simulation(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three of four clients take part; the sum numbers them by position."""
-    run = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
-    settings = sections("fedsum", 4, run=run, method={"honest": 2}, privacy=PRIVATE)
-    nodes = [setup.node(k, secret=noise_of(k)) for k in range(4)]
-    served = setup.serve(settings, setup.link(*nodes))
-    participants = [row["participants"] for row in served.record.rows]
-    assert any(clients != [0, 1, 2] for clients in participants)
-    same_model(served, simulate_repeatably(settings, monkeypatch))
+    if "participation" in settings["run"]:
+        assert any(row["participants"] != [0, 1, 2] for row in served.record.rows)
+    if "image_steps" in settings["method"]:
+        images, expected = (
+            load_file(folder / "synthetic.safetensors")
+            for folder in (served.folder.path, simulation.folder)
+        )
+        for name in ("images", "soft_labels"):
+            torch.testing.assert_close(images[name], expected[name], rtol=0, atol=1e-3)
 
 
 # -------------------------------------------------------------------------- the server's knowledge
@@ -160,7 +122,7 @@ class Seen:
 def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
     """Records both sides of every sum."""
     seen = Seen()
-    run_step, receive, take_step = SecureStep._run, Server.receive_total, session.step_alone
+    answers, receive, take_step = SecureStep._answers, Server.receive_total, session.step_alone
 
     def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
         reply = take_step(runtime, phase, message, context)
@@ -169,11 +131,12 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
         seen.uploads[key] = reply
         return reply
 
-    def at_server(self: SecureStep, clients: Any, request: Any) -> SecureSum:
-        total = run_step(self, clients, request)
+    def at_server(self: SecureStep, *arguments: Any) -> Any:
+        answered = answers(self, *arguments)
         for place_, words in self.server.masked.items():
             seen.masked[self.context.round, self.phase, place_] = words
-        return total
+        seen.server_data.append(pickle.dumps(self.server))
+        return answered
 
     def summed(self: Server, phase: str, total: SecureSum, context: Any) -> None:
         seen.totals[context.round, phase] = total
@@ -181,16 +144,8 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
         seen.server_data.append(pickle.dumps(self.state))
         seen.server_data.extend(file.read_bytes() for file in runs.rglob("*") if file.is_file())
 
-    original_answers = SecureStep._answers
-
-    def collect_answers(self: SecureStep, *arguments: Any) -> Any:
-        answers = original_answers(self, *arguments)
-        seen.server_data.append(pickle.dumps(self.server))
-        return answers
-
     monkeypatch.setattr(session, "step_alone", at_client)
-    monkeypatch.setattr(SecureStep, "_run", at_server)
-    monkeypatch.setattr(SecureStep, "_answers", collect_answers)
+    monkeypatch.setattr(SecureStep, "_answers", at_server)
     monkeypatch.setattr(Server, "receive_total", summed)
     return seen
 
@@ -374,12 +329,6 @@ def server(setup: Setup) -> FakeServer:
     return join_all(setup, sections("fedsum", privacy=PRIVATE))
 
 
-@pytest.fixture
-def server_of_four(setup: Setup) -> FakeServer:
-    """Returns four nodes; a sum needs three."""
-    return join_all(setup, four_clients())
-
-
 def join_all(
     setup: Setup, settings: dict[str, dict[str, Any]], policy: Policy | None = None
 ) -> FakeServer:
@@ -402,11 +351,11 @@ def join_all(
     return FakeServer(setup, nodes, proposal, facts, message.to_bytes())
 
 
-def test_clients_never_reveal_both_shares_of_a_client(server_of_four: FakeServer) -> None:
+def test_clients_never_reveal_both_shares_of_a_client(setup: Setup) -> None:
     """A server that reports a client first as lost and then as present gets only the first answer,
     also under another name of the sum or after a restart of it. Only the owner can read the stored
     state of a sum."""
-    server = server_of_four
+    server = join_all(setup, four_clients())
     server.steps()
     stored = [path for path in server.setup.folder.glob("owner-0/runs/*/*") if path.is_file()]
     assert {"sum.json", "session.json"} <= {path.name for path in stored}
@@ -468,30 +417,12 @@ def test_threshold_is_a_majority_above_the_honest_clients() -> None:
         assert terms(**other).name != terms().name
 
 
-def make_identities(folder: Path) -> list[Identities]:
-    """Returns each client's identities, as read from `--identity` and `--identities`."""
-    from cryptography.hazmat.primitives import serialization as ser
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    public_folder = folder / "identities"
-    public_folder.mkdir()
-    for k in range(CLIENTS):
-        key = Ed25519PrivateKey.generate()
-        secret = key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, ser.NoEncryption())
-        (folder / f"own-{k}.pem").write_bytes(secret)
-        public_bytes = key.public_key().public_bytes(
-            ser.Encoding.PEM, ser.PublicFormat.SubjectPublicKeyInfo
-        )
-        (public_folder / f"client-{k:03d}.pem").write_bytes(public_bytes)
-    return [read_identities(folder / f"own-{k}.pem", public_folder) for k in range(CLIENTS)]
-
-
 @pytest.mark.parametrize("signed", [True, False])
 def test_identities_prevent_impersonation_by_the_server(server: FakeServer, signed: bool) -> None:
     """The server presents its own keys as client 2's; without identities it is undetected."""
     folder = server.setup.folder
     if signed:
-        for node, identities in zip(server.nodes, make_identities(folder), strict=True):
+        for node, identities in zip(server.nodes, make_identities(folder, CLIENTS), strict=True):
             node.identities = identities
             assert join(node, server.proposal).kind == "answer"
     keys = {k: Keys.from_bytes(server.ask(n, "keys").payload) for k, n in enumerate(server.nodes)}
