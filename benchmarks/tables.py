@@ -8,12 +8,12 @@ results/*.jsonl.
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
 In a document a table is between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as a
-whole. A number in a sentence is a `Sentence`: its text with {} for each number. Every other decimal
+whole. A number in a sentence is a `Sentence`: its text with a format for each number. Every other decimal
 number, and every whole number of %, points or times, is an error, unless it is no measurement: in
 code, after a name of a setting or a reference (`FREE`), or between `<!-- given -->` and
 `<!-- end -->`, as papers' numbers are.
 
-The tables are declared in `documents/*.py` and rendered by `library/pivot.py`.
+The tables and sentences are declared in `documents/*.py`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,21 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import documents
 from fedsynth.results.finished import aligned
 from library.machine import plain_options
+from library.pages import SENTENCES, TABLES, Sentence
 from library.rows import LAST_COMMIT, READ, REPRODUCTION, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 GENERATED = ("docs/generated/", "docs/_build/")
 DOCUMENTS = ("README.md", *(page for page in PAGES if not page.startswith(GENERATED)))
-PARTS = [
+for part in pkgutil.iter_modules(documents.__path__):
     importlib.import_module(f"documents.{part.name}")
-    for part in pkgutil.iter_modules(documents.__path__)
-]
-TABLES: dict[str, Callable[[], str]] = {}
-for part in PARTS:
-    TABLES |= part.TABLES
 BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HIDDEN = (
     re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE),
@@ -60,58 +55,6 @@ FREE = re.compile(
     r"(,?\s+(and\s+|or\s+|to\s+)?\d[\d.]*\b(?!\s+%))*"
 )
 MEASURED = re.compile(r"(?<![\w.-])[+−]?(\d+\.\d+|\d+(?=\s+(%|points?\b|times\b)))")
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """A sentence (or part of one) of a document whose numbers come from rows.
-
-    Args:
-        text: as in the document, with {} for each number.
-        values: the numbers, as they are printed.
-    """
-
-    document: str
-    text: str
-    values: Callable[[], Sequence[str]]
-
-    def filled(self) -> str:
-        """Returns the sentence with the rows' numbers."""
-        text = self.text
-        for value in self.values():
-            text = text.replace("{}", value, 1)
-        return text
-
-    def pattern(self) -> re.Pattern[str]:
-        """Returns a pattern that finds it across line breaks, with a group for each number."""
-        pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.text.split("{}")]
-        return re.compile(r"([+−-]?\d[\d.,]*)".join(pieces))
-
-    def check(self, text: str) -> list[str]:
-        """Returns what is wrong in a document, if anything."""
-        match = self.pattern().search(text)
-        if match is None:
-            return [f"{self.document} does not have the sentence {self.text!r}"]
-        printed = [number.rstrip(".,") for number in match.groups()]
-        expected = list(self.values())
-        if printed != expected:
-            return [f"{self.document} has {printed} and the rows {expected} in {self.text!r}"]
-        return []
-
-    def put(self, text: str) -> str:
-        """Returns the document with the rows' numbers."""
-        match = self.pattern().search(text)
-        if match is None:
-            return text
-        values = list(self.values())
-        for group in range(len(values), 0, -1):  # from the end, so that positions stay valid
-            start = match.start(group)
-            end = start + len(match[group].rstrip(".,"))
-            text = text[:start] + values[group - 1] + text[end:]
-        return text
-
-
-SENTENCES = [Sentence(*sentence) for part in PARTS for sentence in getattr(part, "SENTENCES", ())]
 
 
 def sentences_of(document: str) -> list[Sentence]:
@@ -206,7 +149,7 @@ def main() -> int:
         for name in TABLES:
             print(f"{name}\n\n{_table(name)}\n")
         for sentence in SENTENCES:
-            print(f"{sentence.document}: {sentence.filled()}")
+            print(f"{sentence.document}: {sentence.text}: {', '.join(sentence.numbers())}")
     return 0
 
 

@@ -1,69 +1,90 @@
-"""The tables of docs/fedstats.md."""
+"""docs/fedstats.md and docs/fedsum.md."""
 
 from __future__ import annotations
 
-from library.pivot import Fields, Table, axis
-from library.rows import STATISTICS_SEEDS, by_seed, number
+import statistics
+from functools import partial
+
+from library.pages import markdown, pivot, sentence, table
+from library.rows import STATISTICS_SEEDS, by_seed, lines, percents, spread, spread_of
 
 SEEDS = range(5)
 DATASETS = {
-    "mnist": "MNIST",
-    "fashion-mnist": "Fashion-MNIST",
-    "emnist-letters": "EMNIST letters",
-    "cifar10": "CIFAR-10",
+    "MNIST": "mnist",
+    "Fashion-MNIST": "fashion-mnist",
+    "EMNIST letters": "emnist-letters",
+    "CIFAR-10": "cifar10",
 }
-ROWS = axis("dataset", DATASETS)
-BUDGETS = {
-    **{epsilon: f"ε = {epsilon}" for epsilon in ("0.5", "1", "3", "10")},
-    "inf": "no privacy",
-}
-CELLS: Fields = {
-    "file": "fedstats_table",
-    "key": "{dataset} eps={epsilon} {noise} alpha={alpha} K={clients}",
-    "epsilon": "1",
-    "noise": "own",
-    "alpha": "0.5",
-    "clients": 10,
-    "seeds": STATISTICS_SEEDS,
-    "expected": len(SEEDS),
-}
-TABLES = {
-    "fedstats-own": Table(ROWS, axis("epsilon", BUDGETS), CELLS),
-    "fedstats-students": Table(
-        ROWS,
-        axis(
-            "value",
-            {
-                "accuracy": "classifier",
-                "student_hard": "hard labels",
-                "student_stored": "stored soft labels",
-                "student_taught": "classifier labels copies",
-            },
-        ),
-        {**CELLS, "file": "fedstats_students", "seeds": SEEDS},
-    ),
-}
+KEY = "{} eps={} own alpha=0.5 K=10"
 
 
-def _cost() -> list[str]:
-    """The least and the most that a client sends, and that a run takes, at ε = 1."""
+@table("fedstats-own")
+def _own() -> str:
+    columns = {f"ε = {epsilon}": epsilon for epsilon in ("0.5", "1", "3", "10")}
+    columns["no privacy"] = "inf"
+
+    def cell(dataset: str, epsilon: str) -> str:
+        key = KEY.format(dataset, epsilon)
+        return spread(percents("fedstats_table", key, STATISTICS_SEEDS), len(SEEDS))
+
+    return pivot("", DATASETS, columns, cell)
+
+
+@table("fedstats-students")
+def _students() -> str:
+    columns = {
+        "classifier": "accuracy",
+        "hard labels": "student_hard",
+        "stored soft labels": "student_stored",
+        "classifier labels copies": "student_taught",
+    }
+
+    def cell(dataset: str, value: str) -> str:
+        return spread_of("fedstats_students", KEY.format(dataset, 1), SEEDS, value)
+
+    return pivot("", DATASETS, columns, cell)
+
+
+@sentence(
+    "docs/fedstats.md",
+    "A client sends {:.1f} to {:.1f} MB in a run. A run takes {:.0f} to {:.0f} seconds for all ten "
+    "clients on one core, without computing features",
+)
+def _cost() -> list[float]:
+    """The least and the most at ε = 1."""
     sent = []
     seconds = []
-    for dataset in DATASETS:
-        runs = by_seed("fedstats_table", f"{dataset} eps=1 own alpha=0.5 K=10", SEEDS)
+    for dataset in DATASETS.values():
+        runs = by_seed("fedstats_table", KEY.format(dataset, 1), SEEDS)
         sent.append(runs[0]["bytes"] / 10 / 1e6)
         seconds.append(min(run["seconds"] for run in runs.values()))  # other work shared the CPU
-    return [
-        *(number(size, ".1f") for size in (min(sent), max(sent))),
-        *(number(time, ".0f") for time in (min(seconds), max(seconds))),
-    ]
+    return [min(sent), max(sent), min(seconds), max(seconds)]
 
 
-SENTENCES = [
-    (
-        "docs/fedstats.md",
-        "A client sends {} to {} MB in a run. A run takes {} to {} seconds for all ten clients on "
-        "one core, without computing features",
-        _cost,
-    ),
-]
+@table("fedsum-digits")
+def _digits() -> str:
+    rows = {
+        "FedDM, Dir(0.05)": "feddm, Dir(0.05)",
+        "FedDM, Dir(100)": "feddm, Dir(100)",
+        "FedSum, Dir(0.05)": "fedsum, Dir(0.05)",
+        "FedSum, Dir(100)": "fedsum, Dir(100)",
+        "FedSum, ipc 50, Dir(0.05)": "fedsum with 50 images, Dir(0.05)",
+    }
+    body = []
+    for title, name in rows.items():
+        cell = partial(spread_of, "fedsum_table", f"digits: {name}", range(3), digits=1)
+        runs = by_seed("fedsum_table", f"digits: {name}", range(3)).values()
+        seconds = statistics.mean(run["cpu_seconds"][-1] for run in runs)
+        sent = statistics.mean(run["bytes"] for run in runs) / 1e6
+        accuracy = [cell(value=f"curve.{number}") for number in range(3)]
+        body.append([title, *accuracy, f"{seconds:.1f}", f"{sent:.2f}"])
+    return markdown(["method", "round 1", "round 2", "round 3", "CPU seconds", "MB up"], body)
+
+
+@table("fedsum-private")
+def _private() -> str:
+    feddm = spread_of("dp_utility", "fashion-mnist features, ε = 1", range(3), digits=1)
+    key = "private: fedsum, ε = 1, own noise seed=0 "  # these runs differ by their noise
+    rows = [row for row in lines("fedsum_table") if row["key"].startswith(key)]
+    fedsum = spread([100 * row["accuracy"] for row in rows], 0, 1)
+    return markdown(["ε", "FedDM, `features`", "FedSum, own noise"], [["1", feddm, fedsum]])

@@ -1,89 +1,75 @@
-"""Accuracy under privacy, and the bounds of audits: docs/privacy.md and README.md."""
+"""Accuracy under privacy, and the bounds of audits: README.md, docs/privacy.md and
+docs/verification.md."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from itertools import product
 
-from library.pivot import Axis, Fields, Table, axis
-from library.rows import STATISTICS_SEEDS, lines, number, percents
+from library.pages import pivot, sentence, table
+from library.rows import STATISTICS_SEEDS, lines, percents, spread
 
-SEEDS = range(3)
-DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
-MECHANISMS = axis(
-    "mechanism",
-    {
-        "residual": "FedDM, `residual`",
-        "features": "FedDM, `features`",
-        "gradient": "FedDM, `gradient`",
-        "dp-sgd": "DP-FedAvg",
-    },
+DATASETS = {"Fashion-MNIST": "fashion-mnist", "MNIST": "mnist"}
+
+
+METHODS = {
+    "FedStats": "fedstats",
+    "DP-FedAvg, linear on features": "linear",
+    "FedDM, `residual`": "residual",
+    "FedDM, `features`": "features",
+    "FedDM, `gradient`": "gradient",
+    "DP-FedAvg": "dp-sgd",
+}
+
+
+def _percents(method: str, dataset: str, epsilon: str) -> list[float]:
+    if method == "fedstats":
+        key = f"{dataset} eps={epsilon} own alpha=0.5 K=10"
+        return percents("fedstats_table", key, STATISTICS_SEEDS)
+    if method == "linear":
+        chosen = "" if epsilon == "1" else f" eps={epsilon}"
+        return percents("private_baselines", f"{dataset} linear{chosen} alpha=0.5", range(5))
+    return percents("dp_utility", f"{dataset} {method}, ε = {epsilon}", range(3))
+
+
+@table("private-accuracy")
+def _accuracy() -> str:
+    columns = {
+        f"{title} ε = {epsilon}": (dataset, epsilon)
+        for (title, dataset), epsilon in product(DATASETS.items(), ("1", "10"))
+    }
+
+    def cell(method: str, place: tuple[str, str]) -> str:
+        seeds = 5 if method in ("fedstats", "linear") else 3
+        return spread(_percents(method, *place), seeds, 1)
+
+    return pivot("", METHODS, columns, cell)
+
+
+@sentence(
+    "docs/privacy.md",
+    "`residual` is ahead of `features` at every ε, by {:.1f} to {:.1f} points",
 )
-UTILITY: Fields = {
-    "file": "dp_utility",
-    "key": "{dataset} {mechanism}, ε = {epsilon}",
-    "seeds": SEEDS,
-}
-STATISTICS: Fields = {
-    "file": "fedstats_table",
-    "key": "{dataset} eps={epsilon} own alpha=0.5 K=10",
-    "seeds": STATISTICS_SEEDS,
-    "expected": 5,
-}
-ON_FEATURES: Fields = {
-    "file": "private_baselines",
-    "key": "{dataset} linear{chosen} alpha=0.5",
-    "seeds": range(5),
-}
+def _residual_over_features() -> list[float]:
+    ahead = []
+    for place in product(DATASETS.values(), ("1", "3", "10")):
+        residual, features = (_percents(name, *place) for name in ("residual", "features"))
+        ahead.append(statistics.mean(residual) - statistics.mean(features))
+    return [min(ahead), max(ahead)]
 
 
-BUDGETS: Axis = [
-    (f"{title} ε = {epsilon}", {"dataset": dataset, "epsilon": epsilon, "chosen": chosen})
-    for dataset, title in DATASETS.items()
-    for epsilon, chosen in (("1", ""), ("10", " eps=10"))
-]
-TABLES = {
-    "private-accuracy": Table(
-        [("FedStats", STATISTICS), ("DP-FedAvg, linear on features", ON_FEATURES), *MECHANISMS],
-        BUDGETS,
-        {**UTILITY, "digits": 1},
-    ),
-}
-
-
-def _mean(dataset: str, mechanism: str, budget: str) -> float:
-    return statistics.mean(percents("dp_utility", f"{dataset} {mechanism}, {budget}", SEEDS))
-
-
-def _residual_over_features() -> list[str]:
-    ahead = [
-        _mean(d, "residual", f"ε = {e}") - _mean(d, "features", f"ε = {e}")
-        for d in DATASETS
-        for e in ("1", "3", "10")
-    ]
-    return [number(min(ahead), ".1f"), number(max(ahead), ".1f")]
-
-
-def _audits() -> list[str]:
+@sentence("docs/verification.md", "mean bounds of {:.2f} to {:.2f} (digits' preset")
+def _audits() -> list[float]:
     """The smallest and the largest mean lower bound at ε = 3."""
     bounds: dict[str, list[float]] = {}
     for row in lines("audit_table"):
         if row["key"].endswith(", vectors, ε = 3"):
             bounds.setdefault(row["key"], []).append(row["epsilon_lower_bound"])
     means = [statistics.mean(values) for values in bounds.values()]
-    return [number(min(means), ".2f"), number(max(means), ".2f")]
+    return [min(means), max(means)]
 
 
-SENTENCES = [
-    (
-        "docs/privacy.md",
-        "`residual` is ahead of `features` at every ε, by {} to {} points",
-        _residual_over_features,
-    ),
-    (
-        "docs/verification.md",
-        "mean bounds of {} to {} (digits' preset",
-        _audits,
-    ),
-    ("README.md", "2 log(1/δ)/σ² = {} for σ = 3", lambda: [f"{2 * math.log(1e5) / 9:.2f}"]),
-]
+@sentence("README.md", "2 log(1/δ)/σ² = {:.2f} for σ = 3")
+def _noise() -> list[float]:
+    return [2 * math.log(1e5) / 9]

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-from library.pivot import Cell, Fields, Table, axis, cross, figure, spread_of, text
+import statistics
+from itertools import product
 
-ROBUST: Fields = {"file": "robust_table", "seeds": range(3), "digits": 1}
+from library.pages import markdown, pivot, table
+from library.rows import lines, spread_of
 
-
-def _ended(cell: Cell) -> str:
-    """Mean ± deviation over seeds, or that runs end."""
-    ended = sum("diverged" in row for row in cell.records)
-    if ended and ended == len(cell.records):
-        return "the run ends"
-    runs = f" ({ended} of {len(cell.records)} runs end)" if ended else ""
-    return f"{spread_of(cell)}{runs}"
+RULES = {"average": "none", "`median`": "median", "`trimmed`": "trimmed", "`clip`": "clip"}
+ATTACKS = {"no attack": "none", "sign flipped, scaled by 5": "sign", "scaled by 100": "scale"}
 
 
-def _robust(alpha: str) -> Table:
-    return Table(
-        axis(
-            "rule",
-            {"none": "average", "median": "`median`", "trimmed": "`trimmed`", "clip": "`clip`"},
-        ),
-        axis(
-            "attack",
-            {
-                "none": "no attack",
-                "sign": "sign flipped, scaled by 5",
-                "scale": "scaled by 100",
-            },
-        ),
-        {**ROBUST, "key": "{rule}, {attack}, alpha=" + alpha, "show": _ended},
-    )
+def _robust(alpha: str) -> str:
+    def cell(rule: str, attack: str) -> str:
+        return spread_of("robust_table", f"{rule}, {attack}, alpha={alpha}", range(3), digits=1)
+
+    return pivot("", RULES, ATTACKS, cell)
 
 
-TABLES = {
-    "robust-even": _robust("1"),
-    "robust-skewed": _robust("0.1"),
-    "load-digits": Table(
-        cross(
-            axis("active", {"10": "10", "all": "all"}),
-            [(f"{clients:,}", {"clients": clients}) for clients in (10, 100, 1000)],
-            join=None,
-        ),
-        [
-            ("active", text("active")),
-            ("peak, MiB", figure("peak_mib", ".0f")),
-            (
-                "ms per client and round",
-                figure(lambda row: row["seconds"] / row["rounds"] / row["active"], ".1f", 1000),
-            ),
-        ],
-        {"file": "load", "key": "digits, {clients} clients, {active} a round"},
-        corner=("participation", "clients"),
-    ),
-}
+@table("robust-even")
+def _even() -> str:
+    return _robust("1")
+
+
+@table("robust-skewed")
+def _skewed() -> str:
+    return _robust("0.1")
+
+
+@table("load-digits")
+def _load() -> str:
+    body = []
+    for share, clients in product(("10", "all"), (10, 100, 1000)):
+        title = f"digits, {clients} clients, {share} a round"
+        rows = [row for row in lines("load") if row["case"] == title]
+        active = rows[-1]["active"]
+        peak = statistics.mean(row["peak_mib"] for row in rows)
+        seconds = statistics.mean(row["seconds"] / row["rounds"] / active for row in rows)
+        texts = [f"{clients:,}", str(active), f"{peak:.0f}", f"{1000 * seconds:.1f}"]
+        body.append([share, *texts])
+    head = ["participation", "clients", "active", "peak, MiB", "ms per client and round"]
+    return markdown(head, body)

@@ -5,224 +5,162 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fedsynth.reproduction.comparison import Line, format_number, lines
-from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of, preset, preset_names
+from fedsynth.reproduction.presets import cell_words, preset
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
-from library import RESULTS, pivot
-from library.pivot import Axis, Table, axis, text
-from library.rows import READ, REPRODUCTION, Row, RowsError, case, number, percents
+from library import RESULTS
+from library.pages import markdown, sentence, table
+from library.rows import READ, REPRODUCTION, Row, case, percents
 
 DOCUMENT = "docs/reproduction.md"
-CURVES = "fedprox:synthetic"
-METHODS = {"fedavg": "FedAvg", "fedprox (mu = 0)": "μ = 0", "fedprox": "μ = 1"}
 MARKS = {"above": " ↑", "below": " ↓"}
-NETWORK_SEEDS = range(5)
+MODELS = ("aca", "oca")
 
 
 def _rows() -> dict[str, dict[str, Any]]:
+    """Returns all rows by their hash."""
     READ.append(REPRODUCTION)
     return Rows(RESULTS / "reproduction").all()
 
 
-def _finished() -> list[tuple[Preset, Line]]:
-    """A line for each published number, and each curve, of finished runs; runs with changed
-    settings have separate lines."""
-    rows = _rows()
-    changes = {json.dumps(row["changes"], sort_keys=True) for row in rows.values()}
-    datasets = {dataset_of(row["cell"]["dataset"]) for row in rows.values()}
-    seeds = sorted({row["seed"] for row in rows.values()})
-    entries = []
-    for name in preset_names():
-        table = preset(name)
-        cells = [cell for cell in table.cells if dataset_of(cell.dataset) in datasets]
-        for change in sorted(changes):
-            changed = json.loads(change)
-            table_lines = lines(
-                table, _may_have(cells, changed, rows), seeds, rows, changes=changed
-            )
-            entries += [(table, line) for line in table_lines if line.runs]
-    return entries
+def _as_published(name: str) -> list[Row]:
+    """Returns the rows with the settings of a preset."""
+    return [row for row in _rows().values() if row["preset"] == name and not row["changes"]]
 
 
-def _may_have(
-    cells: Sequence[Cell], changed: dict[str, Any], rows: dict[str, dict[str, Any]]
-) -> Sequence[Cell]:
-    """The cells of methods that ran with these changes: others may not have the setting."""
-    if not changed:
-        return cells
-    methods = {row["cell"]["method"] for row in rows.values() if row["changes"] == changed}
-    return [cell for cell in cells if cell.method in methods]
-
-
-def _changed(line: Line) -> str:
-    """Returns the settings that differ from the preset's, in parentheses."""
-    settings = changed_settings(line.changes)
-    return f" (`{settings}`)" if settings else ""
-
-
-def _compared(column: str, *names: str) -> Axis:
-    """Published and reproduced numbers of some presets, with a row for each cell.
-
-    Args:
-        column: the column of the cells that, with the method, tells them apart.
-        names: of the presets.
-    """
-    entries: dict[tuple[str, str], dict[str, str]] = {}
-    for table, line in _finished():
-        if table.name in names and line.number.value is not None:
-            cell = next(c for c in table.cells if cell_words(c, table) == line.cell)
-            labels = getattr(cell, column), f"{cell.method}{_changed(line)}{line.reduced_precision}"
-            texts = entries.setdefault(labels, {})
-            reproduced = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
-            texts[f"{line.number.label} here"] = reproduced
-            texts[line.number.label] = format_number(line.number.value, line.number.std)
+def _compared(column: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> list[list[str]]:
+    """Returns a line for each cell with runs: the cell's `column`, its method, and the published
+    and the reproduced number of each metric. Runs with changed settings have separate lines."""
+    entries: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name in names:
+        places = {cell_words(cell, preset(name)): cell for cell in preset(name).cells}
+        for line in _finished(name):
+            cell = places[line.cell]
+            settings = changed_settings(line.changes)
+            changed = f" (`{settings}`)" if settings else ""
+            labels = getattr(cell, column), f"{cell.method}{changed}{line.reduced_precision}"
+            published = format_number(line.number.value, line.number.std)
+            here = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
+            entries.setdefault(labels, {})[line.number.label] = [published, here]
     order = list(dict.fromkeys(place for place, _ in entries))
     grouped = sorted(entries.items(), key=lambda entry: order.index(entry[0][0]))
-    return [(labels, {"records": [texts]}) for labels, texts in grouped]
+    return [
+        [*labels, *(text for metric in metrics for text in texts[metric])]
+        for labels, texts in grouped
+    ]
 
 
-def _curves() -> Axis:
-    """FedProx's data sets and shares of stragglers; the paper prints no numbers."""
-    entries: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    rows = [row for row in _rows().values() if row["preset"] == CURVES and not row["changes"]]
-    for cell in preset(CURVES).cells:
-        runs: list[Row] = [row for row in rows if row["cell"] == cell.columns()]
+def _finished(name: str) -> list[Line]:
+    """Returns the lines of a preset's published numbers with finished runs, also of presets with
+    the same settings."""
+    rows = _rows()
+    seeds = sorted({row["seed"] for row in rows.values()})
+    finished = []
+    for text in sorted({json.dumps(row["changes"], sort_keys=True) for row in rows.values()}):
+        changes = json.loads(text)
+        # other methods may not have the changed setting
+        ran = [row["cell"]["method"] for row in rows.values() if row["changes"] == changes]
+        cells = [cell for cell in preset(name).cells if not changes or cell.method in ran]
+        finished += lines(preset(name), cells, seeds, rows, changes=changes)
+    return [line for line in finished if line.runs and line.number.value is not None]
+
+
+@table("reproduction-accuracy")
+def _accuracy() -> str:
+    names = ("feddm:table2", "fedhydra:table1")
+    body = _compared("dataset", names, ("test_accuracy_pct",))
+    return markdown(["data", "method", "published", "here"], body)
+
+
+@table("reproduction-fedkf")
+def _fedkf() -> str:
+    head = ["partition", "method", "AMP, paper", "here", "FM, paper", "here", "WLP, paper", "here"]
+    names = ("fedkf:table5", "fedkf:table12")
+    return markdown(head, _compared("partition", names, ("amp_pct", "fm", "wlp_pct")))
+
+
+@table("reproduction-curves")
+def _curves() -> str:
+    """FedProx's data sets and shares of stragglers, of which the paper prints no numbers."""
+    name = "fedprox:synthetic"
+    rows = _as_published(name)
+    texts: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in preset(name).cells:
+        [row] = [row for row in rows if row["cell"] == cell.columns()]
+        last = [100 * value for value in row["curve"]["test_accuracy"][-20:]]
         labels = (cell.dataset, cell.note.removesuffix(" stragglers"))
-        entries.setdefault(labels, {})[cell.method] = runs
-    return [(labels, {"runs": runs}) for labels, runs in entries.items()]
+        text = f"{statistics.mean(last):.1f} ± {statistics.pstdev(last):.1f}"
+        texts.setdefault(labels, {})[cell.method] = text
+    methods = ("fedavg", "fedprox (mu = 0)", "fedprox")
+    body = [[*labels, *(row[method] for method in methods)] for labels, row in texts.items()]
+    return markdown(["data", "stragglers", "FedAvg", "μ = 0", "μ = 1"], body)
 
 
-def _end(cell: pivot.Cell) -> str:
-    """Returns the mean and the standard deviation over the last 20 rounds."""
-    (row,) = cell.records
-    last = [100 * value for value in row["curve"]["test_accuracy"][-20:]]
-    return f"{statistics.mean(last):.1f} ± {statistics.pstdev(last):.1f}"
-
-
-TABLES = {
-    "reproduction-accuracy": Table(
-        partial(_compared, "dataset", "feddm:table2", "fedhydra:table1"),
-        [
-            ("published", text("test_accuracy_pct")),
-            ("here", text("test_accuracy_pct here")),
-        ],
-        corner=("data", "method"),
-    ),
-    "reproduction-fedkf": Table(
-        partial(_compared, "partition", "fedkf:table5", "fedkf:table12"),
-        [
-            column
-            for metric, title in (("amp_pct", "AMP"), ("fm", "FM"), ("wlp_pct", "WLP"))
-            for column in ((f"{title}, paper", text(metric)), ("here", text(f"{metric} here")))
-        ],
-        corner=("partition", "method"),
-    ),
-    "reproduction-curves": Table(
-        _curves,
-        axis("method", METHODS),
-        {"records": lambda cell: cell["runs"][cell["method"]], "show": _end},
-        corner=("data", "stragglers"),
-    ),
-}
-
-
-def _fifty_networks() -> list[str]:
-    """By data set: the difference of the means of M = 50 and of the literal loop, the standard
-    error of that as if seeds were not paired, and in how many pairs M = 50 is behind."""
-    entries = []
-    for dataset in ("mnist", "fashion-mnist"):
-        few, literal = (
-            percents("networks_per_round", f"{dataset} M={m}", NETWORK_SEEDS) for m in (50, 0)
-        )
-        if not len(few) == len(literal) == len(NETWORK_SEEDS):
-            raise RowsError("results/networks_per_round.jsonl lacks seeds of M = 50 or M = 0")
-        error = math.sqrt((statistics.variance(few) + statistics.variance(literal)) / len(few))
-        difference = statistics.mean(few) - statistics.mean(literal)
-        behind = sum(a < b for a, b in zip(few, literal, strict=True))
-        entries += [number(difference, "+.2f"), f"{error:.2f}", str(behind)]
-    return entries
-
-
-def _networks_time() -> list[str]:
-    """Minutes of a client's round at the paper's size, and how much faster M networks are."""
+@sentence(
+    DOCUMENT,
+    "takes {:.1f} minutes in the literal loop, {:.1f} with M = 50 and {:.1f} with M = 20 ({:.1f} "
+    "and {:.1f} times as fast)",
+)
+def _networks_time() -> list[float]:
+    """A client's round at the paper's size."""
     row = case("networks_time", "a client's round, MNIST, ConvNet-128")
     minutes = [row["seconds a round"][name] / 60 for name in ("literal", "M = 50", "M = 20")]
-    ratios = [row["ratio"][name] for name in ("M = 50", "M = 20")]
-    return [*(f"{value:.1f}" for value in minutes), *(f"{value:.1f}" for value in ratios)]
+    return [*minutes, *(row["ratio"][name] for name in ("M = 50", "M = 20"))]
 
 
-def _table5(alpha: str) -> list[Row]:
-    """FedKF's Table V at this skew, the paper's settings."""
-    return [
-        row
-        for row in _rows().values()
-        if row["preset"] == "fedkf:table5" and row["cell"]["partition"] == f"dirichlet({alpha})"
-        if not row["changes"]
-    ]
+@sentence(
+    DOCUMENT,
+    "M = 50 changes accuracy by {:+.2f} points on MNIST (standard error {:.2f}; lower in {:.0f} of "
+    "five pairs) and by {:+.2f} on Fashion-MNIST ({:.2f}; {:.0f} of five)",
+)
+def _fifty_networks() -> list[float]:
+    """Compared with the literal loop; the standard error is as if seeds were not paired."""
+    values = []
+    for dataset in ("mnist", "fashion-mnist"):
+        few, literal = (
+            percents("networks_per_round", f"{dataset} M={m}", range(5)) for m in (50, 0)
+        )
+        error = math.sqrt((statistics.variance(few) + statistics.variance(literal)) / len(few))
+        behind = sum(a < b for a, b in zip(few, literal, strict=True))
+        values += [statistics.mean(few) - statistics.mean(literal), error, behind]
+    return values
 
 
-def _last_local(alpha: str) -> dict[tuple[str, str], list[float]]:
-    """WLP of Table V over the last 20 rounds, in %, by method and final model."""
-    return {
-        (row["cell"]["method"], model): [
-            100 * value for value in row["curve"][f"models.{model}.local.wlp"][-20:]
-        ]
-        for row in _table5(alpha)
-        for model in ("aca", "oca")
-        if f"models.{model}.local.wlp" in row["curve"]
-    }
+def _local(alpha: str, metric: str) -> dict[tuple[str, str], list[float]]:
+    """Returns a metric of each round of FedKF's Table V, in %, by method and final model."""
+    curves = {}
+    for row in _as_published("fedkf:table5"):
+        for model in MODELS:
+            curve = row["curve"].get(f"models.{model}.local.{metric}")
+            if curve and row["cell"]["partition"] == f"dirichlet({alpha})":
+                curves[row["cell"]["method"], model] = [100 * value for value in curve]
+    return curves
 
 
-def _means(last: dict[tuple[str, str], list[float]], *methods: str) -> list[float]:
+@sentence(
+    DOCUMENT,
+    "FedAvg's WLP varies from {:.0f} to {:.0f} over the last 20 rounds and is highest in the last "
+    "one; over these rounds, FedKF's mean WLP is {:.0f} (ACA) and {:.0f} (OCA), FedAvg's {:.0f} "
+    "and {:.0f}",
+)
+def _worst_local() -> list[float]:
+    curves = _local("0.1", "wlp")
+    swings = curves["fedavg", "aca"][-20:]
     # the cell that a run was made for names its row
-    return [statistics.mean(last[method, model]) for method in methods for model in ("aca", "oca")]
-
-
-def _worst_local() -> list[str]:
-    """At Dir(0.1): FedAvg's swings, and FedKF's and FedAvg's means."""
-    last = _last_local("0.1")
-    swings = last["fedavg", "aca"]
-    means = _means(last, "fedkf (oca)", "fedavg")
-    return [f"{value:.0f}" for value in (min(swings), max(swings), *means)]
-
-
-def _gain_of_few() -> list[str]:
-    """At Dir(0.01): AMP of FedKF⁻ and FedKF, the least and the most, less that of FedAvg."""
-    amp = {
-        (row["cell"]["method"], model): 100 * row["curve"][f"models.{model}.local.amp"][-1]
-        for row in _table5("0.01")
-        for model in ("aca", "oca")
-        if f"models.{model}.local.amp" in row["curve"]
-    }
-    beyond = [
-        value - amp["fedavg", "aca"] for (method, _), value in amp.items() if method != "fedavg"
+    means = [
+        statistics.mean(curves[method, model][-20:])
+        for method in ("fedkf (oca)", "fedavg")
+        for model in MODELS
     ]
-    return [f"{value:.0f}" for value in (min(beyond), max(beyond))]
+    return [min(swings), max(swings), *means]
 
 
-SENTENCES = [
-    (
-        DOCUMENT,
-        "takes {} minutes in the literal loop, {} with M = 50 and {} with M = 20 ({} and {} times "
-        "as fast)",
-        _networks_time,
-    ),
-    (
-        DOCUMENT,
-        "M = 50 changes accuracy by {} points on MNIST (standard error {}; lower in {} of five "
-        "pairs) and by {} on Fashion-MNIST ({}; {} of five)",
-        _fifty_networks,
-    ),
-    (
-        DOCUMENT,
-        "FedAvg's WLP varies from {} to {} over the last 20 rounds and is highest in the last one; "
-        "over these rounds, FedKF's mean WLP is {} (ACA) and {} (OCA), FedAvg's {} and {}",
-        _worst_local,
-    ),
-    (DOCUMENT, "{} to {} points over FedAvg's last model", _gain_of_few),
-]
+@sentence(DOCUMENT, "{:.0f} to {:.0f} points over FedAvg's last model")
+def _gain_of_few() -> list[float]:
+    """The least and the most of the AMP of FedKF⁻ and FedKF."""
+    amp = {key: curve[-1] for key, curve in _local("0.01", "amp").items()}
+    others = [value for (method, _), value in amp.items() if method != "fedavg"]
+    return [bound(others) - amp["fedavg", "aca"] for bound in (min, max)]

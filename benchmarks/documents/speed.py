@@ -2,222 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from typing import Any
 
-from library.pivot import Axis, Cell, Table, axis
-from library.rows import Row, case, number, paired, percents, spread
+from library.pages import markdown, pivot, sentence, table
+from library.rows import Row, case, differences, each, percents
 
+DOCUMENT = "docs/speed.md"
 ENGINES = {
-    "reference": "plain loop",
-    "engine fp32": "fp32",
-    "engine fp32 compiled": "fp32, `--compile on`",
-    "engine bf16": "bf16",
-    "engine bf16 compiled": "bf16, `--compile on`",
+    "plain loop": "reference",
+    "fp32": "engine fp32",
+    "fp32, `--compile on`": "engine fp32 compiled",
+    "bf16": "engine bf16",
+    "bf16, `--compile on`": "engine bf16 compiled",
 }
 ALLOCATOR = "--keep-allocations"
-WIDTHS = (128, 64, 32, 16)
+
+
+@table("condense")
+def _condense() -> str:
+    shapes = {"1×28×28": "mnist", "3×32×32": "cifar10"}
+
+    def cell(row: Row, engine: str) -> str:
+        text = f"{row['seconds per step'][engine]:.2f}"
+        ratio = row["ratio to reference"][engine]
+        return text if engine == "reference" else f"{text} ({ratio:.1f}×)"
+
+    rows = {shape: case("condense", name, _complete) for shape, name in shapes.items()}
+    return pivot("", rows, ENGINES, cell)
 
 
 def _complete(row: Row) -> bool:
-    """Returns True for a condensation timing of every engine, with the default allocator."""
-    return ALLOCATOR not in row["command"] and set(ENGINES) == set(row["seconds per step"])
+    """Returns True for a timing of every engine, with the default allocator."""
+    every = set(ENGINES.values()) == set(row["seconds per step"])
+    return every and ALLOCATOR not in row["command"]
 
 
-def _shapes() -> Axis:
-    shapes = (("mnist", "1×28×28"), ("cifar10", "3×32×32"))
-    return [(shape, {"records": [case("condense", name, _complete)]}) for name, shape in shapes]
+@sentence(
+    DOCUMENT, "the loop takes {:.1f} seconds and the ratios are {:.1f}, {:.1f}, {:.1f} and {:.1f}."
+)
+def _with_allocator() -> list[float]:
+    row = case(
+        "condense",
+        "mnist",
+        lambda row: ALLOCATOR in row["command"] and "reference" in row["seconds per step"],
+    )
+    times = [row["seconds per step"][engine] for engine in ENGINES.values()]
+    return [times[0], *(times[0] / time for time in times[1:])]
 
 
-def _step(cell: Cell) -> str:
-    (row,) = cell.records
-    engine = cell["engine"]
-    seconds = f"{row['seconds per step'][engine]:.2f}"
-    ratio = row["ratio to reference"][engine]
-    return seconds if engine == "reference" else f"{seconds} ({ratio:.1f}×)"
+def _without_loop() -> Any:
+    return case("condense", "mnist", lambda row: "--no-reference" in row["command"])
 
 
-def _numbers(values: Iterable[float], form: str = ".1f") -> list[str]:
-    return [number(value, form) for value in values]
-
-
-def _compared_with_allocator(row: Row) -> bool:
-    return ALLOCATOR in row["command"] and row["ratio to reference"] is not None
-
-
-def _without_loop() -> Row:
-    row: Row = case("condense", "mnist", lambda row: "--no-reference" in row["command"])
-    return row
-
-
-def _share_of_peak() -> list[str]:
-    """Returns which share of the speed of convolutions condensation reaches, in percent."""
+@sentence(DOCUMENT, "Compiled steps reach {:.0f} % of the speed of convolutions, in bf16 {:.0f} %.")
+def _share_of_peak() -> list[float]:
     shares = _without_loop()["share of the floor"]
-    engines = ("engine fp32 compiled", "engine bf16 compiled")
-    return _numbers([100 * shares[engine] for engine in engines], ".0f")
+    return [100 * shares[f"engine {precision} compiled"] for precision in ("fp32", "bf16")]
 
 
-def _bfloat16_convolutions() -> list[str]:
-    """Returns how many times as long as in fp32 a convolution takes in bf16 without AMX."""
+@sentence(DOCUMENT, "convolutions took {:.1f} times fp32's time.")
+def _bfloat16_convolutions() -> list[float]:
+    """In bf16 without AMX."""
     peaks = _without_loop()["convolution peak GFLOP/s"]
-    return [number(peaks["fp32"] / peaks["bf16"], ".1f")]
+    return [peaks["fp32"] / peaks["bf16"]]
 
 
-def _with_allocator() -> list[str]:
-    row = case("condense", "mnist", _compared_with_allocator)
-    ratios = [row["ratio to reference"][engine] for engine in list(ENGINES)[1:]]
-    return _numbers([row["seconds per step"]["reference"], *ratios])
+@sentence(
+    DOCUMENT,
+    "FedDM reaches {:.2f} ± {:.2f} in bf16 and {:.2f} ± {:.2f} in fp32 on the setting of "
+    "[Fashion-MNIST's table](results.md).",
+)
+def _feddm_precision() -> list[float]:
+    numbers = []
+    for precision in ("bf16", "fp32"):
+        accuracy = percents("precision", f"FedDM {precision}", range(3))
+        numbers += [statistics.mean(accuracy), statistics.stdev(accuracy)]
+    return numbers
 
 
-def _precision(method: str, seeds: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns the accuracies of a method in bf16 and in fp32, and their differences."""
-    bf16 = percents("precision", f"{method} bf16", range(seeds))
-    fp32 = percents("precision", f"{method} fp32", range(seeds))
-    return bf16, fp32, [a - b for a, b in zip(bf16, fp32, strict=True)]
+@sentence(
+    DOCUMENT,
+    "FedKF's accuracy differs by {:+.1f} ± {:.1f} points (three seeds), FedHydra's by {:+.1f} ± "
+    "{:.1f} (five)",
+)
+def _precision_differences() -> list[float]:
+    """In bf16, less fp32."""
+    numbers = []
+    for name, seeds in (("FedKF", 3), ("FedHydra", 5)):
+        ahead = differences("precision", f"{name} bf16", f"{name} fp32", range(seeds))
+        numbers += [statistics.mean(ahead), statistics.stdev(ahead)]
+    return numbers
 
 
-def _feddm_precision() -> list[str]:
-    bf16, fp32, _ = _precision("FedDM", 3)
-    return f"{spread(bf16, 3)} ± {spread(fp32, 3)}".split(" ± ")
+@sentence(DOCUMENT, "`residual` takes {:.2f} times the non-private step ({:.2f} in bf16).")
+def _private_steps() -> list[float]:
+    ratios = case("dp_step", "residual")["residual over non-private"]
+    return [ratios["fp32"], ratios["bf16"]]
 
 
-def _precision_differences() -> list[str]:
-    """Returns bf16 less fp32 of FedKF and of FedHydra."""
-    texts = (paired(_precision(name, n)[2], n) for name, n in (("FedKF", 3), ("FedHydra", 5)))
-    return " ± ".join(texts).replace("*", "").split(" ± ")
-
-
-def _private_steps() -> list[str]:
-    residual = case("dp_step", "residual")["residual over non-private"]
-    return _numbers([residual["fp32"], residual["bf16"]], ".2f")
-
-
-def _ratios(name: str, *cases: str) -> list[float]:
-    return [case(name, title)["ratio"] for title in cases]
-
-
-def _speedups() -> Axis:
-    """Returns each optimisation and its cases, with the ratio in each case."""
+@table("speedups")
+def _speedups() -> str:
+    """Each optimisation and its cases, with the ratio in each case."""
     gradient = case("dp_step", "gradient")["ratio to the loop"]
     generators = (
         "a client's step, CNN1",
         "a generator's step, one teacher",
         "a generator's and a student's step, five teachers",
     )
-    real = [f"a pass of real images, ConvNet-{width}" for width in WIDTHS]
-    bf16 = "CNN1; generators of FedKF, and of FedHydra and DENSE"
-    loop = [gradient["gradient"], gradient["gradient bf16"]]
-    upsampling = _ratios("generator_step", "emnist-letters", "cifar10")
-    compiled = _ratios("synthetic_pass", "ConvNet-128", "ConvNet-16")
+    real = [f"a pass of real images, ConvNet-{width}" for width in (128, 64, 32, 16)]
     rows = (
-        ("`gradient`, compared with a loop over 64 examples of a class", "fp32, bf16", loop),
+        (
+            "`gradient`, compared with a loop over 64 examples of a class",
+            "fp32, bf16",
+            [gradient["gradient"], gradient["gradient bf16"]],
+        ),
         (
             "generators: fused upsampling and convolution",
             "LeNet-5 on letters, ResNet-8 on CIFAR-10",
-            upsampling,
+            _ratios("generator_step", "emnist-letters", "cifar10"),
         ),
-        ("`--compile on`, passes of synthetic images", "ConvNet-128, ConvNet-16", compiled),
-        ("bf16, training", bf16, _ratios("mixed_precision", *generators)),
+        (
+            "`--compile on`, passes of synthetic images",
+            "ConvNet-128, ConvNet-16",
+            _ratios("synthetic_pass", "ConvNet-128", "ConvNet-16"),
+        ),
+        (
+            "bf16, training",
+            "CNN1; generators of FedKF, and of FedHydra and DENSE",
+            _ratios("mixed_precision", *generators),
+        ),
         ("bf16, real images", "ConvNet-128, -64, -32, -16", _ratios("mixed_precision", *real)),
     )
-    return [((title, cases), {"ratios": ratios}) for title, cases, ratios in rows]
+    body = [[title, cases, each(ratios, ".1f")] for title, cases, ratios in rows]
+    return markdown(["optimisation", "cases", "times as fast"], body)
 
 
-DP_SGD = {
-    "ConvNet-128, 64": "dp-sgd ConvNet-128 b64",
-    "ConvNet-128, 256": "dp-sgd ConvNet-128 b256",
-    "CNN1, 256": "dp-sgd CNN1 b256",
-    "LeNet-5, 64": "dp-sgd LeNet-5 b64",
-    "linear, 64": "dp-sgd linear b64",
-}
-RUNS = {
-    "fedsynth": "fedsynth",
-    "Opacus": "opacus hooks",
-    "ghost clipping": "opacus ghost",
-}
+def _ratios(name: str, *cases: str) -> list[float]:
+    return [case(name, title)["ratio"] for title in cases]
 
 
-def _dp_sgd() -> Axis:
-    return [(label, {"records": [case("peers", name)]}) for label, name in DP_SGD.items()]
+@table("dp-sgd")
+def _dp_sgd() -> str:
+    """Milliseconds and megabytes of a step."""
+    networks = ("ConvNet-128, 64", "ConvNet-128, 256", "CNN1, 256", "LeNet-5, 64", "linear, 64")
+    runs = {"fedsynth": "fedsynth", "Opacus": "opacus hooks", "ghost clipping": "opacus ghost"}
+
+    def cell(network: str, run: str) -> str:
+        row = case("peers", f"dp-sgd {network.replace(', ', ' b')}")
+        milliseconds = row["milliseconds"][run]
+        digits = 0 if milliseconds > 100 else 1
+        return f"{milliseconds:,.{digits}f}; {row['megabytes'][run]:,}"
+
+    return pivot("network, batch", {name: name for name in networks}, runs, cell)
 
 
-def _dp_sgd_step(cell: Cell) -> str:
-    """Returns milliseconds and megabytes."""
-    (row,) = cell.records
-    run = cell["run"]
-    milliseconds = row["milliseconds"][run]
-    digits = 0 if milliseconds > 100 else 1
-    return f"{milliseconds:,.{digits}f}; {row['megabytes'][run]:,}"
-
-
-def _rounds() -> list[str]:
-    """Returns fedsynth's ratios to the plain loop, and to the loop with fedsynth's network."""
+@sentence(
+    DOCUMENT,
+    "A round of FedAvg on LeNet-5 (10, 100, 1,000 clients of 20 images) takes {:.2f}, {:.2f} and "
+    "{:.2f} times a plain loop's CPU time, or {:.2f}, {:.2f} and {:.2f} with fedsynth's network in "
+    "both.",
+)
+def _rounds() -> list[float]:
     rows = [case("peers", f"{clients} clients")["ratio"] for clients in (10, 100, 1000)]
-    loops = ("plain loop", "plain loop, fedsynth's LeNet-5")
-    return _numbers((row[loop] for loop in loops for row in rows), ".2f")
+    return [row[loop] for loop in ("plain loop", "plain loop, fedsynth's LeNet-5") for row in rows]
 
 
-def _commands() -> list[str]:
+@sentence(
+    DOCUMENT,
+    "FedStats on Fashion-MNIST takes {:.0f} CPU seconds, {:.0f} with `--encoder-cache`. `fedsynth "
+    "methods` takes {:.1f}.",
+)
+def _commands() -> list[float]:
     fedstats = case("commands", "FedStats on Fashion-MNIST")["CPU seconds"].values()
-    methods = case("commands", "start")["CPU seconds"]["methods"]
-    return [*_numbers(fedstats, ".0f"), number(methods, ".1f")]
-
-
-TABLES = {
-    "dp-sgd": Table(
-        _dp_sgd,
-        [(title, {"run": run}) for title, run in RUNS.items()],
-        {"show": _dp_sgd_step},
-        corner="network, batch",
-    ),
-    "condense": Table(_shapes, axis("engine", ENGINES), {"show": _step}),
-    "speedups": Table(
-        _speedups,
-        [("times as fast", {"show": lambda cell: ", ".join(_numbers(cell["ratios"]))})],
-        corner=("optimisation", "cases"),
-    ),
-}
-SENTENCES = [
-    (
-        "docs/speed.md",
-        "A round of FedAvg on LeNet-5 (10, 100, 1,000 clients of 20 images) takes {}, {} and {} "
-        "times a plain loop's CPU time, or {}, {} and {} with fedsynth's network in both.",
-        _rounds,
-    ),
-    (
-        "docs/speed.md",
-        "FedStats on Fashion-MNIST takes {} CPU seconds, {} with `--encoder-cache`. `fedsynth "
-        "methods` takes {}.",
-        _commands,
-    ),
-    (
-        "docs/speed.md",
-        "Compiled steps reach {} % of the speed of convolutions, in bf16 {} %.",
-        _share_of_peak,
-    ),
-    (
-        "docs/speed.md",
-        "convolutions took {} times fp32's time.",
-        _bfloat16_convolutions,
-    ),
-    (
-        "docs/speed.md",
-        "the loop takes {} seconds and the ratios are {}, {}, {} and {}.",
-        _with_allocator,
-    ),
-    (
-        "docs/speed.md",
-        "FedDM reaches {} ± {} in bf16 and {} ± {} in fp32 on the setting of [Fashion-MNIST's "
-        "table](results.md).",
-        _feddm_precision,
-    ),
-    (
-        "docs/speed.md",
-        "FedKF's accuracy differs by {} ± {} points (three seeds), FedHydra's by {} ± {} (five)",
-        _precision_differences,
-    ),
-    (
-        "docs/speed.md",
-        "`residual` takes {} times the non-private step ({} in bf16).",
-        _private_steps,
-    ),
-]
+    return [*fedstats, case("commands", "start")["CPU seconds"]["methods"]]

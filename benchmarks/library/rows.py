@@ -11,8 +11,6 @@ from library.machine import read
 
 NOTHING = "–"
 Row = Mapping[str, Any]
-Value = str | Callable[[Row], Any]
-"""A number of a row: its dotted path, or a function of the row."""
 REPRODUCTION = "reproduction/*"
 LAST_COMMIT = "04719c52"
 """Has the removed scripts, whose questions are settled and whose rows stay."""
@@ -47,21 +45,6 @@ def by_key(name: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def names(name: str) -> list[str]:
-    """Returns the names of a results file's rows without their seeds, each once."""
-    return list(dict.fromkeys(key.rsplit(" seed=", 1)[0] for key in by_key(name)))
-
-
-def named(name: str, key: str) -> list[dict[str, Any]]:
-    """Returns all rows of a case, or of a key with or without its hash, in their order."""
-    rows = []
-    for row in lines(name):
-        full = row.get("key", "")
-        if key in (row.get("case"), full, full.rpartition(" ")[0]):
-            rows.append(row)
-    return rows
-
-
 def by_seed(name: str, key: str, seeds: Iterable[int]) -> dict[int, dict[str, Any]]:
     """Returns the rows "KEY seed=S" by S, for those seeds that have one."""
     rows = by_key(name)
@@ -80,20 +63,25 @@ def case(name: str, case: str, condition: Callable[[Row], bool] = bool) -> Any:
     raise RowsError(f"results/{name}.jsonl has no row of {case!r} that fits")
 
 
-def value_of(row: Row, value: Value) -> Any:
-    """Returns a number of a row."""
-    if callable(value):
-        return value(row)
+def value_of(row: Row, path: str) -> Any:
+    """Returns a value of a row by its dotted path."""
     item: Any = row
-    for part in value.split("."):
+    for part in path.split("."):
         item = item[int(part) if isinstance(item, list) else part]
     return item
 
 
-def percents(name: str, key: str, seeds: Iterable[int], value: Value = "accuracy") -> list[float]:
+def percents(name: str, key: str, seeds: Iterable[int], value: str = "accuracy") -> list[float]:
     """Returns 100 times a value of the rows "KEY seed=S", for those seeds that have it."""
     values = (value_of(row, value) for row in by_seed(name, key, seeds).values())
     return [100 * number for number in values if number is not None]
+
+
+def differences(name: str, key: str, less: str, seeds: Iterable[int]) -> list[float]:
+    """Returns by how many points a key is more accurate than another, for seeds that have both."""
+    rows, others = by_seed(name, key, seeds), by_seed(name, less, seeds)
+    pairs = ((rows[seed], others[seed]) for seed in rows if seed in others)
+    return [100 * row["accuracy"] - 100 * other["accuracy"] for row, other in pairs]
 
 
 def number(value: float, form: str) -> str:
@@ -111,6 +99,18 @@ def spread(values: Sequence[float], seeds: int, digits: int = 2, sign: str = "")
     return f"{text} ({len(values)})" if len(values) < seeds else text
 
 
+def spread_of(
+    name: str, key: str, seeds: Sequence[int], value: str = "accuracy", digits: int = 2
+) -> str:
+    """Returns mean ± standard deviation of a value over seeds, in percent."""
+    return spread(percents(name, key, seeds, value), len(seeds), digits)
+
+
+def each(values: Iterable[float], form: str = ".2f") -> str:
+    """Returns the numbers, separated by commas."""
+    return ", ".join(number(value, form) for value in values)
+
+
 def paired(differences: Sequence[float], seeds: int) -> str:
     """Returns mean ± standard deviation of paired differences, in bold if the mean of three seeds
     or more is larger than the deviation."""
@@ -118,9 +118,3 @@ def paired(differences: Sequence[float], seeds: int) -> str:
     if len(differences) < 3 or abs(statistics.mean(differences)) <= statistics.stdev(differences):
         return text
     return f"**{text}**"
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    rule = ["---"] * len(head)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))

@@ -1,0 +1,225 @@
+"""docs/results.md, and the readings of FedDM's paper in docs/decisions/condensation.md."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from itertools import product
+
+from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
+from library.pages import markdown, pivot, sentence, table
+from library.rows import (
+    NOTHING,
+    by_key,
+    by_seed,
+    differences,
+    each,
+    lines,
+    number,
+    paired,
+    percents,
+    spread,
+    spread_of,
+)
+
+DOCUMENT = "docs/results.md"
+THREE, FIVE = range(3), range(5)
+"""Seeds."""
+
+
+@table("fashion")
+def _fashion() -> str:
+    accuracy = partial(percents, "fashion_table", seeds=THREE)
+    ahead = partial(differences, "fashion_table", "feddm", seeds=THREE)
+    floats = sorted(row["floats"] for row in by_seed("fashion_table", "feddm", THREE).values())
+    network = by_seed("fashion_table", "fedavg", THREE)[0]["floats"]
+    rows = [
+        ("FedDM", accuracy("feddm"), f"{floats[0]:,} – {floats[-1]:,}"),
+        ("REAL, FedDM's start images", accuracy("real"), "as FedDM"),
+        ("FedAvg, lr 0.01", accuracy("fedavg"), f"{network:,} (the network is narrow)"),
+        ("FedDM − REAL", ahead("real"), ""),
+        ("FedDM − FedAvg", ahead("fedavg"), ""),
+    ]
+    return markdown(
+        ["method", "accuracy", "each seed", "floats uploaded per round"],
+        [[title, spread(values, 3), each(values), sent] for title, values, sent in rows],
+    )
+
+
+@sentence(DOCUMENT, "on held-out images ({:.0f}, {:.0f} and {:.0f} %)")
+def _fedavg_rates() -> list[float]:
+    rows = by_key("fashion_table")
+    return [100 * rows[f"tune fedavg lr={rate}"]["accuracy"] for rate in ("0.001", "0.01", "0.1")]
+
+
+@sentence(DOCUMENT, "on one seed it comes within {:.2f} points")
+def _closest() -> list[float]:
+    return [min(differences("fashion_table", "feddm", "fedavg", THREE))]
+
+
+@table("feddm-readings")
+def _readings() -> str:
+    names = dict.fromkeys(key.rsplit(" seed=")[0] for key in by_key("feddm_readings"))
+    body = []
+    for name in names:
+        ahead = differences("feddm_readings", name, "defaults", THREE)
+        accuracy = percents("feddm_readings", name, THREE)
+        body.append([name, each(accuracy), "" if name == "defaults" else each(ahead, "+.2f")])
+    return markdown(["variant", "held-out accuracy, each seed", "− defaults"], body)
+
+
+@table("fedaf")
+def _fedaf() -> str:
+    body = []
+    for name in ("FedDM", "FedAF", "FedAF, τ = 4", "without CDC", "without LGKM"):
+        cells = ["FedAF (γ = 0.9, τ = 1)" if name == "FedAF" else name]
+        for alpha in ("0.1", "0.02"):
+            key, less = f"{name} alpha={alpha}", f"FedDM alpha={alpha}"
+            ahead = [] if key == less else differences("fedaf_table", key, less, FIVE)
+            cells += [spread_of("fedaf_table", key, FIVE), paired(ahead, 5)]
+        body.append(cells)
+    return markdown(["", "Dir(0.1)", "− FedDM", "Dir(0.02)", "− FedDM"], body)
+
+
+@table("fedkf")
+def _fedkf() -> str:
+    body = []
+    for title, final in product(("FedAvg", "FedKF⁻", "FedKF"), ("aca", "oca")):
+        key = f"{title.replace('⁻', '-')} alpha=0.1"
+        local = f"rows.-1.models.{final}.local"
+        amp, fm, wlp = (
+            percents("fedkf_table", key, FIVE, f"{local}.{metric}")
+            for metric in ("amp", "fm", "wlp")
+        )
+        fm = [10 * value for value in fm]
+        body.append(
+            [f"{title} ({final.upper()})", spread(amp, 5), spread(fm, 5, 1), spread(wlp, 5, 1)]
+        )
+    return markdown(["Dir(0.1)", "AMP", "FM", "WLP"], body)
+
+
+@sentence(
+    DOCUMENT,
+    "students end {:.1f} to {:.1f} points behind their teacher with the sum, and {:.1f} to {:.1f} "
+    "with the mean",
+)
+def _gaps_without_data() -> list[float]:
+    """Returns the smallest and the largest mean over generator rates, with the sum of the
+    activation loss, then with its mean."""
+    bounds = []
+    for scale in ("sum", "mean"):
+        gaps = []
+        for rate in ("0.001", "0.01", "0.2"):
+            key = f"scale: {scale}, rate = {rate} seed="
+            runs = [row for row in lines("generator_scale") if row["key"].startswith(key)]
+            gaps.append(statistics.mean(100 * (row["teacher"] - row["accuracy"]) for row in runs))
+        bounds += [min(gaps), max(gaps)]
+    return bounds
+
+
+ONE_SHOT = {
+    "FedAvg": "clients",
+    "FedDF": "FedDF",
+    "DENSE": "DENSE",
+    "FedHydra": "FedHydra",
+    "FedHydra, momentum": "FedHydra (momentum)",
+    "FedHydra, AE": "FedHydra (AE)",
+}
+
+
+def _one_shot(corner: str, dataset: str, places: dict[str, str]) -> str:
+    """Returns the table of a data set: `places` have a length of the server's training, on which
+    the clients do not depend."""
+
+    def cell(place: str, method: str) -> str:
+        where, _, length = place.partition(" ")
+        if method != "clients" and length:
+            method += f" {length}"
+        return spread_of("one_shot_table", f"{dataset}, {where}, {method},", FIVE)
+
+    return pivot(corner, places, ONE_SHOT, cell)
+
+
+@table("one-shot-fashion-mnist")
+def _one_shot_fashion_mnist() -> str:
+    places = {"Dir(0.5)": "Dir(0.5)", "Dir(0.1)": "Dir(0.1)"}
+    places["Dir(0.1), 200 epochs"] = "Dir(0.1) 200×30"
+    places |= {"2c/c": "2c/c", "heterogeneous": "heterogeneous"}
+    return _one_shot("Fashion-MNIST", "fashion-mnist", places)
+
+
+@table("one-shot-mnist")
+def _one_shot_mnist() -> str:
+    places = {name: name for name in ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")}
+    return _one_shot("MNIST", "mnist", places)
+
+
+@table("one-shot-variants")
+def _one_shot_variants() -> str:
+    default = "fashion-mnist, Dir(0.1), FedHydra,"
+    body = [["default", spread_of("one_shot_table", default, FIVE), ""]]
+    for name in ("raw Ū_c", "Ū_r alone", "probabilities", "AE", "lessons of the average"):
+        key = default.replace("FedHydra", f"FedHydra ({name})")
+        ahead = differences("one_shot_table", key, default, FIVE)
+        body.append([name, spread_of("one_shot_table", key, FIVE), paired(ahead, 5)])
+    return markdown(["FedHydra", "accuracy", "− default"], body)
+
+
+@table("compare")
+def _compare() -> str:
+    """The methods with a global model, the best first."""
+    names = dict.fromkeys(key.rsplit(" seed=")[0] for key in by_key("compare"))
+    accuracy = {name: percents("compare", name, FIVE) for name in names if name not in PERSONAL}
+    means = {name: statistics.mean(values) for name, values in accuracy.items() if values}
+    body = []
+    for name in sorted(means, key=lambda name: -means[name]):
+        ahead = number(means[name] - means["fedavg"], "+.1f")
+        sent = statistics.mean(row["bytes"] for row in by_seed("compare", name, FIVE).values())
+        body.append([name, spread(accuracy[name], 0), ahead, f"{sent / 1e6:.2f}", _best_rate(name)])
+    return markdown(["method", "accuracy", "− FedAvg", "MB", "rate"], body)
+
+
+def _best_rate(name: str) -> str:
+    """Returns the tuned rate of a method, or of the method whose rate it takes."""
+    prefix = f"rate {'fedavg' if name in TAKE_FEDAVGS_RATE else name} "
+    rows = by_key("compare")
+    tried = [key for key in rows if key.startswith(prefix)]
+    best = max(tried, key=lambda key: rows[key]["accuracy"], default=NOTHING)
+    return best.removeprefix(prefix)
+
+
+@sentence(DOCUMENT, "an AMP of {:.2f} ± {:.2f} (SOLO) and {:.2f} ± {:.2f} (FedBN)")
+def _personal() -> list[float]:
+    amps = [percents("compare", name, FIVE, "local.amp") for name in ("solo", "fedbn")]
+    return [of(amp) for amp in amps for of in (statistics.mean, statistics.stdev)]
+
+
+MEDICAL = {
+    "FedStats": "fedstats",
+    "FedSum": "fedsum",
+    "FedDM, `features`": "feddm",
+    "DP-FedAvg, linear on features": "fedavg",
+}
+SETS = {"chest X-rays": "pneumonia", "brain MRI": "brain-mri"}
+BUDGETS = {
+    f"{title}, ε = {epsilon}": (dataset, epsilon)
+    for (title, dataset), epsilon in product(SETS.items(), "138")
+}
+
+
+@table("medical-auroc")
+def _auroc() -> str:
+    def cell(method: str, budget: tuple[str, str]) -> str:
+        key = f"{budget[0]} {method} eps={budget[1]}"
+        return spread_of("medical", key, FIVE, "auroc", 1)
+
+    return pivot("AUROC", MEDICAL, BUDGETS, cell)
+
+
+@table("medical-balanced-accuracy")
+def _balanced_accuracy() -> str:
+    def cell(method: str, budget: tuple[str, str]) -> str:
+        key = f"{budget[0]} {method} eps={budget[1]}"
+        return f"{statistics.mean(percents('medical', key, FIVE, 'balanced_accuracy')):.1f}"
+
+    return pivot("balanced accuracy, mean", MEDICAL, BUDGETS, cell)
