@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import to_toml
 from tests.results.private_runs import run, settings, verify
+from tests.special_files import make_special_file
 
 NAME, START = "privacy_report.json", "privacy_start.json"
 LEDGER = "ledger/client-000.jsonl"
@@ -42,6 +43,7 @@ CHARGES = "lacks synthetic"
 ENDED_EARLY = "which the limit on ε does not explain"
 Report = dict[str, Any]
 Tamper = Callable[[Path], Any]
+P = ParamSpec("P")
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +57,21 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / finished.name))
 
 
-def write(name: str, content: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-
-    return tamper
+def tampering(change: Callable[Concatenate[Path, P], Any]) -> Callable[P, Tamper]:
+    """Returns a function of the arguments after the folder, which returns the change of a folder."""
+    return lambda *values, **named: lambda folder: change(folder, *values, **named)
 
 
-def all_of(*tampers: Tamper) -> Tamper:
-    def tamper(folder: Path) -> None:
-        for part in tampers:
-            part(folder)
+@tampering
+def write(folder: Path, name: str, content: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
 
-    return tamper
+
+@tampering
+def all_of(folder: Path, *tampers: Tamper) -> None:
+    for tamper in tampers:
+        tamper(folder)
 
 
 def report_of(folder: Path) -> Report:
@@ -101,28 +104,20 @@ def fit_hashes(folder: Path) -> None:
     pages(folder, {**report_of(folder), "files": exported_files(folder)})
 
 
-def edit_json(name: str, change: Callable[[Any], Any]) -> Tamper:
+@tampering
+def edit_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     """Changes a JSON file only."""
-
-    def tamper(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        change(content)
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
-
-    return tamper
-
-
-def parent_and_key(content: Any, path: str) -> tuple[Any, Any]:
-    """Returns the parent and the last key of a path such as `scope/0/status`."""
-    *first, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-    for key in first:
-        content = content[key]
-    return content, last
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def set_at(content: Any, path: str, value: Any) -> None:
-    parent, key = parent_and_key(content, path)
-    parent[key] = value
+    """Changes the value at a path such as `scope/0/status`."""
+    *first, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in first:
+        content = content[key]
+    content[last] = value
 
 
 def changed(name: str, path: str, value: Any) -> Tamper:
@@ -137,87 +132,69 @@ def edit(change: Callable[[Report], Any]) -> Tamper:
 
 def put(path: str, value: Any) -> Tamper:
     """Changes a value of the report, with matching figures and pages."""
-    return all_of(changed(NAME, path, value), fit_figures)
+    return edit(lambda report: set_at(report, path, value))
 
 
-def config(section: str, **values: Any) -> Tamper:
+@tampering
+def config(folder: Path, section: str, **values: Any) -> None:
     """Changes config.toml, with a matching hash in the report."""
-
-    def tamper(folder: Path) -> None:
-        content = tomllib.loads((folder / "config.toml").read_text())
-        table = {**content.get(section, {}), **values}
-        content[section] = {key: value for key, value in table.items() if value is not None}
-        (folder / "config.toml").write_text(to_toml(content))
-        report = report_of(folder)
-        report["provenance"]["config"] = provenance(resolve(content))["config"]
-        pages(folder, report)
-
-    return tamper
+    content = tomllib.loads((folder / "config.toml").read_text())
+    table = {**content.get(section, {}), **values}
+    content[section] = {key: value for key, value in table.items() if value is not None}
+    (folder / "config.toml").write_text(to_toml(content))
+    changed(NAME, "provenance/config", provenance(resolve(content))["config"])(folder)
+    pages(folder, report_of(folder))
 
 
-def text(name: str, old: str, new: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        content = (folder / name).read_text()
-        assert old in content
-        (folder / name).write_text(content.replace(old, new, 1))
-
-    return tamper
+@tampering
+def text(folder: Path, name: str, old: str, new: str) -> None:
+    content = (folder / name).read_text()
+    assert old in content
+    (folder / name).write_text(content.replace(old, new, 1))
 
 
-def delete(name: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-    return tamper
+@tampering
+def delete(folder: Path, name: str) -> None:
+    path = folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
-def first_lines(name: str, number: int) -> Tamper:
+@tampering
+def first_lines(folder: Path, name: str, number: int) -> None:
     """Keeps the first lines of a file, or deletes it."""
-
-    def tamper(folder: Path) -> None:
-        lines = (folder / name).read_text().splitlines(keepends=True)[:number]
-        (folder / name).write_text("".join(lines))
-        if not lines:
-            (folder / name).unlink()
-
-    return tamper
+    lines = (folder / name).read_text().splitlines(keepends=True)[:number]
+    (folder / name).write_text("".join(lines))
+    if not lines:
+        (folder / name).unlink()
 
 
-def fifo(name: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return tamper
+@tampering
+def pipe(folder: Path, name: str) -> None:
+    make_special_file(folder / name, "pipe")
 
 
-def row(number: int, path: str, value: Any) -> Tamper:
-    """Changes a value of a round's row of metrics."""
-
-    def tamper(folder: Path) -> None:
-        file = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        set_at(rows[number - 1], path, value)
-        file.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
-
-    return all_of(tamper, fit_hashes)
+@tampering
+def row(folder: Path, number: int, path: str, value: Any) -> None:
+    """Changes a value of a round's row of metrics, with matching hashes."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    set_at(rows[number - 1], path, value)
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    fit_hashes(folder)
 
 
-def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamper:
-    """Changes the tensors of a file."""
-
-    def tamper(folder: Path) -> None:
-        with safe_open(folder / name, framework="pt") as file:
-            facts = file.metadata()
-        loaded = load_file(folder / name)
-        change(loaded)
-        save_file(loaded, folder / name, metadata=facts)
-
-    return all_of(tamper, fit_hashes)
+@tampering
+def tensors(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Changes the tensors of a file, with matching hashes."""
+    with safe_open(folder / name, framework="pt") as file:
+        facts = file.metadata()
+    loaded = load_file(folder / name)
+    change(loaded)
+    save_file(loaded, folder / name, metadata=facts)
+    fit_hashes(folder)
 
 
 def ended_after(rounds: int) -> Tamper:
@@ -378,9 +355,9 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "lacks a resumption that resumed.json states",
     ),
     (write("resumed.json", '{"after_rounds": [2]}'), "was resumed after round 2"),
-    (fifo("resumed.json"), "resumed.json"),
-    (fifo("metrics.jsonl"), "metrics.jsonl"),
-    (fifo("summary.json"), "run's summary"),
+    (pipe("resumed.json"), "resumed.json"),
+    (pipe("metrics.jsonl"), "metrics.jsonl"),
+    (pipe("summary.json"), "run's summary"),
     (
         all_of(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
         "artefacts.json exists, but this run does not write such a file",
@@ -473,19 +450,15 @@ def test_verification_opens_files_for_reading_only(
     assert not any(flags & (os.O_RDWR | os.O_WRONLY) for flags in opened)
 
 
-def test_other_versions_are_named(folder: Path) -> None:
-    put("provenance/fedsynth", "0.0.9")(folder)
-    assert verify(folder) == []
-    put("randomness", "as it was in 0.0.9")(folder)
-    assert "the run used fedsynth 0.0.9" in verify(folder)[-1]
-
-
-def test_pages_of_other_renderers_are_not_compared(folder: Path) -> None:
+def test_other_versions_are_named_and_their_pages_not_compared(folder: Path) -> None:
     put("provenance/jinja2", "2.0")(folder)
     text("privacy_report.md", "ε = ", "ε is ")(folder)
+    changed(NAME, "provenance/fedsynth", "0.0.9")(folder)
     result = verify_run(folder)
     assert result.problems == []
     assert "were not compared: jinja2 2.0 rendered" in " ".join(result.notes)
+    put("randomness", "as it was in 0.0.9")(folder)
+    assert "the run used fedsynth 0.0.9" in verify(folder)[-1]
 
 
 def test_forged_guarantees_are_detected(folder: Path, tmp_path: Path) -> None:
