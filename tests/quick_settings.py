@@ -43,8 +43,13 @@ def quick_sections(method: str, /, **more: dict[str, Any]) -> dict[str, dict[str
     return sections
 
 
+def folder_of(result: RunResult) -> Path:
+    """The folder of a run that wrote one."""
+    assert result.folder is not None
+    return result.folder
+
+
 def verified(result: RunResult) -> Path:
     """The folder of a run, which verifies."""
-    assert result.folder is not None
-    assert verify_run(result.folder).problems == []
-    return result.folder
+    assert verify_run(folder_of(result)).problems == []
+    return folder_of(result)

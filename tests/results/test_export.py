@@ -1,4 +1,5 @@
-"""Tests of exported runs: the listed files only, without internal information."""
+"""Tests of exported runs: sets of images with the listed files only, in the library datasets and the
+format Croissant, and ONNX files."""
 
 from __future__ import annotations
 
@@ -11,13 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from PIL import Image
 from safetensors.torch import load_file, safe_open, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedsynth import export_run, load_synthetic, owner_settings, resolve, simulate, synthesize
+from fedsynth import (
+    FedAvg,
+    FedStats,
+    ModelSettings,
+    PrivacySettings,
+    RunResult,
+    RunSettings,
+    export_onnx,
+    export_run,
+    from_arrays,
+    load_dataset,
+    load_synthetic,
+    owner_settings,
+    resolve,
+    simulate,
+    synthesize,
+)
+from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SharedSet, write_hashes
 from fedsynth.errors import (
@@ -30,11 +50,11 @@ from fedsynth.errors import (
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.export import Share, readme
-from fedsynth.results.run_record import RunResult
+from fedsynth.results.export import Share, _write
+from fedsynth.results.onnx_export import _checked_program
 from fedsynth.results.verification import verify_run
-from tests.image_folders import make_image_folder, write_declaration
-from tests.quick_settings import quick_settings
+from tests.image_folders import CLASSES, make_image_folder, write_declaration
+from tests.quick_settings import folder_of, quick_sections
 
 TINY = {
     "run": {"rounds": 1, "device": "cpu"},
@@ -49,9 +69,8 @@ REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
 def site_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a data folder whose path and site names are confidential."""
     folder = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
-    declaration = write_declaration(
-        make_image_folder(folder, ("tardis", "gallifrey"), per_class=23), sites=()
-    )
+    make_image_folder(folder, ("tardis", "gallifrey"), per_class=23)
+    declaration = write_declaration(folder, sites=())
     content = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
     declaration.write_text(content)
     return folder
@@ -62,8 +81,7 @@ def share(site_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a synthetic data set of this folder."""
     out = tmp_path_factory.mktemp("out")
     base = {**TINY, "data": {"folder": str(site_folder)}, "report": {"sites": "Mitte,Nord"}}
-    settings = owner_settings(base)
-    synthesize(settings, out / "share", runs=out / "runs")
+    synthesize(owner_settings(base), out / "share", runs=out / "runs")
     return out / "share"
 
 
@@ -73,11 +91,7 @@ def files(folder: Path) -> list[str]:
 
 def test_export_has_listed_files(share: Path) -> None:
     """A broken version would export a config, a ledger, a model or a partition."""
-    images = [
-        f"images/{name}/{row:05d}.png"
-        for name, rows in (("00-ill", (0, 1)), ("01-well", (2, 3)))
-        for row in rows
-    ]
+    images = [f"images/{n // 2:02d}-{CLASSES[n // 2]}/{n:05d}.png" for n in range(4)]
     assert files(share) == sorted(
         ["README.md", "SHA256SUMS", "croissant.json", *images, *REPORTS, "synthetic.safetensors"]
     )
@@ -145,13 +159,12 @@ def test_exported_tensors_are_in_pixel_units(share: Path) -> None:
     assert loaded.epsilon == report["guarantee"]["epsilon"] <= 8
     assert (loaded.delta, loaded.spec.class_names) == (1e-5, ("ill", "well"))
     assert (loaded.soft_labels, loaded.clients) == (None, None)
+
+
+def test_readme_states_epsilon_and_code_that_trains_a_model(share: Path) -> None:
     readme = (share / "README.md").read_text()
-    assert f"ε = {format_epsilon(loaded.epsilon)} at" in readme
-
-
-def test_readme_code_trains_model(share: Path) -> None:
-    """Runs the README's code without fedsynth."""
-    code = re.search(r"```python\n(.*?)```", (share / "README.md").read_text(), re.S)
+    assert f"ε = {format_epsilon(load_synthetic(share).epsilon)} at" in readme
+    code = re.search(r"```python\n(.*?)```", readme, re.S)
     assert code is not None
     assert "fedsynth" not in code[1]
     process = subprocess.run(
@@ -231,39 +244,26 @@ def test_invalid_values_are_rejected(
 
 # ------------------------------------------------------------------------------ a run's result
 def digits_run(tmp_path: Path, method: str = "feddm", **privacy: Any) -> tuple[Path, RunResult]:
-    base = {
-        "run": {"method": method, "rounds": 1, "device": "cpu"},
-        "partition": {"clients": 2},
-        "method": {**quick_settings(method), "ipc": 1} if method != "fedavg" else {},
-        "model": {"width": 4, "depth": 2},
-        "privacy": privacy,
-    }
-    run = simulate(resolve(base), output=tmp_path / "runs", quiet=True)
-    assert run.folder is not None
-    return run.folder, run
+    clients = {"clients": 2, "subset": 1.0}
+    sections = quick_sections(method, run={"rounds": 1}, partition=clients, privacy=privacy)
+    run = simulate(resolve(sections), output=tmp_path / "runs", quiet=True)
+    return folder_of(run), run
 
 
-def test_client_of_images_is_exported(tmp_path: Path) -> None:
-    folder, run = digits_run(tmp_path, noise_multiplier=3.0)
-    loaded = load_synthetic(export_run(folder, tmp_path / "share"))
-    assert loaded.clients is not None
-    assert sorted(set(loaded.clients.tolist())) == [0, 1]
-    upload: Any = run.uploads[1]
-    assert torch.allclose(loaded.normalised()[loaded.clients == 1], upload.images, atol=1e-4)
-
-
-def test_soft_labels_are_exported_with_images(tmp_path: Path) -> None:
+def test_soft_labels_and_clients_are_exported_with_images(tmp_path: Path) -> None:
     """Broken versions would omit R of FedAF, or treat uint8 images as normalised."""
     folder, run = digits_run(tmp_path, "fedaf", noise_multiplier=3.0)
     out = export_run(folder, tmp_path / "share")
     loaded = load_synthetic(out)
+    assert loaded.clients is not None
     assert loaded.soft_labels is not None
+    assert sorted(set(loaded.clients.tolist())) == [0, 1]
+    uploads: Any = run.uploads
+    assert torch.allclose(loaded.images[loaded.clients == 1], uploads[1].images / 255, atol=1e-6)
     assert torch.allclose(loaded.soft_labels.sum(1), torch.ones(len(loaded.labels)), atol=1e-5)
-    upload: Any = run.uploads[0]
     first = loaded.labels[0]
-    expected = upload.soft[first] if upload.present[first] else torch.eye(10)[first]
+    expected = uploads[0].soft[first] if uploads[0].present[first] else torch.eye(10)[first]
     assert torch.allclose(loaded.soft_labels[0], expected)
-    assert 0 <= loaded.images.min() <= loaded.images.max() <= 1
     assert 'data["soft_labels"]' in (out / "README.md").read_text()
 
 
@@ -333,13 +333,148 @@ def test_invalid_settings_are_rejected_before_charge(site_folder: Path, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-def test_names_are_escaped_in_readme() -> None:
-    """Regression: class names with HTML or table syntax were not escaped."""
-    images = torch.rand(2, 1, 8, 8)
-    names = ("<b>ill</b>", "a|b", "*well*")
-    spec = DatasetSpec("[x](y)", 1, 8, 8, 3, 2, 1, (0.5,), (0.25,), names, "x")
-    synthetic = SharedSet(images, torch.tensor([0, 1]), None, None, spec, None, None)
-    text = readme(Share(synthetic, "fedsynth", None, None, False, None, False))
-    assert r"| 0 | \<b\>ill\</b\> |" in text
-    assert r"| 1 | a\|b |" in text
-    assert r"# Synthetic images of \[x\](y)" in text
+# ------------------------------------------------------------------------- datasets and Croissant
+LABELS = torch.tensor([1, 0, 1, 0, 2, 0])
+
+
+def export(folder: Path, shape: tuple[int, int, int], **more: Any) -> SharedSet:
+    """Writes a set of six random images and returns the set."""
+    images = torch.rand(6, *shape, generator=torch.Generator().manual_seed(0)) * 1.5 - 0.25
+    names = ("<b>a/b</b>", 'c|"d"', "*e*: f")
+    spec = DatasetSpec(
+        "[x]: (y)", *shape, 3, 6, 6, (0.5,) * shape[0], (0.2,) * shape[0], names, "", **more
+    )
+    soft = torch.eye(3)[LABELS] * 0.7 + 0.1
+    synthetic = SharedSet(images, LABELS, soft, None, spec, 1.5, 1e-5)
+    folder.mkdir()
+    _write(Share(synthetic, "fedsynth", None, None, False, None, False), folder)
+    return synthetic
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the library without a network."""
+    library = pytest.importorskip("datasets")
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return library
+
+
+def card_of(folder: Path) -> Any:
+    """Returns the Croissant card, after checking its files against the folder."""
+    card = json.loads((folder / "croissant.json").read_text())
+    assert card["@type"] == "sc:Dataset"
+    assert card["conformsTo"] == "http://mlcommons.org/croissant/1.0"
+    assert "ε = 1.5 at δ = 1e-05" in card["description"]
+    for entry in card["distribution"]:
+        if entry["@type"] == "cr:FileObject":
+            assert entry["sha256"] == file_hash(folder / entry["contentUrl"])
+        else:
+            assert len(list(folder.glob(entry["includes"]))) == 6
+    identifiers = {entry["@id"] for entry in card["distribution"]}
+    for field in card["recordSet"][0]["field"]:
+        (source,) = (value for key, value in field["source"].items() if key.startswith("file"))
+        assert source["@id"] in identifiers
+    return card
+
+
+def test_exported_images_load_with_datasets(datasets: Any, tmp_path: Path) -> None:
+    synthetic = export(tmp_path / "share", (3, 5, 4))
+    rows = datasets.load_dataset(str(tmp_path / "share"))["train"]
+    order = LABELS.argsort(stable=True)
+    assert rows["label"] == LABELS[order].tolist()
+    expected = (synthetic.images[order].permute(0, 2, 3, 1) * 255).round().clamp(0, 255)
+    for row, image in zip(rows, expected, strict=True):
+        assert np.array_equal(np.asarray(row["image"]), image)
+    image, label = card_of(tmp_path / "share")["recordSet"][0]["field"]
+    assert image["source"]["extract"] == {"fileProperty": "content"}
+    regex = label["source"]["transform"]["regex"]
+    paths = sorted((tmp_path / "share" / "images").rglob("*.png"))
+    assert [int(re.match(regex, str(path))[1]) for path in paths] == rows["label"]
+    text = (tmp_path / "share" / "README.md").read_text()
+    for escaped in (r"| 0 | \<b\>a/b\</b\> |", r'| 1 | c\|"d" |', r"images of \[x\]: (y)"):
+        assert escaped in text
+
+
+def test_exported_vectors_load_with_datasets(datasets: Any, tmp_path: Path) -> None:
+    """A broken version would write scaled values, or lose digits of float32."""
+    synthetic = export(tmp_path / "share", (1, 1, 7), bounds=(-4.0, 4.0))
+    rows = datasets.load_dataset(str(tmp_path / "share"))["train"].with_format("numpy")
+    assert rows["label"][:].tolist() == LABELS.tolist()
+    values = np.stack([rows[f"x{column}"][:] for column in range(7)], axis=1)
+    original = synthetic.images.flatten(1).numpy() * np.float32(8) - np.float32(4)
+    assert values.astype(np.float32) == pytest.approx(original, abs=1e-6)
+    assert np.array_equal(values.astype(np.float32), synthetic.values().flatten(1).numpy())
+    soft = np.stack([rows[f"p{label}"][:] for label in range(3)], axis=1)
+    assert np.array_equal(soft.astype(np.float32), synthetic.soft_labels.numpy())
+    fields = card_of(tmp_path / "share")["recordSet"][0]["field"]
+    assert [field["source"]["extract"]["column"] for field in fields] == rows.column_names
+
+
+# -------------------------------------------------------------------------------------------- ONNX
+BOUNDS = (-4.0, 4.0)
+
+
+def model_run(method: Any, place: Path) -> RunResult:
+    model = ModelSettings("linear" if isinstance(method, FedAvg) else "convnet")
+    settings = RunSettings(method, rounds=3, model=model, privacy=PrivacySettings(epsilon=20.0))
+    return simulate(settings, output=place / "runs", quiet=True)
+
+
+def logits(file: Path, values: np.ndarray) -> Any:
+    onnx.checker.check_model(onnx.load(file), full_check=True)
+    return ReferenceEvaluator(str(file)).run(None, {"images": values})[0]
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_steps=1), FedStats(features="pixels")])
+def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
+    """Broken versions would leave the normalisation out, fix the number of images, or store lines of
+    the source code with the paths of the machine."""
+    result = model_run(method, tmp_path)
+    file = export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
+    _, test = load_dataset("digits")
+    expected = result.model.eval()(normalise(test.images[:7], test.spec)).detach().numpy()
+    pixels = test.images[:7].float().numpy() / 255
+    assert logits(file, pixels) == pytest.approx(expected, abs=1e-4)
+    assert logits(file, pixels[:1]) == pytest.approx(expected[:1], abs=1e-4)
+    facts = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    assert json.loads(facts["epsilon"]) == result.summary["differential_privacy"]["epsilon"]
+    assert json.loads(facts["class_names"]) == list(test.spec.class_names)
+    words = ["def forward", "return self", ".py", str(tmp_path), sys.prefix, "stack_trace"]
+    assert [word for word in words if word.encode() in file.read_bytes()] == []
+
+
+def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    vectors, labels = rng.normal(size=(200, 6)) * 3, np.arange(200) % 3
+    spec = DatasetSpec(
+        "vectors", 1, 1, 6, 3, 200, 200, (0.5,), (0.25,), ("a", "b", "c"), "test", bounds=BOUNDS
+    )
+    data = from_arrays(vectors, labels, spec)
+    settings = RunSettings(FedAvg(), rounds=1, model=ModelSettings("linear"))
+    result = simulate(settings, data=(data, data), output=tmp_path, quiet=True)
+    with pytest.raises(OutputError, match=r"no privacy guarantee.*unprotected=True"):
+        export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec)
+    file = export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec, unprotected=True)
+    expected = result.model(normalise(data.images, spec)).detach().numpy()
+    values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
+    assert np.abs(values).max() > BOUNDS[1]
+    assert logits(file, values) == pytest.approx(expected, abs=1e-4)
+
+
+def test_models_without_onnx_form_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(model_run(FedStats(), tmp_path).folder)
+    with pytest.raises(OutputError, match="has no form of one of its operations"):
+        export_onnx(folder, tmp_path / "model.onnx")
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    spec = load_dataset("digits")[1].spec
+    _checked_program(network, spec)
+    network.forward = lambda x: network[1](x.reshape(len(x), 64))  # type: ignore[method-assign]
+    with pytest.raises(OutputError, match="fixes the number of images"):
+        _checked_program(network, spec)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(OutputError, match=r"pip install 'fedsynth\[onnx\]'"):
+        export_onnx(folder, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
