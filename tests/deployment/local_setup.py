@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedsynth.deployment.node import DatasetPart, Node, Source
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.privacy import randomness, read_ledger
+from fedsynth.results.verification import verify_run
 from tests.quick_settings import quick_sections
 from tests.simulation.test_recorded_numbers import RepeatableNoise
 
@@ -115,6 +117,13 @@ class Setup:
         folder = self.folder / (home or f"owner-{number}")
         return read_ledger(folder / f"client-{number:03d}.jsonl").releases
 
+    def verified_reports(self, count: int = CLIENTS + 1) -> list[Any]:
+        """Returns the reports of the server and its clients' owners, whose folders verify."""
+        files = list(self.folder.rglob("privacy_report.json"))
+        assert len(files) == count
+        assert [verify_run(file.parent).problems for file in files] == [[]] * count
+        return [json.loads(file.read_text()) for file in files]
+
 
 def noise_of(number: int) -> Callable[[], randomness.SecretGenerator]:
     """Returns the noise that `simulate_repeatably` gives the client with this number."""
@@ -140,11 +149,9 @@ def simulate_repeatably(
     settings: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None
 ) -> Any:
     """Runs the same settings in one process, with repeatable noise."""
-    clients_served = itertools.count()
-    clients = settings["partition"]["clients"]
+    numbers = itertools.cycle(range(settings["partition"]["clients"]))
     with monkeypatch.context() as patch:
-        fresh_noise = lambda: RepeatableNoise(next(clients_served) % clients)
-        patch.setattr(randomness, "_fresh_generator", fresh_noise)
+        patch.setattr(randomness, "_fresh_generator", lambda: RepeatableNoise(next(numbers)))
         return simulate(resolve(settings), output=output, quiet=True)
 
 

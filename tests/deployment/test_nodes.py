@@ -37,7 +37,6 @@ from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.verification import verify_run
 from tests.deployment.local_setup import (
     CLIENTS,
     PRIVATE,
@@ -49,6 +48,7 @@ from tests.deployment.local_setup import (
     kill,
     same_model,
     sections,
+    secure_sections,
 )
 from tests.families import by_family
 from tests.observers import NoteRecorder
@@ -83,12 +83,24 @@ def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) ->
         assert setup.ledger(number) == ledger.releases
 
 
-def test_each_message_may_reach_another_process(setup: Setup) -> None:
-    """Flower's SuperNodes start a process for each message; files keep a client's state."""
-    served = setup.serve(sections("fedaf"), FreshProcesses({}, setup=setup))
-    same_model(served, simulate(resolve(sections("fedaf"))))
-    served = setup.serve(sections("feddm", privacy=PRIVATE), FreshProcesses({}, setup=setup))
-    assert [len(h.releases) for h in served.histories] == [len(setup.ledger(0))] * CLIENTS
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(sections("fedaf"), id="fedaf"),
+        pytest.param(sections("feddm", privacy=PRIVATE), id="feddm"),
+        pytest.param(secure_sections("fedstats"), id="fedstats"),
+        pytest.param(secure_sections("fedsum"), id="fedsum", marks=pytest.mark.slow),
+    ],
+)
+def test_each_message_may_reach_another_process(setup: Setup, settings: Any) -> None:
+    """Flower's SuperNodes start a process for each message; files keep a client's state, and that
+    of a sum until it ends."""
+    served = setup.serve(settings, FreshProcesses({}, setup=setup))
+    if "privacy" in settings:
+        assert [len(h.releases) for h in served.histories] == [len(setup.ledger(0))] * CLIENTS
+    else:
+        same_model(served, simulate(resolve(settings), quiet=True))
+    assert not list(setup.folder.glob("owner-*/runs/*/sum.json"))
 
 
 def test_owners_are_warned_once_of_position_dependent_rows(
@@ -104,12 +116,9 @@ def test_owners_are_warned_once_of_position_dependent_rows(
         assert "".join(setup.messages).count("position of an example") == 1
     setup.serve(settings)
     assert "".join(setup.messages).count("position of an example") == 1 + CLIENTS
-    reports = list(setup.folder.rglob("privacy_report.json"))
-    assert len(reports) == CLIENTS + 1
-    for file in reports:
-        [warning] = json.loads(file.read_text())["verdict"]["warnings"]
+    for report in setup.verified_reports():
+        [warning] = report["verdict"]["warnings"]
         assert "position of an example" in warning
-        assert verify_run(file.parent).problems == []
 
 
 def test_models_that_draw_are_declined_before_a_ledger_exists(
@@ -158,23 +167,22 @@ def serve_with_policy(setup: Setup, policy: Policy, settings: Any) -> NetworkedR
 
 
 @pytest.mark.parametrize(
-    ("method", "policy", "reason"),
+    ("privacy", "policy", "reason"),
     [
-        ("feddm", {"methods": ["fedavg"]}, "the owner allows only fedavg, not feddm"),
-        ("feddm", {"rounds": 1}, "the owner allows at most 1 rounds, not 2"),
-        ("feddm", {"delta": 1e-6}, "the owner allows δ up to 1e-06, not"),
-        ("feddm", {"settings": {"model.width": [8, 64]}}, "does not allow model.width = 4"),
-        ("feddm", {"settings": {"model.name": ["linear"]}}, "model.name = 'convnet'"),
-        ("feddm", {"settings": {"method.nothing": ["x"]}}, "method.nothing = None"),
-        ("paper", {}, "has no privacy guarantee"),
-        ("open", {}, "without differential privacy"),
+        (PRIVATE, {"methods": ["fedavg"]}, "the owner allows only fedavg, not feddm"),
+        (PRIVATE, {"rounds": 1}, "the owner allows at most 1 rounds, not 2"),
+        (PRIVATE, {"delta": 1e-6}, "the owner allows δ up to 1e-06, not"),
+        (PRIVATE, {"settings": {"model.width": [8, 64]}}, "does not allow model.width = 4"),
+        (PRIVATE, {"settings": {"model.name": ["linear"]}}, "model.name = 'convnet'"),
+        (PRIVATE, {"settings": {"method.nothing": ["x"]}}, "method.nothing = None"),
+        ({**PRIVATE, "mechanism": "paper"}, {}, "has no privacy guarantee"),
+        ({}, {}, "without differential privacy"),
     ],
 )
 def test_policy_objections_name_the_setting(
-    method: str, policy: dict[str, Any], reason: str
+    privacy: dict[str, Any], policy: dict[str, Any], reason: str
 ) -> None:
-    privacy = {"privacy": {**PRIVATE, **({"mechanism": "paper"} if method == "paper" else {})}}
-    proposal = new_proposal(sections("feddm", **({} if method == "open" else privacy)))
+    proposal = new_proposal(sections("feddm", **({"privacy": privacy} if privacy else {})))
     [objection] = Policy.from_mapping(policy).objections(proposal)
     assert reason in objection
 
@@ -188,6 +196,7 @@ def test_runs_continue_without_clients_that_decline(setup: Setup) -> None:
     assert any("the owner allows only fedavg" in text for text in setup.messages)
     assert len(served.histories) == 2
     assert any("client 2 did not take part" in text for text in served.record.deviations)
+    setup.verified_reports(CLIENTS)
 
 
 class UnmaskedFedSum(FedSum):
@@ -249,12 +258,15 @@ def test_owner_budgets_use_the_owners_delta() -> None:
                 guard.check([row])
 
 
-def test_run_ends_when_all_budgets_are_exhausted(setup: Setup) -> None:
-    policy = Policy(epsilon=1.5, delta=1e-5)
+@pytest.mark.parametrize("cap", ["owners", "run"])
+def test_run_ends_when_all_budgets_are_exhausted(setup: Setup, cap: str) -> None:
+    policy = Policy(epsilon=1.5, delta=1e-5) if cap == "owners" else None
+    privacy = {**PRIVATE, **({"epsilon": 1.5} if cap == "run" else {})}
     link = setup.link(*(setup.node(k, policy) for k in range(CLIENTS)))
-    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
+    served = setup.serve(sections("feddm", privacy=privacy), link)
     assert len(served.record.rows) == 1
     assert any("ended after 1 of 2 rounds" in text for text in served.record.deviations)
+    setup.verified_reports()
 
 
 def test_approvals_hold_for_one_agreement(setup: Setup) -> None:

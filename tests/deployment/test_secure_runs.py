@@ -452,12 +452,11 @@ def test_restarted_server_gets_a_fresh_sum_that_is_charged(
     assert len(setup.ledger(0)) == 3 * 2
 
 
-def test_reports_state_executed_aggregation_and_its_assumptions(setup: Setup) -> None:
-    settings = sections("fedsum", privacy=PRIVATE)
+@pytest.mark.parametrize("method", METHODS)
+def test_reports_state_executed_aggregation_and_its_assumptions(setup: Setup, method: str) -> None:
+    settings = sections(method, privacy=PRIVATE)
     served = setup.serve(settings)
-    reports = [json.loads(file.read_text()) for file in setup.folder.rglob("privacy_report.json")]
-    assert len(reports) == CLIENTS + 1
-    for report in reports:
+    for report in setup.verified_reports():
         assert (report["shares"], report["min_clients"]) == (2, 3)
         assert "secure aggregation: aggregation executed" in render_markdown(report)
     summary = json.loads((served.folder.path / "summary.json").read_text())
