@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def folder_of(result: RunResult) -> Path:
     """The folder of a run that wrote one."""
     assert result.folder is not None
     return result.folder
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rounds' metrics in a run's folder."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def verified(result: RunResult) -> Path:

@@ -286,7 +286,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(remove_client), "has a ledger of client-002"),
     (
         all_of(edit(remove_client), delete("ledger/client-002.jsonl")),
-        "clients in the report differ from those in privacy_start.json",
+        "clients in the report differ from",
     ),
     (delete("ledger/client-002.jsonl"), "has no ledger of client client-002"),
     (put("test_only_randomness", True), "verdict.formal is True"),
@@ -360,7 +360,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (pipe("summary.json"), "run's summary"),
     (
         all_of(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
-        "artefacts.json exists, but this run does not write such a file",
+        "artefacts.json exists, but",
     ),
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
     (
@@ -400,7 +400,7 @@ def test_missing_files_are_named(folder: Path) -> None:
 
 def test_unexpected_images_are_detected(folder: Path, tmp_path: Path) -> None:
     """Regression: `files` of the report listed their hash."""
-    averaged = run(tmp_path / "averaged", {**settings("fedavg"), "method": {"local_steps": 1}})
+    averaged = run(tmp_path / "averaged", settings("fedavg"))
     assert verify(averaged) == []
     name = "synthetic.safetensors"
     shutil.copy(folder / name, averaged / name)
@@ -508,7 +508,7 @@ def test_early_end_requires_reached_cap(tmp_path: Path) -> None:
 
 def test_reduced_straggler_steps_are_detected(tmp_path: Path) -> None:
     """Stragglers and their passes are drawn publicly."""
-    method = {"local_epochs": 4, "batch": 128, "stragglers": 0.7}
+    method = {"local_epochs": 4, "stragglers": 0.7}
     folder = run(tmp_path, {**settings("fedprox", noise_multiplier=3.0), "method": method})
     assert verify(folder) == []
     row(1, "stragglers", {"0": 1, "1": 312})(folder)

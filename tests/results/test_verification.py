@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fedsynth import from_arrays, load_dataset
-from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.federation import client_runtime, server
+from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
@@ -24,18 +21,16 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.verification import unfinished_report, verify_run
-from fedsynth.simulation.simulate import simulate
-from tests.quick_settings import quick_settings
+from tests.quick_settings import quick_sections
 from tests.results.private_runs import run, settings, verify
+from tests.simulation.test_resume import interrupted_at, unfinished
 
-# --------------------------------------------------------------------------------- unchanged runs
 
-
-def named_clients_run(output: Path) -> Path:
+def named_clients_runs(output: Path) -> list[Path]:
     train, test = load_dataset("digits")
     spec = replace(train.spec, name="scans", train_size=600)
     data = [from_arrays(raw.images.numpy(), raw.labels.numpy(), spec) for raw in (train, test)]
-    return run(
+    folder = run(
         output,
         settings(max_records=1000, ledger=str(output / "kept")),
         data=(data[0], data[1]),
@@ -43,71 +38,57 @@ def named_clients_run(output: Path) -> Path:
         names=["east", "north", "west"],
         test="private",
     )
+    return [folder]
 
 
-def extended_ledger_run(output: Path) -> Path:
+def runs_of_one_ledger(output: Path) -> list[Path]:
     ledger = str(output / "kept")
-    first = run(output, settings(ledger=ledger))
-    run(output, settings("fedavg", ledger=ledger))
-    return first
-
-
-def continued_ledger_run(output: Path) -> Path:
-    ledger = str(output / "kept")
-    run(output, settings(ledger=ledger, noise_multiplier=4.0, sample_rate=1.0))
-    second = settings("fedavg", ledger=ledger, epsilon=8.0, sample_rate=1.0)
-    del second["privacy"]["noise_multiplier"]
-    folder = run(output, second)
-    heads = json.loads((folder / "privacy_report.json").read_text())["ledger_heads"]
+    first = run(output, settings(ledger=ledger, noise_multiplier=4.0, sample_rate=1.0))
+    sections = settings("fedavg", ledger=ledger, epsilon=8.0, sample_rate=1.0)
+    del sections["privacy"]["noise_multiplier"]
+    second = run(output, sections)
+    heads = json.loads((second / "privacy_report.json").read_text())["ledger_heads"]
     assert {(head["rows_before"], head["rows"]) for head in heads.values()} == {(2, 4)}
-    return folder
+    return [first, second]
 
 
-def updated(method: str, clients: int = 3, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run, updated by these sections."""
-    base = settings(method, clients)
-    return {name: {**values, **sections.get(name, {})} for name, values in base.items()}
-
-
-ROUND = {"rounds": 1}
-UNCHANGED_RUNS: dict[str, dict[str, Any] | Callable[[Path], Path]] = {
+NOISE = {"privacy": {"noise_multiplier": 1.0}}
+ROUND = {"run": {"rounds": 1}, **NOISE}
+UNCHANGED_RUNS: dict[str, dict[str, Any] | Callable[[Path], list[Path]]] = {
     "two releases": settings(mechanism="features"),
     "paper": settings(mechanism="paper"),
     "zero-out, four sums": settings(adjacency="zero-out", four_sums=True),
     "replace-one": settings("fedavg", adjacency="replace-one", clip=0.5),
-    "participation": updated(
-        "fedavg", 5, run={"rounds": 3, "participation": 0.4}, privacy={"sample_rate": 1.0}
+    "participation": quick_sections(
+        "fedavg", run={"rounds": 3, "participation": 0.4}, partition={"clients": 5}, **NOISE
     ),
-    "local test splits": updated("fedavg", 2, partition={"local_test": 0.2, "subset": 0.5}),
-    "architectures": updated(
-        "feddf", run=ROUND, model={"clients": "convnet,linear"}, method=quick_settings("feddf")
+    "local test splits": quick_sections("fedavg", partition={"local_test": 0.2}, **NOISE),
+    "architectures": quick_sections("feddf", model={"clients": "convnet,linear"}, **ROUND),
+    "generated images": quick_sections(
+        "fedkf", method={"generator_width": 4, "generator_batch": 8, "latent": 8}, **NOISE
     ),
-    "generated images": updated(
-        "fedkf", method={"generator_width": 4, "generator_batch": 8, "latent": 8}
-    ),
-    "private test images, named clients": named_clients_run,
-    "extended permanent ledger": extended_ledger_run,
-    "permanent ledger with earlier rows": continued_ledger_run,
+    "private test images, named clients": named_clients_runs,
+    "permanent ledger, extended and with earlier rows": runs_of_one_ledger,
 }
 
 
 @pytest.mark.parametrize("kind", UNCHANGED_RUNS)
 def test_unchanged_runs_are_verified(kind: str, tmp_path: Path) -> None:
     case = UNCHANGED_RUNS[kind]
-    folder = run(tmp_path, case) if isinstance(case, dict) else case(tmp_path)
-    result = verify_run(folder)
-    assert result.problems == []
-    assert "were compared with the ledger files" in result.notes[0]
-    assert verify_run(folder / "privacy_report.json").problems == []
+    for folder in [run(tmp_path, case)] if isinstance(case, dict) else case(tmp_path):
+        result = verify_run(folder)
+        assert result.problems == []
+        assert "were compared with the ledger files" in result.notes[0]
+        assert verify(folder / "privacy_report.json") == []
 
 
 def test_shapes_of_matrices_are_verified(tmp_path: Path) -> None:
-    folder = run(tmp_path, updated("fedhydra", 2, run=ROUND, method=quick_settings("fedhydra")))
+    folder = run(tmp_path, quick_sections("fedhydra", **ROUND))
     assert verify(folder) == []
     file = folder / "artefacts.json"
     matrices = json.loads(file.read_text())
     file.write_text(json.dumps({name: rows[:-1] for name, rows in matrices.items()}))
-    assert "has shape (9, 2), but must be [10, clients]" in " ".join(verify(folder))
+    assert "has shape (9, 3), but must be [10, clients]" in " ".join(verify(folder))
     file.write_text('{"stratification": "?"}')
     assert "artefacts.json cannot be read" in " ".join(verify(folder))
 
@@ -116,7 +97,6 @@ def test_runs_on_shared_ledger_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of both runs are interleaved, and the cap ends one in the middle of a round."""
-    ledger_folder = tmp_path / "kept"
     prepare = InProcess.prepare
 
     def prepare_and_charge(self: InProcess, context: RoundContext) -> Any:
@@ -129,7 +109,7 @@ def test_runs_on_shared_ledger_are_verified(
         return refusals
 
     monkeypatch.setattr(InProcess, "prepare", prepare_and_charge)
-    capped = settings(ledger=str(ledger_folder), noise_multiplier=3.0, epsilon=4.0)
+    capped = settings(ledger=str(tmp_path / "kept"), noise_multiplier=3.0, epsilon=4.0)
     folder = run(tmp_path, capped)
     monkeypatch.undo()
     assert verify(folder) == []
@@ -153,31 +133,16 @@ def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------------------------- unfinished runs
 
 
-class StoppedError(Exception):
-    """Simulates the end of a process."""
+def stopped_run(output: Path, ledger: Path) -> Path:
+    """Returns a run that is interrupted in round 2 after the clients' releases."""
+    with interrupted_at(2, replacing=True):
+        run(output, settings(ledger=str(ledger)))
+    return unfinished(output)
 
 
-def stopped_run(output: Path, run_settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a run that crashes in round 2 after the clients' releases."""
-    check = server.check_finite
-
-    def crash(tensors: Mapping[str, torch.Tensor], owner: str, number: int) -> None:
-        if number == 2:
-            raise StoppedError
-        check(tensors, owner, number)
-
-    monkeypatch.setattr(server, "check_finite", crash)
-    with pytest.raises(StoppedError):
-        simulate(run_settings, output=output)
-    monkeypatch.undo()
-    (folder,) = output.glob("*.incomplete")
-    return folder
-
-
-def test_stopped_runs_can_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = str(tmp_path / "kept")
-    run(tmp_path, settings("fedavg", ledger=ledger))
-    folder = stopped_run(tmp_path, resolve(settings(ledger=ledger)), monkeypatch)
+def test_stopped_runs_can_be_reported(tmp_path: Path) -> None:
+    run(tmp_path, settings("fedavg", ledger=str(tmp_path / "kept")))
+    folder = stopped_run(tmp_path, tmp_path / "kept")
     assert is_unfinished(folder)
     with pytest.raises(PrivacyError, match="To build a report, run fedsynth privacy report"):
         verify_run(folder)
@@ -194,14 +159,11 @@ def test_stopped_runs_can_be_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert verify(folder) == ["abandoned is False, but should be True"]
 
 
-def test_torn_metrics_and_moved_ledgers_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger_folder = tmp_path / "kept"
-    folder = stopped_run(tmp_path, resolve(settings(ledger=str(ledger_folder))), monkeypatch)
+def test_torn_metrics_and_moved_ledgers_are_accepted(tmp_path: Path) -> None:
+    folder = stopped_run(tmp_path, tmp_path / "kept")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2, "epsi')
-    ledger_folder.rename(tmp_path / "moved")
+    (tmp_path / "kept").rename(tmp_path / "moved")
     with pytest.raises(PrivacyError, match="with --ledger"):
         unfinished_report(folder)
     write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
@@ -214,9 +176,7 @@ def test_torn_metrics_and_moved_ledgers_are_accepted(
 
 
 def test_runs_without_privacy_have_no_report(tmp_path: Path) -> None:
-    sections = settings()
-    del sections["privacy"]
-    folder = run(tmp_path, sections)
+    folder = run(tmp_path, quick_sections("feddm"))
     (folder / "summary.json").unlink()
     assert is_unfinished(folder)
     with pytest.raises(PrivacyError, match="no differential privacy"):

@@ -17,7 +17,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from itertools import count
+from itertools import cycle
 from math import fsum, sqrt
 from pathlib import Path
 from typing import Any
@@ -207,64 +207,43 @@ def _number_of(name: str) -> int:
 
 def user_data() -> tuple[ImageData, ImageData]:
     """Returns random images of 40 users with eight records each."""
-    rng = np.random.default_rng(0)
-    spec = dataset_spec("digits")
+    rng, spec = np.random.default_rng(0), dataset_spec("digits")
     images = rng.integers(0, 256, (320, 1, 8, 8)).astype(np.uint8)
     labels = rng.integers(0, 10, 320)
-    groups = torch.arange(320) // 8
-    test = from_arrays(images[:100], labels[:100], spec)
     data = from_arrays(images, labels, spec)
-    return ImageData(data.images, data.labels, spec, None, groups), test
+    users = ImageData(data.images, data.labels, spec, None, torch.arange(320) // 8)
+    return users, from_arrays(images[:100], labels[:100], spec)
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch) -> RunResult:
-    """Runs a case on one thread. Clients' noise follows the order of their generators, which FedDM's
-    `paper` makes again."""
-    number = count()
-    monkeypatch.setattr(
-        randomness,
-        "_fresh_generator",
-        lambda: RepeatableNoise(next(number) % CLIENTS),
-        raising=True,
-    )
+    """Runs a case. Clients' noise follows the order of their generators, which FedDM's `paper` makes
+    again."""
+    generators = map(RepeatableNoise, cycle(range(CLIENTS)))
+    monkeypatch.setattr(randomness, "_fresh_generator", lambda: next(generators))
     sections = CASES[name]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        if sections["privacy"].get("unit") == "user":
-            parts = list(np.arange(320).reshape(CLIENTS, 80))
-            return simulate(settings_of(sections), data=user_data(), parts=parts)
-        return simulate(settings_of(sections))
-    finally:
-        torch.set_num_threads(threads)
+    if sections["privacy"].get("unit") == "user":
+        parts = list(np.arange(320).reshape(CLIENTS, 80))
+        return simulate(settings_of(sections), data=user_data(), parts=parts)
+    return simulate(settings_of(sections))
 
 
 def settings_of(sections: Sections) -> Any:
-    nonempty = {
+    return resolve({
         name: {key: value for key, value in values.items() if value is not None}
         for name, values in sections.items()
-    }
-    return resolve({name: values for name, values in nonempty.items() if values})
+    })  # fmt: skip
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns the size, sum, sum of squares, and product with a fixed vector (seeded by the names) of
     tensors together, summed exactly: BLAS differs in the last digit from call to call."""
-    size = 0
-    total, squares, product = [], [], []
+    values, fixed = np.empty(0), np.empty(0)
     for name, tensor in tensors.items():
-        values = tensor.detach().cpu().to(torch.float64).numpy().ravel()
-        fixed = np.random.default_rng(_number_of(name)).standard_normal(values.size)
-        size += values.size
-        total.append(fsum(values))
-        squares.append(fsum(values * values))
-        product.append(fsum(values * fixed))
-    return {
-        "size": size,
-        "sum": fsum(total),
-        "squares": fsum(squares),
-        "product": fsum(product),
-    }
+        values = np.append(values, tensor.detach().cpu().to(torch.float64))
+        draws = np.random.default_rng(_number_of(name)).standard_normal(tensor.numel())
+        fixed = np.append(fixed, draws)
+    sums = {"sum": fsum(values), "squares": fsum(values * values), "product": fsum(values * fixed)}
+    return {"size": values.size, **sums}
 
 
 def fields_of(message: Message) -> dict[str, Any]:
@@ -410,6 +389,7 @@ def test_small_changes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record_numbers() -> None:
     """Writes the file of recorded numbers."""
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cases = {name: numbers(run(name, monkeypatch)) for name in CASES}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())

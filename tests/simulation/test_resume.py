@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import shutil
@@ -31,21 +30,12 @@ from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.families import by_family
 from tests.observers import NoteRecorder
-from tests.quick_settings import quick_sections, verified
+from tests.quick_settings import folder_of, quick_sections, read_rows, verified
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
 ONE_SHOT = ("dense", "feddf", "fedhydra", "solo")
 PRIVATE = {"noise_multiplier": 1.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Uses one thread, as a forked process does: more threads round sums differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sections(method: str, /, **more: dict[str, Any]) -> Sections:
@@ -106,13 +96,12 @@ def interrupt(settings: Sections, output: Path, **values: Any) -> Path:
 
 def assert_same(first: RunResult, second: RunResult) -> None:
     """Compares two runs bit for bit, except for times."""
-    assert first.folder is not None
-    assert second.folder is not None
     assert timeless(first.metrics) == timeless(second.metrics)
-    assert timeless(read_rows(first.folder)) == timeless(read_rows(second.folder))
+    folders = folder_of(first), folder_of(second)
+    assert timeless(read_rows(folders[0])) == timeless(read_rows(folders[1]))
     assert first.accuracy == second.accuracy
-    for file in first.folder.glob("*.safetensors"):
-        expected, actual = load_file(file), load_file(second.folder / file.name)
+    for file in folders[0].glob("*.safetensors"):
+        expected, actual = load_file(file), load_file(folders[1] / file.name)
         assert expected.keys() == actual.keys()
         for name, value in expected.items():
             assert torch.equal(value, actual[name]), name
@@ -120,10 +109,6 @@ def assert_same(first: RunResult, second: RunResult) -> None:
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------- identical numbers
@@ -136,14 +121,12 @@ def test_resumed_run_equals_uninterrupted_run(method: str, tmp_path: Path) -> No
     interrupt(settings, tmp_path / "cut")
     result = resume(settings, tmp_path / "cut")
     assert_same(uninterrupted, result)
-    assert result.folder is not None
-    assert not list(result.folder.rglob("*checkpoint*"))
-    assert not (result.folder / ".lock").exists()
+    assert not list(folder_of(result).rglob("*checkpoint*"))
+    assert not (folder_of(result) / ".lock").exists()
 
 
 def run_in_fork(settings: Sections, output: Path, patch: Callable[[], None]) -> None:
     """Starts or resumes the run in `output`, in a forked process."""
-    torch.set_num_threads(1)
     patch()
     unfinished_folder = next(output.glob("*.incomplete"), None)
     simulate(resolve(settings), output=output, resume=unfinished_folder)
