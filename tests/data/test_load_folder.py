@@ -48,31 +48,6 @@ def test_mixed_sizes_are_rejected_and_mixed_modes_become_rgb(tmp_path: Path) -> 
     assert load_folder(tmp_path, image_size=16, channels=1).train.images.shape[1] == 1
 
 
-def test_16_bit_images_keep_upper_8_bits(tmp_path: Path) -> None:
-    """Pillow's conversion would make all levels above 255 white."""
-    levels = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        Image.fromarray(levels).save(tmp_path / name / "deep.png")
-    pixels = load_folder(tmp_path).train.images[0, 0]
-    assert pixels.flatten().tolist() == list(range(256))
-
-
-def test_exif_orientation_is_applied(tmp_path: Path) -> None:
-    """A camera may store an image on its side, and its rotation as EXIF."""
-    picture = np.zeros((16, 24, 3), np.uint8)
-    picture[:, :8] = 255  # a bright left third
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned right by 90°: the left side becomes the top
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        Image.fromarray(picture).save(tmp_path / name / "p.png", exif=exif)
-    train = load_folder(tmp_path).train
-    assert list(train.images.shape[2:]) == [24, 16]
-    rows = train.images[0].float().mean(dim=(0, 2))
-    assert rows[:8].min() > 200 > 50 > rows[8:].max()
-
-
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
     damaged = tmp_path / "north" / "well" / "03.png"
@@ -86,19 +61,24 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     assert loaded.skipped == ("north/well/03.png", "south/ill/00.png")
     assert [len(part) for part in loaded.sites] == [11, 11]
     assert loaded.train.labels[loaded.sites[1]].tolist() == [0] * 5 + [1] * 6
+    damaged.write_bytes(png(9_000, 9_000))  # is not decoded
+    pipe = tmp_path / "south" / "ill" / "00.png"
+    pipe.unlink()
+    os.mkfifo(pipe)  # does not block
+    message = r"9000×9000, but may .*/ill/00.png \(the path is not a reg"
+    with pytest.raises(FedsynthError, match=message):
+        load_folder(tmp_path, image_size=16)
+    pipe.unlink()
     for image in tmp_path.rglob("*.png"):
         image.write_bytes(b"")
-    with pytest.raises(DataFilesCorruptError, match="24 of 24 files"):
+    with pytest.raises(DataFilesCorruptError, match="23 of 23 files"):
         load_folder(tmp_path, image_size=8, skip_corrupt=True)
 
 
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        (
-            ("ill/1.png", "north/ill/2.png"),
-            "has north/ill/2.png and ill/1.png. All images must be in SITE",
-        ),
+        (("ill/1.png", "north/ill/2.png"), "has north/ill/2.png and ill/1.png. All images must be"),
         (("a/b/c/1.png",), "has a/b/c/1.png. All images"),
         (("1.png",), "has 1.png. All images"),
         (("ill/1.png", "Ill/2.png"), "two classes have the similar names 'Ill' and 'ill'"),
@@ -114,7 +94,7 @@ def test_invalid_layouts_raise_one_line_errors(
     for name in files:
         write_image(tmp_path / Path(name).with_suffix(".png"), 1)
         (tmp_path / Path(name).with_suffix(".png")).rename(tmp_path / name)
-    with pytest.raises((DataError), match=text) as caught:
+    with pytest.raises(DataError, match=text) as caught:
         load_folder(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -183,17 +163,15 @@ def test_ledgers_and_hidden_files_are_not_images(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- training and test images
-def test_split_folders_are_rejected_as_sites(tmp_path: Path) -> None:
+def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
     """`--data N5`, where N5 contains train/ and test/, would train on the test images."""
     folder = make_image_folder(tmp_path, ("train", "test"))
     with pytest.raises(DataError, match="folders test, train, which would become sites"):
         load_folder(folder, test_folder=folder / "test")
-    loaded = load_folder(folder / "train", test_folder=folder / "test")
-    assert len(loaded.test) == 12
-
-
-def test_shared_training_and_test_images_are_rejected(tmp_path: Path) -> None:
-    make_image_folder(tmp_path / "scans")
+    assert len(load_folder(folder / "train", test_folder=folder / "test").test) == 12
+    (tmp_path / "scans").mkdir()
+    for site, split in (("north", "train"), ("south", "test")):
+        (folder / split).rename(tmp_path / "scans" / site)
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
     for test in ("scans", "link"):
         with pytest.raises(DataError, match=r"(12|24) of \1 test images are also training"):
@@ -266,26 +244,16 @@ FORMS: list[Callable[[str], bytes]] = [
 @pytest.mark.parametrize("encode", FORMS)
 @pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
 def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], name: str) -> None:
-    """Both readers accept the same tables."""
-    folder = "KÖLN"
-    rows = [(f"{folder}/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
+    """Both readers accept the same tables. A Macintosh may store the accents of a name separately."""
+    rows = [(f"KÖLN/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
     for path, _ in rows:
-        write_image(tmp_path / path, 1)
+        write_image(tmp_path / unicodedata.normalize("NFD", path), 1)
     header = "Image,Label,Patient\n"
     text = header + "".join(f"{path},{label},P{label}\n" for path, label in rows)
     (tmp_path / name).write_bytes(encode(text))
     loaded = load_folder(tmp_path)
     assert loaded.train.groups.tolist() == [0, 0, 1, 1]
     assert loaded.train.labels.tolist() == [0, 0, 1, 1]
-
-
-def test_manifest_paths_match_any_unicode_form(tmp_path: Path) -> None:
-    """A Macintosh may store the accents of a name separately."""
-    for label in "AB":
-        write_image(tmp_path / unicodedata.normalize("NFD", "Köln") / f"{label}.png", 1)
-    lines = "image,class\nKöln/A.png,A\nKöln/B.png,B\n"
-    (tmp_path / "manifest.csv").write_text(unicodedata.normalize("NFC", lines))
-    assert load_folder(tmp_path).train.labels.tolist() == [0, 1]
 
 
 # -------------------------------------------------------------------------------- declarations
@@ -306,17 +274,9 @@ def test_declaration_determines_image_spec(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sites", "folders", "error"),
     [
-        (
-            ("north",),
-            ("north/ill", "north/well", "north/unsure"),
-            "the class 'unsure', but .* declares only",
-        ),
+        (("north",), ("north/ill", "north/well", "north/x"), "the class 'x', but .* declares only"),
         (("north",), ("north/ill", "west/well"), "the folder has the site 'west'"),
-        (
-            ("north", "east"),
-            ("north/ill", "north/well"),
-            "the site 'east', but the folder has no image",
-        ),
+        (("north", "east"), ("north/ill", "north/well"), "the site 'east', but .* has no image"),
         (("north",), ("north/ill",), "the class 'well', but the folder has no image"),
     ],
 )
@@ -397,14 +357,3 @@ def test_invalid_folder_settings_are_rejected() -> None:
             FolderSettings(**{"folder": "x", **values})  # type: ignore[arg-type]
     with pytest.raises(FedsynthError, match=r"^data\."):
         FolderSettings("")
-
-
-def test_hostile_image_files_are_rejected(tmp_path: Path) -> None:
-    """A decompression bomb is not decoded, and a pipe does not block."""
-    make_image_folder(tmp_path)
-    (tmp_path / "north" / "ill" / "bomb.png").write_bytes(png(9_000, 9_000))
-    os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")
-    with pytest.raises(
-        FedsynthError, match=r"9000×9000, but may .*/pipe.png \(the path is not a reg"
-    ):
-        load_folder(tmp_path, image_size=16)
