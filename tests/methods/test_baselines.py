@@ -12,40 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.config.resolve import resolve
+import fedsynth as fs
 from fedsynth.errors import SettingError
-from fedsynth.methods.fedavg import FedAvg, FedAvgM, FedProx, Solo
-from fedsynth.methods.fedbn import FedBN
-from fedsynth.methods.feddyn import FedDyn
-from fedsynth.methods.fedgkd import FedGKD
-from fedsynth.methods.fednova import FedNova, update_norm
-from fedsynth.methods.moon import Moon
-from fedsynth.methods.qffl import QFFL
-from fedsynth.methods.scaffold import Scaffold
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.fednova import update_norm
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
-from fedsynth.simulation.simulate import simulate
 from tests.methods import tiny_problem as tiny
-from tests.methods.tiny_problem import (
-    FULL,
-    LABELS,
-    PARTS,
-    SIZES,
-    Array,
-    TwoLayers,
-    context,
-    cross_entropy,
-    descend,
-    embeddings,
-    flat,
-    label_losses,
-    softmax,
-)
+from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, Array, TwoLayers, descend
 
 X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
-ALL = (0, 1, 2)
 
 
 def network() -> nn.Module:
@@ -61,7 +37,7 @@ START = weight_matrix(tiny.as_arrays(network().state_dict()))
 
 
 def run_rounds(
-    method: TrainsLocally, device: torch.device, active: Sequence[tuple[int, ...]] = (ALL, ALL)
+    method: Any, device: torch.device, active: Sequence[tuple[int, ...]] = (ALL, ALL)
 ) -> list[Array]:
     """Returns the global model after each round; training clients in one pass changes nothing."""
     with patch("fedsynth.training.many_clients.FEW", 1):
@@ -71,23 +47,13 @@ def run_rounds(
     return grouped
 
 
-def probabilities(W: Array, k: int) -> Array:
-    return softmax(X[PARTS[k]] @ W.T)
-
-
-def loss(W: Array, k: int) -> float:
-    return float(label_losses(X[PARTS[k]] @ W.T, LABELS[PARTS[k]]).mean())
-
-
 def gradient(W: Array, examples: Tensor) -> Array:
     """Returns the gradient of these examples' mean loss."""
     x, y = X[examples.numpy()], LABELS[examples.numpy()]
-    return np.asarray((softmax(x @ W.T) - np.eye(3)[y]).T @ x / len(x))
+    return np.asarray((tiny.softmax(x @ W.T) - np.eye(3)[y]).T @ x / len(x))
 
 
-def fit(
-    W: Array, k: int, steps: int = 3, extra: Callable[[Array], Array] = lambda W: W * 0
-) -> Array:
+def fit(W: Array, k: int, steps: int = 3, extra: Callable[[Array], Any] = lambda W: 0) -> Array:
     for _ in range(steps):
         W = W - 0.5 * (gradient(W, PARTS[k]) + extra(W))
     return W
@@ -101,7 +67,7 @@ def assert_close(actual: list[Array], expected: list[Array]) -> None:
 def fedavg_rounds(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
     W, out = START, []
     for _ in range(2):
-        local_models = [fit(W, k, extra=lambda V: decay * V) for k in range(3)]
+        local_models = [fit(W, k, extra=lambda V: decay * V) for k in ALL]
         W = np.average(local_models, axis=0, weights=weights)
         out.append(W)
     return out
@@ -110,15 +76,18 @@ def fedavg_rounds(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
 def test_special_cases_equal_fedavg(device: torch.device) -> None:
     """Methods weight clients by n_k or uniformly."""
     by_size, even = fedavg_rounds(SIZES), fedavg_rounds((1, 1, 1))
-    assert_close(run_rounds(FedAvg(**FULL), device), by_size)
-    assert_close(run_rounds(FedAvg(**FULL, weight_decay=0.1), device), fedavg_rounds(SIZES, 0.1))
-    assert_close(run_rounds(FedAvgM(**FULL, server_momentum=0.0), device), by_size)
-    assert_close(run_rounds(FedGKD(**FULL, gamma=0.0), device), by_size)
-    assert_close(run_rounds(FedNova(**FULL), device), by_size)  # equally many steps
-    assert_close(run_rounds(FedProx(**FULL, mu=0.0), device), by_size)
-    assert_close(run_rounds(FedDyn(**FULL, alpha=0.0), device), even)
-    assert_close(run_rounds(QFFL(**FULL, q=0.0), device), even)
-    assert_close(run_rounds(Scaffold(**FULL), device, (ALL,)), even[:1])
+    for method, expected in (
+        (fs.FedAvg(**FULL), by_size),
+        (fs.FedAvg(**FULL, weight_decay=0.1), fedavg_rounds(SIZES, 0.1)),
+        (fs.FedAvgM(**FULL, server_momentum=0.0), by_size),
+        (fs.FedGKD(**FULL, gamma=0.0), by_size),
+        (fs.FedNova(**FULL), by_size),  # equally many steps
+        (fs.FedProx(**FULL, mu=0.0), by_size),
+        (fs.FedDyn(**FULL, alpha=0.0), even),
+        (fs.QFFL(**FULL, q=0.0), even),
+        (fs.Scaffold(**FULL), even[:1]),
+    ):
+        assert_close(run_rounds(method, device, (ALL,) * len(expected)), expected)
 
 
 def test_fedavgm_equals_numpy(device: torch.device) -> None:
@@ -127,23 +96,22 @@ def test_fedavgm_equals_numpy(device: torch.device) -> None:
         v = 0.9 * v + (W - sum(n * fit(W, k) for k, n in enumerate(SIZES)) / 9)
         W = W - 0.8 * v
         expected.append(W)
-    assert_close(run_rounds(FedAvgM(**FULL, server_lr=0.8), device), expected)
+    assert_close(run_rounds(fs.FedAvgM(**FULL, server_lr=0.8), device), expected)
 
 
 def test_fedprox_averages_partial_work_of_stragglers(device: torch.device) -> None:
-    method = FedProx(**FULL, mu=0.7, stragglers=0.67)
-    epochs = method.straggler_epochs(context(1, device, network()))
+    method = fs.FedProx(**FULL, mu=0.7, stragglers=0.67)
+    epochs = method.straggler_epochs(tiny.context(1, device, network()))
     assert len(epochs) == 2
     assert all(1 <= passes <= 3 for passes in epochs.values())
-    proximal = lambda V: 0.7 * (V - START)  # noqa: E731
-    models = [fit(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
+    models = [fit(START, k, epochs.get(k, 3), lambda V: 0.7 * (V - START)) for k in ALL]
     assert_close(run_rounds(method, device, (ALL,)), [np.average(models, axis=0, weights=SIZES)])
-    (on_time,) = set(range(3)) - set(epochs)
-    dropping = FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
+    (on_time,) = set(ALL) - set(epochs)
+    dropping = fs.FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
     assert_close(run_rounds(dropping, device, (ALL,)), [fit(START, on_time)])
     with pytest.raises(SettingError, match="stragglers"):
-        FedAvg(stragglers=0.5, local_steps=3)
-    all_dropped = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
+        fs.FedAvg(stragglers=0.5, local_steps=3)
+    all_dropped = fs.FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
     np.testing.assert_allclose(run_rounds(all_dropped, device, (ALL,))[0], START, atol=1e-6)
 
 
@@ -154,7 +122,7 @@ def test_fednova_with_unequal_steps_equals_numpy(momentum: float, device: torch.
     W, expected = START, []
     for number in (1, 2):
         local_models, norms = [], []
-        for k in range(3):
+        for k in ALL:
             V, v, steps = W, W * 0, 0
             generator = torch_generator(0, "local training", number, k)
             for _ in range(3):
@@ -165,9 +133,9 @@ def test_fednova_with_unequal_steps_equals_numpy(momentum: float, device: torch.
             # ‖a‖₁: the weight of each step's gradient in the sum of all later velocities
             norms.append(sum(sum(momentum**j for j in range(steps - i)) for i in range(steps)))
         p = np.array(SIZES) / 9
-        W = W - (p @ norms) * sum(p[k] * (W - local_models[k]) / norms[k] for k in range(3))
+        W = W - (p @ norms) * sum(p[k] * (W - local_models[k]) / norms[k] for k in ALL)
         expected.append(W)
-    assert_close(run_rounds(FedNova(**settings), device), expected)
+    assert_close(run_rounds(fs.FedNova(**settings), device), expected)
     assert update_norm(4, 0.0) == 4
 
 
@@ -184,9 +152,9 @@ def test_scaffold_with_absent_client_equals_numpy(device: torch.device) -> None:
             ys.append(y)
         x, c = x + 0.9 * (sum(ys) / len(ys) - x), c + change / 3
         expected.append(x)
-    assert_close(run_rounds(Scaffold(**FULL, server_lr=0.9), device, active), expected)
+    assert_close(run_rounds(fs.Scaffold(**FULL, server_lr=0.9), device, active), expected)
     with pytest.raises(SettingError, match="momentum"):
-        Scaffold(momentum=0.9)
+        fs.Scaffold(momentum=0.9)
 
 
 def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
@@ -199,7 +167,7 @@ def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
         h = h - alpha / 3 * sum(models[k] - W for k in ids)
         W = sum(models.values()) / len(ids) - h / alpha
         expected.append(W)
-    assert_close(run_rounds(FedDyn(**FULL, alpha=alpha), device, active), expected)
+    assert_close(run_rounds(fs.FedDyn(**FULL, alpha=alpha), device, active), expected)
 
 
 def test_fedgkd_equals_numpy(device: torch.device) -> None:
@@ -209,24 +177,25 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
         teacher = sum(past[-2:]) / len(past[-2:])
 
         def distil(V: Array, k: int, teacher: Any = teacher) -> Array:
-            difference = probabilities(V, k) - probabilities(teacher, k)
-            return np.asarray(0.8 / 2 * difference.T @ X[PARTS[k].numpy()] / SIZES[k])
+            x = X[PARTS[k].numpy()]
+            difference = tiny.softmax(x @ V.T) - tiny.softmax(x @ teacher.T)
+            return np.asarray(0.8 / 2 * difference.T @ x / SIZES[k])
 
         W = sum(n * fit(W, k, extra=lambda V, k=k: distil(V, k)) for k, n in enumerate(SIZES)) / 9  # type: ignore[misc,assignment]
         past.append(W)
         expected.append(W)
-    assert_close(run_rounds(FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
+    assert_close(run_rounds(fs.FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
 
 
 def test_qffl_equals_numpy(device: torch.device) -> None:
     W, q, L, expected = START, 0.5, 2.0, []
     for _ in range(2):
-        F = [loss(W, k) + 1e-10 for k in range(3)]
-        delta = [L * (W - fit(W, k)) for k in range(3)]
+        F = [tiny.label_losses(X[p] @ W.T, LABELS[p]).mean() + 1e-10 for p in PARTS]
+        delta = [L * (W - fit(W, k)) for k in ALL]
         h = [q * f ** (q - 1) * (d**2).sum() + L * f**q for f, d in zip(F, delta, strict=True)]
         W = W - sum(f**q * d for f, d in zip(F, delta, strict=True)) / sum(h)
         expected.append(W)
-    assert_close(run_rounds(QFFL(**FULL, q=q), device), expected)
+    assert_close(run_rounds(fs.QFFL(**FULL, q=q), device), expected)
 
 
 def cosine(a: Array, b: Array) -> Array:
@@ -240,18 +209,20 @@ def test_moon_equals_numpy(device: torch.device) -> None:
 
         def loss(w: Array, k: int, w_t: Array = w_t, last: Any = tuple(last)) -> float:
             x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
-            z = embeddings(w, x)
-            to_global, to_last = (np.exp(cosine(z, embeddings(v, x)) / 0.5) for v in (w_t, last[k]))
+            z = tiny.embeddings(w, x)
+            to_global, to_last = (
+                np.exp(cosine(z, tiny.embeddings(v, x)) / 0.5) for v in (w_t, last[k])
+            )
             contrast = float(np.log(to_global / (to_global + to_last)).mean())
-            return cross_entropy(w, x, y) - 2.0 * contrast
+            return tiny.cross_entropy(w, x, y) - 2.0 * contrast
 
-        last = [descend(w_t, partial(loss, k=k)) for k in range(3)]
+        last = [descend(w_t, partial(loss, k=k)) for k in ALL]
         w_t = np.average(last, axis=0, weights=SIZES)
         expected.append(w_t)
-    models, *_ = tiny.run_rounds(Moon(**FULL, mu=2.0), partial(TwoLayers, False), device)
-    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
-    plain, *_ = tiny.run_rounds(Moon(**FULL, mu=0.0), partial(TwoLayers, False), device)
-    assert np.abs(flat(plain[1]) - expected[1]).max() > 0.01  # the term has an effect
+    models, *_ = tiny.run_rounds(fs.Moon(**FULL, mu=2.0), TwoLayers, device)
+    np.testing.assert_allclose([tiny.flat(model) for model in models], expected, atol=5e-5)
+    plain, *_ = tiny.run_rounds(fs.Moon(**FULL, mu=0.0), TwoLayers, device)
+    assert np.abs(tiny.flat(plain[1]) - expected[1]).max() > 0.01  # the term has an effect
 
 
 def test_fedbn_equals_numpy(device: torch.device) -> None:
@@ -260,21 +231,21 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
     shared, norms, expected = tiny.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
     for _ in range(2):
         trained = []
-        for k in range(3):
+        for k in ALL:
             x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
 
             def loss(w: Array, x: Array = x, y: Array = y) -> float:
-                return cross_entropy(w[:24], x * w[24:28] + w[28:], y)
+                return tiny.cross_entropy(w[:24], x * w[24:28] + w[28:], y)
 
             trained.append(descend(np.concatenate([shared, norms[k]]), loss))
         shared, norms = np.mean(trained, axis=0)[:24], [w[24:] for w in trained]
         expected.append(shared)
-    method = FedBN(**FULL)
+    method = fs.FedBN(**FULL)
     models, state, memories = tiny.run_rounds(method, partial(TwoLayers, True), device)
-    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
+    np.testing.assert_allclose([tiny.flat(model) for model in models], expected, atol=5e-5)
     assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
-    for k in range(3):
+    for k in ALL:
         personal = tiny.as_arrays(method.personal_parameters(state.parameters, memories[k]))
         assert personal.keys() == models[1].keys()
         batch_norm = np.concatenate([personal["norm.weight"], personal["norm.bias"]])
@@ -288,25 +259,26 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
 
 def test_solo_clients_keep_their_models(device: torch.device) -> None:
     """Clients continue with their models; the global model stays unchanged."""
-    models, _, memories = tiny.run_rounds(Solo(**FULL), partial(TwoLayers, False), device)
-    for k in range(3):
+    models, _, memories = tiny.run_rounds(fs.Solo(**FULL), TwoLayers, device)
+    for k in ALL:
         w = tiny.START
         for _ in range(2):
-            w = descend(w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
-        np.testing.assert_allclose(flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
-    np.testing.assert_allclose(flat(models[1]), tiny.START, atol=1e-6)
+            w = descend(w, lambda v, k=k: tiny.cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
+        np.testing.assert_allclose(tiny.flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
+    np.testing.assert_allclose(tiny.flat(models[1]), tiny.START, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["qffl", "fedbn", "solo"])
-def test_methods_without_private_form_refuse_privacy(method: str) -> None:
-    sections = {"run": {"method": method, "rounds": 1}, "model": {"norm": "batch"}}
-    with pytest.raises(UnaccountedReleaseError, match=method):
-        simulate(resolve({**sections, "privacy": {"epsilon": 8.0}}))
-
-
-def test_sampling_by_size_needs_sampling_without_privacy() -> None:
-    run = {"method": "fedprox", "rounds": 1, "sampling": "size"}
-    with pytest.raises(SettingError, match="sampling"):
-        resolve({"run": {**run, "participation": 0.5}, "privacy": {"epsilon": 8.0}})
-    with pytest.raises(SettingError, match="participation"):
-        resolve({"run": run})
+@pytest.mark.parametrize(
+    ("run", "privacy", "message"),
+    [
+        ({"method": "qffl"}, {"epsilon": 8.0}, "qffl"),
+        ({"method": "fedbn"}, {"epsilon": 8.0}, "fedbn"),
+        ({"method": "solo"}, {"epsilon": 8.0}, "solo"),
+        ({"sampling": "size", "participation": 0.5}, {"epsilon": 8.0}, "sampling"),
+        ({"sampling": "size"}, {}, "participation"),
+    ],
+)
+def test_unsupported_settings_are_refused(run: Any, privacy: Any, message: str) -> None:
+    sections = {"run": {"method": "fedprox", "rounds": 1, **run}, "model": {"norm": "batch"}}
+    with pytest.raises((SettingError, UnaccountedReleaseError), match=message):
+        fs.simulate(fs.resolve({**sections, "privacy": privacy}))

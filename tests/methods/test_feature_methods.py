@@ -14,22 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.config.resolve import resolve
+from fedsynth import FedFAPlus, FedFM, FedFMLite, FedGen, FedKF, PrivacySettings, resolve, simulate
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.federation.server import Server
-from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
-from fedsynth.methods.fedfm import (
-    COUNT_DEVIATIONS,
-    AnchorState,
-    FeatureSums,
-    FedFM,
-    FedFMLite,
-    anchor_losses,
-)
-from fedsynth.methods.fedgen import DECAY, POOL, FedGen, GeneratorDown
-from fedsynth.methods.fedkf import FedKF
+from fedsynth.methods.fedfa_plus import StatisticsUp
+from fedsynth.methods.fedfm import COUNT_DEVIATIONS, AnchorState, FeatureSums, anchor_losses
+from fedsynth.methods.fedgen import DECAY, POOL, GeneratorDown
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
@@ -37,54 +28,25 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import forked_rng, torch_generator
-from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.distillation.generator import LatentGenerator
 from fedsynth.synthesizer.distillation.losses import diversity_loss
-from fedsynth.training.feature_statistics import (
-    augmented,
-    modulation,
-    soft_histogram,
-    symmetric_divergence,
-)
+from fedsynth.training import feature_statistics as fs
 from fedsynth.training.loop import load_tensors
-from tests.digits import convnet, digits, round_context
+from tests.digits import CPU, convnet, digits, round_context
 from tests.methods import tiny_problem as tiny
-from tests.methods.tiny_problem import (
-    FULL,
-    LABELS,
-    PARTS,
-    SIZES,
-    START,
-    Array,
-    TwoLayers,
-    X,
-    cross_entropy,
-    descend,
-    embeddings,
-    flat,
-    label_losses,
-    logits,
-    softmax,
-)
+from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, START, Array, X, descend
 from tests.rounds import play_round
-
-CPU = torch.device("cpu")
-
-
-def context(number: int, device: torch.device = CPU) -> RoundContext:
-    return tiny.context(number, device, TwoLayers())
 
 
 def run_rounds(
     method: TrainsLocally,
     device: torch.device = CPU,
-    active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
+    active: Sequence[tuple[int, ...]] = (ALL, ALL),
 ) -> tuple[list[Array], Any]:
     """Returns the global model after each round, and the last state."""
-    models, state, _ = tiny.run_rounds(method, TwoLayers, device, active)
-    return [flat(model) for model in models], state
+    models, state, _ = tiny.run_rounds(method, tiny.TwoLayers, device, active)
+    return [tiny.flat(model) for model in models], state
 
 
 def assert_close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
@@ -100,11 +62,13 @@ def fit(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive
         return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
     def loss(v: Array) -> float:
-        plain = cross_entropy(v, x, y)
+        plain = tiny.cross_entropy(v, x, y)
         if anchors is None:
             return plain
-        f, a = unit(embeddings(v, x)), unit(anchors)
-        anchor_loss = label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
+        f, a = unit(tiny.embeddings(v, x)), unit(anchors)
+        anchor_loss = (
+            tiny.label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
+        )
         return plain + 0.7 * float(anchor_loss.mean())
 
     return descend(w, loss)
@@ -112,7 +76,7 @@ def fit(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive
 
 def class_means(models: dict[int, Array], previous: Array | None = None) -> Array:
     """Returns the example-weighted anchors of clients' models; a missing class keeps its anchor."""
-    f = np.concatenate([embeddings(w, X[PARTS[k]]) for k, w in models.items()])
+    f = np.concatenate([tiny.embeddings(w, X[PARTS[k]]) for k, w in models.items()])
     y = np.concatenate([LABELS[PARTS[k]] for k in models])
     anchors = np.zeros((3, 3)) if previous is None else previous.copy()
     for c in np.unique(y):
@@ -122,28 +86,24 @@ def class_means(models: dict[int, Array], previous: Array | None = None) -> Arra
 
 @pytest.mark.parametrize("kind", ["contrastive", "l2"])
 def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
-    """Round 2 has only client 0, without examples of class 2, whose anchor stays."""
-    method = FedFM(**FULL, weight=0.7, matching=kind, temperature=0.4)
+    """Round 2 has only client 0, without examples of class 2, whose anchor stays. FedFM-lite
+    computes anchors after training: round 1 is FedAvg."""
+    settings = {**FULL, "weight": 0.7, "matching": kind, "temperature": 0.4}
     w, expected, anchors = START, [], None
-    for ids in ((0, 1, 2), (0,)):
+    for ids in (ALL, (0,)):
         anchors = class_means(dict.fromkeys(ids, w), anchors)
         models = [fit(w, k, anchors, kind) for k in ids]
         w = np.average(models, axis=0, weights=[SIZES[k] for k in ids])
         expected.append(w)
-    models, state = run_rounds(method, device, ((0, 1, 2), (0,)))
-    assert_close(models, expected)
+    actual, state = run_rounds(FedFM(**settings), device, (ALL, (0,)))
+    assert_close(actual, expected)
     np.testing.assert_allclose(state.anchors.cpu().numpy(), anchors, atol=1e-5)
-
-
-def test_fedfm_lite_computes_anchors_after_training(device: torch.device) -> None:
-    """Round 1 is FedAvg; each client's features come from its trained model."""
-    models = [fit(START, k) for k in range(3)]
+    models = [fit(START, k) for k in ALL]
     first = np.average(models, axis=0, weights=SIZES)
     anchors = class_means(dict(enumerate(models)))
-    second = np.average([fit(first, k, anchors) for k in range(3)], axis=0, weights=SIZES)
-    method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
-    assert method.first_request(AnchorState({}), context(1, device)) is None
-    assert_close(run_rounds(method, device)[0], [first, second])
+    second = np.average([fit(first, k, anchors, kind) for k in ALL], axis=0, weights=SIZES)
+    assert FedFMLite().first_request(AnchorState({}), tiny.context(1, device)) is None
+    assert_close(run_rounds(FedFMLite(**settings), device)[0], [first, second])
 
 
 def test_anchor_losses_ignore_classes_without_anchor(device: torch.device) -> None:
@@ -182,18 +142,17 @@ def latent_generator() -> LatentGenerator:
 
 def guided_loss(w: Array, x: Array, y: Array, target: Array, z_g: Array, y_g: Any) -> float:
     """Returns w's loss on the labels, the generator's averaged answers and its embeddings."""
-    p = softmax(logits(w, embeddings(w, x)))
+    p = tiny.softmax(tiny.logits(w, tiny.embeddings(w, x)))
     kl = -(target * np.log(p)).sum(1).mean()  # and a constant
-    ce = label_losses(logits(w, z_g), y_g).mean()
-    return cross_entropy(w, x, y) + DECAY * float(0.8 * kl + 0.5 * ce)
+    ce = tiny.label_losses(tiny.logits(w, z_g), y_g).mean()
+    return tiny.cross_entropy(w, x, y) + DECAY * float(0.8 * kl + 0.5 * ce)
 
 
 def test_second_fedgen_round_equals_numpy(device: torch.device) -> None:
-    """With the server's generator: α·CE on its embeddings (a gradient only in W) and β·KL to its
-    averaged answers, times 0.98."""
+    """Adds α·CE on the generator's embeddings and β·KL to its averaged answers, times 0.98."""
     method = FedGen(**FULL, alpha=0.5, beta=0.8, generator_steps=3, generator_batch=4)
-    (start,), state = run_rounds(method, device, ((0, 1, 2),))
-    ctx = context(2, device)
+    (start,), state = run_rounds(method, device, (ALL,))
+    ctx = tiny.context(2, device)
     message = method.broadcast(state, ctx)
     assert isinstance(message, GeneratorDown)
     assert message.seen_classes.all()
@@ -213,14 +172,13 @@ def test_second_fedgen_round_equals_numpy(device: torch.device) -> None:
         draws = torch_generator(0, "fedgen embeddings", 2, k, device=device)
         x, y, w = X[PARTS[k]], LABELS[PARTS[k]], start
         for _ in range(3):
-            target = softmax(logits(w, pool)).reshape(3, POOL, 3).mean(1)[y]
+            target = tiny.softmax(tiny.logits(w, pool)).reshape(3, POOL, 3).mean(1)[y]
             even = torch.ones(3, device=device)
             y_g = torch.multinomial(even, 4, replacement=True, generator=draws)
             z_g = generate(y_g, draws)
-
             step = partial(guided_loss, x=x, y=y, target=target, z_g=z_g, y_g=y_g.cpu().numpy())
             w = descend(w, step, steps=1)
-        actual = flat(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
+        actual = tiny.flat(tiny.as_arrays(upload.parameters))  # type: ignore[attr-defined]
         np.testing.assert_allclose(actual, w, atol=5e-5)
         assert upload.counts.tolist() == np.bincount(y, minlength=3).tolist()  # type: ignore[attr-defined]
 
@@ -228,7 +186,7 @@ def test_second_fedgen_round_equals_numpy(device: torch.device) -> None:
 def test_fedgen_generator_training_equals_plain_torch(device: torch.device) -> None:
     """Over two rounds with the same uploads, Adam continues at a decreasing rate."""
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
-    ctx = context(1, device)
+    ctx = tiny.context(1, device)
     state: Any = method.initial_state(ctx.architecture.to(device).state_dict())
     clients = tiny.clients(device)
     results = method.client_step(method.broadcast(state, ctx), clients, [{}] * 3, ctx)
@@ -237,7 +195,7 @@ def test_fedgen_generator_training_equals_plain_torch(device: torch.device) -> N
     adam = torch.optim.Adam(generator.parameters(), 3e-4, weight_decay=1e-2)
     counts = torch.stack([upload.counts for upload in uploads.values()]).float()
     for number in (1, 2):
-        state = method.server_step(state, uploads, context(number, device))
+        state = method.server_step(state, uploads, tiny.context(number, device))
         draws = torch_generator(0, "fedgen training", number, device=device)
         for _ in range(4):
             even = torch.ones(3, device=device)
@@ -263,11 +221,11 @@ def test_fedgen_losses_do_not_depend_on_the_batch() -> None:
     method = FedGen(**FULL, generator_steps=2)
     _, state = run_rounds(method, active=((0,),))
     assert state.seen_classes.tolist() == [True, True, False]
-    ctx = context(2)
+    ctx = tiny.context(2)
     task = method.task(0, method.broadcast(state, ctx), {}, ctx)
     assert task.loss is not None
     x = torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2)
-    net, y = TwoLayers(), torch.tensor(LABELS)
+    net, y = tiny.TwoLayers(), torch.tensor(LABELS)
     together, plain = task.loss(net, x, y), cross_entropies(net, x, y)
     separate = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
     torch.testing.assert_close(separate, together[[4, 0]])
@@ -306,21 +264,21 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
     v = stats.var(0) + 1e-6
     weight = 1 / (1 + 1 / v)
     np.testing.assert_allclose(
-        modulation(torch.tensor(stats, device=device)).cpu().numpy(), 6 * weight / weight.sum()
+        fs.modulation(torch.tensor(stats, device=device)).cpu().numpy(), 6 * weight / weight.sum()
     )
     z = np.random.default_rng(2).normal(size=(50, 3))
-    soft = soft_histogram(torch.tensor(z, device=device), 5, 0.1).cpu().numpy()
+    soft = fs.soft_histogram(torch.tensor(z, device=device), 5, 0.1).cpu().numpy()
     s, cuts = 1 / (1 + np.exp(-z)), np.arange(5) / 5
     logits = (s[..., None] * np.arange(1, 6) - cuts.cumsum()) / 0.1
     e = np.exp(logits - logits.max(2, keepdims=True))
     np.testing.assert_allclose(soft, (e / e.sum(2, keepdims=True)).mean(0))
-    hard = soft_histogram(torch.tensor(z), 5, 1e-6).numpy()
+    hard = fs.soft_histogram(torch.tensor(z), 5, 1e-6).numpy()
     expected = np.stack([np.histogram(s[:, d], bins=5, range=(0, 1))[0] / 50 for d in range(3)])
     np.testing.assert_allclose(hard, expected, atol=1e-6)
     p, q = expected + 0.1, soft + 0.1
     expected_divergence = ((p * np.log(p / q)).sum(1) + (q * np.log(q / p)).sum(1)).mean() / 2
     np.testing.assert_allclose(
-        float(symmetric_divergence(torch.tensor(p), torch.tensor(q))), expected_divergence
+        float(fs.symmetric_divergence(torch.tensor(p), torch.tensor(q))), expected_divergence
     )
 
 
@@ -371,21 +329,21 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
                     h = h * new[1][..., None, None] + new[0][..., None, None]
                 total = F.cross_entropy(client_model.classifier(h.flatten(1)), y)
                 if pi is not None:
-                    soft = soft_histogram(h.flatten(1), 4, 0.1)
-                    total = total + 0.5 * symmetric_divergence(soft, pi)
+                    soft = fs.soft_histogram(h.flatten(1), 4, 0.1)
+                    total = total + 0.5 * fs.symmetric_divergence(soft, pi)
                 sgd.zero_grad()
                 total.backward()  # type: ignore[no-untyped-call]
                 sgd.step()
             models.append(client_model)
         with torch.no_grad():
             histograms = [
-                soft_histogram(m.embed(clients.images(p)), 4, 0.1)
+                fs.soft_histogram(m.embed(clients.images(p)), 4, 0.1)
                 for m, p in zip(models, parts, strict=True)
             ]
         pi = torch.stack(histograms).mean(0)
         for stage in (0, 1):
             for i in (0, 1):
-                gammas[stage][i] = modulation(torch.stack([ema[k][stage][i] for k in (0, 1)]))
+                gammas[stage][i] = fs.modulation(torch.stack([ema[k][stage][i] for k in (0, 1)]))
         a, b = (model.state_dict() for model in models)
         net = network({name: (a[name] + b[name]) / 2 for name in a})
     state: Any = server.state
@@ -405,9 +363,9 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     layers: Any = {s: (lambda out, s=s: outputs.setdefault(s, out) * 2) for s in net.stage_names}
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     plain = net.embed(x)
-    with augmented(net, layers):
+    with fs.augmented(net, layers):
         assert not torch.allclose(plain, net.embed(x))
-    with pytest.raises(RuntimeError), augmented(net, layers):
+    with pytest.raises(RuntimeError), fs.augmented(net, layers):
         raise RuntimeError
     torch.testing.assert_close(net.embed(x), plain)
     assert set(outputs) == set(net.stage_names)

@@ -1,7 +1,9 @@
-"""FedStats: sensitivities, sums over any partition, accounting, the server's arithmetic, images."""
+"""FedStats: sensitivities, sums over any partition, accounting, the server's arithmetic, images,
+pictures, noisy steps and covariances."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,39 +11,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsynth import (
-    FedStats,
-    PrivacySettings,
-    RunSettings,
-    export_run,
-    load_synthetic,
-    simulate,
-)
+import fedsynth as fs
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.images import ImageData, denormalise
-from fedsynth.data.load import load_dataset
+from fedsynth.data.images import denormalise
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
+from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
+from fedsynth.methods.statistics import class_moments as cm
+from fedsynth.methods.statistics import whitening
 from fedsynth.methods.statistics.class_moments import PIXELS as PICTURE
-from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
 from fedsynth.methods.statistics.settings import CENTRE, MOMENTS, STEP, FedStatsState, StatisticSums
-from fedsynth.methods.statistics.whitening import COVARIANCES
-from fedsynth.models.on_features import FeatureLinear
+from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots
+from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
+from fedsynth.privacy.products import Grams
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.results.verification import verify_run
 from tests.digits import SPEC, charge_for, digits, round_context
-from tests.privacy.support import guard
+from tests.privacy.support import HOSTILE, guard
+from tests.quick_settings import verified
 
-PIXELS = FedStats(features="pixels", second_moments="yes")
-PICTURES = FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
-WHITE = FedStats(features="scattering", whitening="yes")
+PIXELS = fs.FedStats(features="pixels", second_moments="yes")
+PICTURES = fs.FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
+WHITE = fs.FedStats(features="scattering", whitening="yes")
 RELEASES = (  # a method, the round and exchange of a release, its name, and its field of an upload
     (PIXELS, 1, FIRST, CENTRE, "sums"),
     (PIXELS, 1, MAIN, MOMENTS, "sums"),
@@ -51,11 +51,11 @@ RELEASES = (  # a method, the round and exchange of a release, its name, and its
     (WHITE, 1, FIRST, COVARIANCES, COVARIANCES),
 )
 each_release = pytest.mark.parametrize(("method", "number", "phase", "name", "field"), RELEASES)
-LABELS = np.arange(20) % 10
+PRIVATE = fs.PrivacySettings(noise_multiplier=1.0)
 ALL_RECORDS = list(range(20))
 
 
-def network(method: FedStats = PIXELS) -> FeatureLinear:
+def network(method: fs.FedStats = PIXELS) -> FeatureLinear:
     net: Any = method.network(None, SPEC, 0)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -64,15 +64,25 @@ def network(method: FedStats = PIXELS) -> FeatureLinear:
 
 
 def context(
-    number: int, sigma: float | None = None, method: FedStats = PIXELS, **other: Any
+    number: int = 1, sigma: float | None = None, method: fs.FedStats = PIXELS, **other: Any
 ) -> RoundContext:
-    privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    federation = {"rounds": 3, "clients": 2, **other}
-    return round_context(privacy, number, network=network(method), nominal=20.0, **federation)
+    privacy = None if sigma is None else fs.PrivacySettings(noise_multiplier=sigma)
+    federation = {"rounds": 3, "clients": 2, "nominal": 20.0, **other}
+    return round_context(privacy, number, network=network(method), **federation)
+
+
+def data() -> Any:
+    return digits(np.arange(20) % 10)
+
+
+def packed(z: np.ndarray) -> np.ndarray:
+    """Returns the upper triangles of z zᵀ, whose norm is that of the products."""
+    i, j = np.triu_indices(z.shape[1])
+    return np.asarray(z[:, i] * z[:, j] * np.where(i == j, 1, 2**0.5))
 
 
 def step(
-    method: FedStats, clients: Group, number: int, phase: str, field: str, ctx: Any = None
+    method: fs.FedStats, clients: Group, number: int, phase: str, field: str, ctx: Any = None
 ) -> Tensor:
     """Returns the clients' uploads of one release, [clients, D]."""
     message = ModelParameters(network(method).state_dict(), 1.0)
@@ -84,32 +94,31 @@ def step(
 
 
 def sums(
-    method: FedStats, data: ImageData, parts: list[list[int]], number: int, phase: str, field: str
+    method: fs.FedStats, data: Any, parts: list[list[int]], number: int, phase: str, field: str
 ) -> Tensor:
     """Returns the noiseless uploads of clients with these records."""
     clients = ExactClientView(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
     return step(method, clients, number, phase, field)
 
 
-def plan_of(method: FedStats, number: int, name: str, **other: Any) -> ReleasePlan:
-    privacy = PrivacySettings(noise_multiplier=1.0)
-    plans = method.release_plans(privacy, context(number, method=method, **other))
+def plan_of(method: fs.FedStats, number: int, name: str, **other: Any) -> ReleasePlan:
+    plans = method.release_plans(PRIVATE, context(number, method=method, **other))
     return next(plan for plan in plans if plan.name == name)
 
 
 @each_release
 def test_sensitivity_is_at_most_the_clip(
-    method: FedStats, number: int, phase: str, name: str, field: str
+    method: fs.FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
     """Examples include a black and a white one; the plan charges the clip."""
     plan = plan_of(method, number, name)
-    data = digits(LABELS)
-    data.images[10], data.images[11] = 0, 255
-    total = sums(method, data, [ALL_RECORDS], number, phase, field)
+    images = data()
+    images.images[10], images.images[11] = 0, 255
+    total = sums(method, images, [ALL_RECORDS], number, phase, field)
     assert total.shape[1] == plan.dimension
     for removed in range(8, 20):
         remaining = [n for n in ALL_RECORDS if n != removed]
-        change = float((total - sums(method, data, [remaining], number, phase, field)).norm())
+        change = float((total - sums(method, images, [remaining], number, phase, field)).norm())
         assert change <= plan.clip * (1 + 1e-5)
         # of a black image all scattering coefficients are 0
         assert change > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
@@ -117,34 +126,33 @@ def test_sensitivity_is_at_most_the_clip(
 
 @each_release
 def test_client_sums_equal_pooled_sums(
-    method: FedStats, number: int, phase: str, name: str, field: str
+    method: fs.FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
     """Any partition gives the same sums; a client without records sends zeros."""
-    data = digits(LABELS)
-    pooled = sums(method, data, [ALL_RECORDS], number, phase, field).sum(0)
+    pooled = sums(method, data(), [ALL_RECORDS], number, phase, field).sum(0)
     by_class = [[n for n in ALL_RECORDS if n % 10 == c] for c in range(10)]
     for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
-        actual = sums(method, data, parts, number, phase, field).sum(0)
+        actual = sums(method, data(), parts, number, phase, field).sum(0)
         torch.testing.assert_close(actual, pooled, rtol=1e-6, atol=1e-6)
 
 
 def release(
-    method: FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
+    method: fs.FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
 ) -> tuple[Tensor, Ledger]:
     """Returns the upload of a private client and its ledger."""
     ledger, generator = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
     allowances = charge_for(method, ctx, [0], [guard(ledger)], [generator], phase)
-    clients = PrivateClientView([0], digits(LABELS), [part], allowances, nominal_size=20.0)
+    clients = PrivateClientView([0], data(), [part], allowances, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
 
 @each_release
 def test_private_sums_are_open_sums_plus_noise(
-    method: FedStats, number: int, phase: str, name: str, field: str, without_noise: None
+    method: fs.FedStats, number: int, phase: str, name: str, field: str, without_noise: None
 ) -> None:
     ctx = context(number, 1.0, method)
     actual, ledger = release(method, number, phase, field, torch.arange(20), ctx)
-    expected = sums(method, digits(LABELS), [ALL_RECORDS], number, phase, field)[0]
+    expected = sums(method, data(), [ALL_RECORDS], number, phase, field)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
 
@@ -152,7 +160,7 @@ def test_private_sums_are_open_sums_plus_noise(
 @each_release
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_clients_without_records_send_noise(
-    method: FedStats, number: int, phase: str, name: str, field: str, aggregation: str
+    method: fs.FedStats, number: int, phase: str, name: str, field: str, aggregation: str
 ) -> None:
     """The upload must not reveal that the client has no records."""
     method = replace(method, aggregation=aggregation)
@@ -168,11 +176,13 @@ def test_clients_without_records_send_noise(
 def test_clip_rate_and_participation_are_fixed() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
-            PIXELS.release_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))  # type: ignore[arg-type]
+            PIXELS.release_plans(fs.PrivacySettings(epsilon=1.0, **wrong), context(1))  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="participation"):
-        simulate(RunSettings(PIXELS, participation=0.5, privacy=PrivacySettings(epsilon=1.0)))
+        fs.simulate(
+            fs.RunSettings(PIXELS, participation=0.5, privacy=fs.PrivacySettings(epsilon=1.0))
+        )
     with pytest.raises(SettingError, match="moment_share"):
-        FedStats(centre_share=0.5, moment_share=0.5)
+        fs.FedStats(centre_share=0.5, moment_share=0.5)
 
 
 def test_closed_form_is_ridge_regression() -> None:
@@ -182,20 +192,18 @@ def test_closed_form_is_ridge_regression() -> None:
     z /= np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
     labels = draws.integers(0, 3, 200)
     e = np.eye(3)[labels] - 1 / 3
-    triangle = np.array([z[:, i] @ z[:, j] * (1 if i == j else 2**0.5)
-                         for i in range(5) for j in range(i, 5)])  # fmt: skip
-    sums_D = 0.5**0.5 * np.concatenate([triangle, (e.T @ z).ravel() / target_norm(3)])
-    moments = ClassMoments.unpacked(Pool(torch.from_numpy(sums_D), 0.7, 200.0), 5, 3)
+    sums_D = 0.5**0.5 * np.concatenate([packed(z).sum(0), (e.T @ z).ravel() / cm.target_norm(3)])
+    moments = cm.ClassMoments.unpacked(Pool(torch.from_numpy(sums_D), 0.7, 200.0), 5, 3)
     np.testing.assert_allclose(moments.second, z.T @ z / 200, atol=1e-12)
-    spectrum = Spectrum.of(moments, ridge=0.5)
+    spectrum = cm.Spectrum.of(moments, ridge=0.5)
     ridge = 0.5 * (0.7 * 2**0.5 / 200) * 5**0.5
     expected = np.linalg.solve(z.T @ z / 200 + ridge * np.eye(5), (e.T @ z / 200).T).T
     np.testing.assert_allclose(spectrum.solve(moments.crossed), expected, atol=1e-9)
-
-
-def test_negative_eigenvalues_become_the_ridge() -> None:
-    moments = ClassMoments(torch.diag(torch.tensor([-2.0, 1.0])).double(), torch.zeros(2, 2), 1.0)
-    spectrum = Spectrum.of(moments, ridge=0.1)
+    # negative eigenvalues become the ridge
+    moments = cm.ClassMoments(
+        torch.diag(torch.tensor([-2.0, 1.0])).double(), torch.zeros(2, 2), 1.0
+    )
+    spectrum = cm.Spectrum.of(moments, ridge=0.1)
     assert spectrum.values.tolist() == pytest.approx([0.1 * 2**0.5, 1 + 0.1 * 2**0.5])
     step = spectrum.step(torch.tensor([[1.0, 0.0]]).double(), floor=4.0)
     assert step.tolist() == [pytest.approx([0.25, 0.0])]
@@ -211,44 +219,36 @@ def test_features_that_are_not_finite_are_dropped() -> None:
     register_features(
         "broken", lambda shape: FeatureMap("broken", shape, 64, 4.0, 2.0, "a test", broken)
     )
-    train, test = load_dataset("digits")
+    train, test = fs.load_dataset("digits")
     few = train.subset(torch.arange(200))
-    run = RunSettings(FedStats(features="broken"), rounds=2)
-    result = simulate(run, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
+    run = fs.RunSettings(fs.FedStats(features="broken"), rounds=2)
+    result = fs.simulate(run, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
     assert all(bool(torch.isfinite(value).all()) for value in result.model.state_dict().values())
 
 
 @pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_releases_of_a_run_spend_the_whole_budget(method: FedStats, rounds: int) -> None:
+def test_releases_of_a_run_spend_the_whole_budget(method: fs.FedStats, rounds: int) -> None:
     """Shares of μ², which are 1/ratio², add up to 1. Without second moments, moments have a step's
     share."""
-    privacy = PrivacySettings(noise_multiplier=1.0)
-    plans = method.release_plans(privacy, context(1, method=method, rounds=rounds))
+    plans = method.release_plans(PRIVATE, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.relative_noise_multiplier**-2 for plan in plans}
     step = shares.get(STEP, 0.0)
     assert sum(shares.values()) + max(0, rounds - 2) * step == pytest.approx(1.0)
     assert (STEP in shares) == (rounds > 1)
     if step:
-        assert (shares[MOMENTS] == pytest.approx(step)) == (not method.has_second(privacy))
+        assert (shares[MOMENTS] == pytest.approx(step)) == (not method.has_second(PRIVATE))
     if method is PICTURES:
         assert shares[PICTURE] == pytest.approx(method.pixel_share)
     if method is WHITE:
         assert shares[COVARIANCES] == pytest.approx(method.covariance_share)
 
 
-QUICK = FedStats(features="pixels", ipc=2, image_steps=5)
-
-
-def image_context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
-    privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    network = FeatureLinear(QUICK.map_of(SPEC), SPEC)
-    return round_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
+QUICK = fs.FedStats(features="pixels", ipc=2, image_steps=5)
 
 
 def initial_state() -> FedStatsState:
-    network = FeatureLinear(QUICK.map_of(SPEC), SPEC)
-    return FedStatsState(network.state_dict())
+    return FedStatsState(FeatureLinear(QUICK.map_of(SPEC), SPEC).state_dict())
 
 
 @pytest.mark.parametrize("second", ["yes", "no"])
@@ -256,82 +256,58 @@ def test_class_means_equal_numpy(second: str) -> None:
     """Classes are equally frequent, and means are taken about the common mean."""
     z = 0.1 * np.random.default_rng(0).normal(size=(20, 64))
     labels = np.arange(20) % 10
-    crossed = (np.eye(10)[labels] - 0.1).T @ z / target_norm(10)
-    squares = np.array([z[:, i] @ z[:, j] * (1 if i == j else 2**0.5)
-                        for i in range(64) for j in range(i, 64)])  # fmt: skip
+    crossed = (np.eye(10)[labels] - 0.1).T @ z / cm.target_norm(10)
     sums = crossed.ravel()
     if second == "yes":
-        sums = 0.5**0.5 * np.concatenate([squares, sums])
-    method = FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
-    upload = StatisticSums(torch.from_numpy(sums).float())
-    state = method.at_end(
-        method.server_step(initial_state(), {0: upload}, image_context()), image_context()
-    )
+        sums = 0.5**0.5 * np.concatenate([packed(z).sum(0), sums])
+    method = fs.FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
+    upload, ctx = StatisticSums(torch.from_numpy(sums).float()), context(rounds=1)
+    state = method.at_end(method.server_step(initial_state(), {0: upload}, ctx), ctx)
     means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
     assert state.class_means is not None
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
 
 
 def test_images_depend_only_on_the_last_server_state() -> None:
-    """Equal sums give equal images without clients or their data."""
-    method = replace(QUICK, second_moments="no")
-    first, second = (final_state(method) for _ in range(2))
-    assert torch.equal(first.images, second.images)  # type: ignore[arg-type]
-    torch.testing.assert_close(first.soft_labels.sum(dim=1), torch.ones(20))  # type: ignore[union-attr]
-    early_state = method.server_step(initial_state(), random_sums(), image_context(rounds=2))
-    assert method.synthetic(early_state, image_context()) is None
-
-
-def random_sums() -> dict[int, StatisticSums]:
+    """Equal sums give equal images without clients or their data. Drawn images follow a class's
+    optimised images, which stay unchanged; all differ."""
     draws = torch.Generator().manual_seed(0)
-    return {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
+    upload, ctx = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}, context(rounds=1)
 
+    def images(method: fs.FedStats) -> Tensor:
+        """Returns [classes, images, 64] in bytes; checks labels and soft labels."""
+        state: Any = method.at_end(method.server_step(initial_state(), upload, ctx), ctx)
+        x, labels = method.synthetic(state, ctx)
+        per_class = method.ipc + method.drawn_ipc
+        assert labels.tolist() == [c for c in range(10) for _ in range(per_class)]
+        torch.testing.assert_close(state.soft_labels.sum(dim=1), torch.ones(10 * per_class))
+        return denormalise(x, SPEC).view(10, per_class, -1)
 
-def final_state(method: FedStats) -> FedStatsState:
-    """Returns the state at the end of a round of the same sums."""
-    stepped = method.server_step(initial_state(), random_sums(), image_context())
-    state = method.at_end(stepped, image_context())
-    assert isinstance(state, FedStatsState)
-    return state
-
-
-def pixels(method: FedStats) -> torch.Tensor:
-    """Returns [classes, images, 64] in bytes; checks labels and soft labels."""
-    state, per_class = final_state(method), method.ipc + method.drawn_ipc
-    actual = method.synthetic(state, image_context())
-    assert actual is not None
-    assert actual[1].tolist() == [c for c in range(10) for _ in range(per_class)]
-    assert state.soft_labels is not None
-    assert len(state.soft_labels) == len(actual[0])
-    return denormalise(actual[0], SPEC).view(10, per_class, -1)
-
-
-def test_drawn_images_follow_optimised_images() -> None:
-    """Drawn images follow a class's optimised images, which stay unchanged; all differ."""
-    optimised = replace(QUICK, second_moments="no")
-    both = pixels(replace(optimised, drawn_ipc=3))
-    assert torch.equal(both[:, :2], pixels(optimised))
+    method = replace(QUICK, second_moments="no")
+    optimised, both = images(method), images(replace(method, drawn_ipc=3))
+    assert torch.equal(optimised, images(method))
+    assert torch.equal(both[:, :2], optimised)
     assert len(both.flatten(0, 1).unique(dim=0)) == 50
+    early_state: Any = method.server_step(initial_state(), upload, context(rounds=2))
+    assert method.synthetic(early_state, ctx) is None
 
 
 def test_export_states_the_trust_model_of_epsilon(tmp_path: Path) -> None:
     """An ε of shared noise needs the assumption next to it."""
     method = replace(QUICK, aggregation="secure")
-    settings = RunSettings(method, rounds=1, privacy=PrivacySettings(epsilon=8.0))
-    run = simulate(settings, output=tmp_path, quiet=True)
-    assert verify_run(str(run.folder)).problems == []
-    text = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
+    settings = fs.RunSettings(method, rounds=1, privacy=fs.PrivacySettings(epsilon=8.0))
+    run = verified(fs.simulate(settings, output=tmp_path, quiet=True))
+    text = (fs.export_run(str(run), tmp_path / "share") / "README.md").read_text()
     assert "because clients shared noise: assumed, not executed." in text
 
 
 def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:
     """Images are post-processing: they cost no budget and may be exported."""
-    privacy = PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
-    run = simulate(RunSettings(QUICK, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
+    privacy = fs.PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
+    run = fs.simulate(fs.RunSettings(QUICK, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
     assert 1 <= len(run.metrics) < 6
-    assert verify_run(str(run.folder)).problems == []
-    share = export_run(str(run.folder), tmp_path / "share")
-    actual = load_synthetic(share)
+    share = fs.export_run(str(verified(run)), tmp_path / "share")
+    actual = fs.load_synthetic(share)
     assert len(actual.labels) == 20
     assert actual.soft_labels is not None
     text = (share / "README.md").read_text()
@@ -341,16 +317,13 @@ def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("second", "aggregation"), [("no", "own"), ("yes", "secure")])
 def test_signal_to_noise_equals_a_simulation(second: str, aggregation: str) -> None:
     """Sums orthogonal classes of equal examples over four clients who each add noise."""
-    method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    network = FeatureLinear(method.map_of(SPEC), SPEC)
-    ctx = round_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
+    method = fs.FedStats(features="pixels", second_moments=second, aggregation=aggregation)
+    privacy = fs.PrivacySettings(noise_multiplier=3.0)
+    ctx = context(1, 3.0, method, nominal=50.0, clients=4)
     plans = {plan.name: plan for plan in method.release_plans(privacy, ctx)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
-    crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
-    i, j = np.triu_indices(64)
-    squares = np.einsum("nd,ne->nde", z, z)[:, i, j] * np.where(i == j, 1, 2**0.5)
-    both = 0.5**0.5 * np.concatenate([squares, crossed], axis=1)
+    crossed = np.einsum("nc,nd->ncd", e / cm.target_norm(10), z).reshape(10, -1)
+    both = 0.5**0.5 * np.concatenate([packed(z), crossed], axis=1)
     cases = {
         "moments": both if second == "yes" else crossed,
         "step": -method.step_clip * crossed,
@@ -364,3 +337,248 @@ def test_signal_to_noise_equals_a_simulation(second: str, aggregation: str) -> N
         noise = draws.normal(0, deviation, (50, 4, rows.shape[1])).sum(axis=1)
         expected = signal / np.sqrt(np.square(noise).sum(axis=1).mean())
         assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)
+
+
+WIDTH = 65  # 8×8 cells and the constant
+
+
+VALUES = st.one_of(st.floats(-9, 9, width=32), st.sampled_from(HOSTILE))
+
+
+@given(st.lists(VALUES, min_size=4, max_size=4), st.integers(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_hostile_vectors_respect_the_sensitivity(u: list[float], label: int) -> None:
+    sums = cm.pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
+    assert float(sums.norm()) <= 1 + 1e-9
+    assert bool(torch.isfinite(sums).all())
+
+
+def test_colour_images_start_from_random_processes() -> None:
+    """By default nothing is released for them; "yes" and "no" override this."""
+    colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
+    for pictures, released in {"auto": [True, False], "yes": [True] * 2, "no": [False] * 2}.items():
+        method = fs.FedStats(ipc=1, pictures=pictures)
+        assert [method.releases_pictures(spec) for spec in (grey, colour)] == released
+    vectors = replace(grey, height=1, width=64)
+    assert not fs.FedStats(ipc=1).releases_pictures(vectors)
+
+
+def test_means_and_covariance_equal_numpy() -> None:
+    """Classes have different sizes, and their counts come with the sums."""
+    draws = np.random.default_rng(0)
+    x = draws.random((60, 1, 8, 8)).astype(np.float32)
+    labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
+    sums = cm.pixel_rows(
+        low_pass((1, 8, 8))(torch.from_numpy(x)), torch.from_numpy(labels), 10
+    ).sums()
+    actual = cm.PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
+    v = x.reshape(60, -1)
+    v = v / np.linalg.norm(v, axis=1, keepdims=True)
+    means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
+    np.testing.assert_allclose(actual.means, means, atol=1e-5)
+    about = v - means[labels]
+    np.testing.assert_allclose(actual.roots @ actual.roots.T, about.T @ about / 60, atol=1e-5)
+
+
+def test_directions_below_the_noise_are_dropped() -> None:
+    """Pure noise leaves a few of 65 directions."""
+    draws = torch.Generator().manual_seed(0)
+    noise = torch.randn(cm.pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
+    actual = cm.PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
+    assert bool(torch.isfinite(actual.means).all())
+    assert actual.roots.shape[1] < 22
+    assert cm.PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
+
+
+def test_images_are_drawn_around_class_means() -> None:
+    means = torch.eye(64, dtype=torch.float64)[:10]
+    roots = 0.05 * torch.ones(64, 1, dtype=torch.float64)
+    moments = cm.PixelMoments(means, roots)
+    images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
+    assert images.shape == (10, 50, 1, 8, 8)
+    assert float(images.min()) >= 0
+    assert float(images.max()) <= 1
+    assert images.flatten(2).mean(dim=1).argmax(dim=1).tolist() == list(range(10))
+    assert float(images[:, -10:].std(dim=1).mean()) > float(images[:, :10].std(dim=1).mean())
+
+
+def test_steps_have_momentum() -> None:
+    """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), at the rate that noise allows."""
+    method = fs.FedStats(features="pixels", second_moments="no", momentum=0.25)
+    settings_of_run = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
+    rate, state = method.rate(context(3, **settings_of_run)), initial_state()
+    weight = state.parameters["classifier.weight"].double()
+    gradients = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))
+    moves = []
+    for number, gradient in enumerate(gradients, start=2):
+        upload = StatisticSums(20.0 * gradient.flatten())  # of a client of nominal size 20
+        state = method.server_step(state, {0: upload}, context(number, **settings_of_run))  # type: ignore[assignment]
+        moves.append(rate * gradient.double())
+    expected = weight - moves[0] - (moves[1] + 0.25 * moves[0])
+    actual = state.parameters["classifier.weight"].double()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+def test_rate_gives_the_intended_logit_noise(aggregation: str) -> None:
+    """Simulates a logit's noise after all steps, with noise of every client and with shares of it."""
+    method = fs.FedStats(features="pixels", second_moments="no", aggregation=aggregation)
+    privacy = fs.PrivacySettings(noise_multiplier=5.0)
+    plans = method.release_plans(privacy, context(rounds=12, clients=4))
+    noise = {plan.name: 5.0 * plan.relative_noise_multiplier * plan.clip for plan in plans}
+    rate = method.rate(context(rounds=12, clients=4, sigma=5.0, noise=noise))
+    shares = 3 if aggregation == "secure" else 1
+    noise_std = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)
+    draws = noise_std * np.random.default_rng(0).normal(size=(12, 4000))
+    velocity = weight = np.zeros(4000)
+    for gradient in draws:
+        velocity = method.momentum * velocity + gradient
+        weight = weight - rate * velocity
+    assert weight.std() == pytest.approx(method.logit_noise, rel=0.1)
+
+
+@given(
+    st.floats(0, 0.95),
+    st.integers(1, 40),
+    st.one_of(st.just(0.0), st.floats(1e-6, 1.0)),
+    st.floats(0.01, 10),
+)
+def test_step_rate_is_limited_by_noise_or_maximum(
+    momentum: float, steps: int, noise: float, logit_noise: float
+) -> None:
+    """The total weight counts constant gradients of 1, added step by step."""
+    velocity = weight = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1.0
+        weight += velocity
+    assert cm.total_weight(steps, momentum) == pytest.approx(weight, rel=1e-9)
+    rate = cm.step_rate(noise, steps, logit_noise, 200.0, momentum)
+    assert rate <= 200.0
+    assert rate * weight * noise <= logit_noise * (1 + 1e-9)
+    assert rate == 200.0 or rate * weight * noise >= logit_noise * (1 - 1e-9)
+
+
+def test_white_signal_equals_white_examples() -> None:
+    """Examples are ±√d·axes of a block each, whose channels and cells are white."""
+    blocks = ((3, 2), (4, 2))
+    axes = np.eye(14)
+    z = 2**-0.5 * np.stack([axes[i] + axes[6 + j] for i in range(6) for j in range(8)])
+    sums = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
+    assert float(sums.norm()) / len(z) == pytest.approx(whitening.white_signal(blocks))
+
+
+BLOCKS = ((3, 2),)
+MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), BLOCKS)
+
+
+def pool_of(z_Nd: np.ndarray, noise_std: float) -> Pool:
+    sums = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
+    return Pool(sums, noise_std, len(z_Nd))
+
+
+def test_roots_are_covariance_powers_of_equal_trace() -> None:
+    """Compares NumPy on examples with a mean other than 0, without noise."""
+    rng = np.random.default_rng(0)
+    spread = np.array([1.0, 0.3, 0.1])[:, None] * np.array([1.0, 0.5])
+    Z = 0.3 + 0.3 * spread * rng.normal(size=(400, 3, 2))
+    z = Z.reshape(400, 6)
+    assert np.linalg.norm(z, axis=1).max() < MAP.norm_bound
+    centre = torch.from_numpy(z.mean(0))
+    actual = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
+    about = (Z - Z.mean(0)) / MAP.norm_bound
+    for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
+        covariance = np.einsum(pattern, about, about) / 400
+        values, vectors = np.linalg.eigh(covariance)
+        floored = np.maximum(values, whitening.FLOOR * values.mean())
+        root = vectors @ np.diag(floored ** (-whitening.POWER / 2)) @ vectors.T
+        root *= np.sqrt(np.trace(covariance) / np.trace(root @ covariance @ root))
+        np.testing.assert_allclose(actual[name], root, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_of_the_centre_is_subtracted() -> None:
+    """A noisy centre's outer product flattens the covariance. With its deviation, roots are nearer
+    those of the true centre."""
+    rng = np.random.default_rng(1)
+    spread = np.array([1.0, 0.5, 0.3])[:, None] * np.array([1.0, 0.5])
+    z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
+    pool = pool_of(z, 0.0)
+    exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
+    errors = []
+    for deviation in (0.1, 0.0):
+        draws = np.random.default_rng(2)
+        actual = [
+            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), deviation, MAP)
+            for _ in range(200)
+        ]
+        mean = torch.stack([roots["channels_root_0"] for roots in actual]).mean(0)
+        errors.append(float((mean - exact).norm()))
+    assert errors[0] < 0.75 * errors[1]
+
+
+def test_noisy_covariances_give_roots_near_identity() -> None:
+    """Single eigenvalues of pure noise exceed the edge by up to a quarter by chance. Regression: a
+    trace of both signs in the scale."""
+    draws = torch.Generator().manual_seed(0)
+    for size in (3, 9, 41, 98):
+        for signal in (0.0, 3.0):  # one direction just above the noise
+            for _ in range(50):
+                noise = torch.randn(size, size, generator=draws, dtype=torch.float64)
+                noise = (noise.triu() + noise.triu(1).T) * 0.5**0.5
+                noise.diagonal().mul_(2**0.5)
+                noise[0, 0] += signal * (2 * size) ** 0.5
+                values = torch.linalg.eigvalsh(whitening._root(noise, 1.0))
+                assert float(values.min()) > 0.4
+                assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
+
+
+def test_embedding_transforms_vectors_by_blocks() -> None:
+    """The embedding is channels·Z·cells, before the clip."""
+    rng = np.random.default_rng(3)
+    Z = 0.05 * rng.normal(size=(4, 3, 2))
+    channel_root = rng.normal(size=(3, 3))
+    cell_root = rng.normal(size=(2, 2))
+    parameters = {
+        "centre": torch.zeros(6, dtype=torch.float64),
+        "channels_root_0": torch.from_numpy(channel_root),
+        "cells_root_0": torch.from_numpy(cell_root),
+    }
+    actual = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
+    expected = (channel_root @ Z @ cell_root).reshape(4, 6)
+    expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
+
+
+def test_only_private_runs_whiten() -> None:
+    names = root_names(WHITE.map_of(SPEC).blocks)
+    for privacy in (None, fs.PrivacySettings(epsilon=8.0)):
+        parts = fs.PartitionSettings("iid", clients=2)
+        result = fs.simulate(fs.RunSettings(WHITE, rounds=2, partition=parts, privacy=privacy))
+        state = result.model.state_dict()
+        is_identity = [torch.equal(state[name], torch.eye(len(state[name]))) for name in names]
+        assert is_identity == [privacy is None] * 2
+    assert result.accuracy > 0.7
+
+
+def test_whitening_depends_on_public_shapes() -> None:
+    shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
+    specs = [
+        replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
+        for c, h, w in shapes
+    ]
+    actual = {
+        choice: [replace(WHITE, whitening=choice).whitens(spec) for spec in specs]
+        for choice in ("auto", "yes", "no")
+    }
+    assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+    assert not fs.FedStats().whitens(SPEC)
+    assert WHITE.whitens(SPEC)
+    with pytest.raises(SettingError, match="channels and spatial cells"):
+        fs.FedStats(whitening="yes", features="pixels").whitens(SPEC)
+    with pytest.raises(SettingError, match="covariance_share"):
+        fs.FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
+    # "auto" is resolved with the data set
+    automatic = fs.FedStats(covariance_share=0.89, moment_share=0.1)
+    larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
+    ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
+    with pytest.raises(SettingError, match="covariance_share"):
+        automatic.release_plans(PRIVATE, ctx)

@@ -1,11 +1,11 @@
-"""Robust aggregation: rules against NumPy, the influence of malicious clients, refusals, and the
-memory of averaging."""
+"""Robust aggregation: rules against NumPy, refusals, and the memory of averaging."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from fedsynth.methods.shared import aggregation as robust
 from fedsynth.methods.shared.aggregation import (
     AveragingState,
     average,
-    middle_mean,
     robust_uploads,
     update_cache,
 )
@@ -40,12 +39,7 @@ FloatArray = npt.NDArray[np.float64]
 def context_with(
     rule: str, network: nn.Module, clients: int = 5, share: float = 0.2
 ) -> RoundContext:
-    rules = {"robust": rule, "robust_share": share}
-    return round_context(network=network, nominal=100.0, clients=clients, **rules)
-
-
-def network_with_batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    return round_context(network=network, clients=clients, robust=rule, robust_share=share)
 
 
 def random_uploads(network: nn.Module, count: int, seed: int = 0) -> dict[int, ModelParameters]:
@@ -79,8 +73,9 @@ def expected_aggregate(rule: str, rows: FloatArray, center: FloatArray, percent:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 49))
 def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
-    network = network_with_batch_norm()
-    uploads = random_uploads(network, count, seed)
+    """Sorting in blocks of two columns changes nothing."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    uploads, start = random_uploads(network, count, seed), network.state_dict()
     trained = [name for name, _ in network.named_parameters()]
 
     def flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> FloatArray:
@@ -88,14 +83,15 @@ def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
 
     for rule in ("median", "trimmed", "clip"):
         context = context_with(rule, network, share=percent / 100)
-        aggregated = robust_uploads(uploads, network.state_dict(), context)
+        with patch.object(robust, "BLOCK", 2 * count if seed % 2 else robust.BLOCK):
+            aggregated = robust_uploads(uploads, start, context)
         assert list(aggregated) == list(uploads)
         assert all(u is aggregated[0] for u in aggregated.values())
         assert aggregated[0].weight == 1.0
         buffer_rule = "median" if rule == "clip" else rule
         for names, kind in ((trained, rule), (["1.running_mean", "1.running_var"], buffer_rule)):
             rows = np.stack([flat(u.parameters, names) for u in uploads.values()])
-            expected = expected_aggregate(kind, rows, flat(network.state_dict(), names), percent)
+            expected = expected_aggregate(kind, rows, flat(start, names), percent)
             actual = flat(aggregated[0].parameters, names)
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
         assert int(aggregated[0].parameters["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
@@ -103,48 +99,15 @@ def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
 
 def test_exact_share_of_clients_is_not_rounded_up() -> None:
     """0.07 · 100 is 7.000000000000001, of which the ceiling would be 8."""
-    network = nn.Linear(1, 1)
     rows = torch.arange(100.0).square()
     uploads = {k: ModelParameters({"weight": row.view(1, 1)}, 1.0) for k, row in enumerate(rows)}
-    context = context_with("trimmed", network, clients=100, share=0.07)
+    context = context_with("trimmed", nn.Linear(1, 1), clients=100, share=0.07)
     aggregated = robust_uploads(uploads, {"weight": torch.zeros(1, 1)}, context)
     assert float(aggregated[0].parameters["weight"]) == pytest.approx(float(rows[7:93].mean()))
 
 
-def test_sorting_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = list(torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(1)))
-    complete = middle_mean(rows, 1)
-    monkeypatch.setattr(robust, "BLOCK", 11)  # two columns at a time
-    assert torch.equal(middle_mean(rows, 1), complete)
-
-
-@pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
-def test_malicious_fifth_stays_within_the_honest_range(rule: str) -> None:
-    network = network_with_batch_norm()
-    start = network.state_dict()
-    uploads = random_uploads(network, 10)
-    honest = {k: u for k, u in uploads.items() if k > 1}
-    for k in (0, 1):
-        malicious = {n: v * -10000 for n, v in uploads[k].parameters.items()}
-        uploads[k] = replace(uploads[k], parameters=malicious, weight=1e9)
-    aggregated = robust_uploads(uploads, start, context_with(rule, network))[0].parameters
-    trained = [name for name, _ in network.named_parameters()]
-    for name, value in aggregated.items():
-        honest_values = torch.stack([u.parameters[name] for u in honest.values()])
-        if rule != "clip" or name not in trained:
-            assert bool(
-                ((honest_values.amin(0) <= value) & (value <= honest_values.amax(0))).all()
-            ), name
-
-    def moved(parameters: Mapping[str, Tensor]) -> float:
-        return sum(float((parameters[n] - start[n]).square().sum()) for n in trained)
-
-    assert moved(aggregated) <= max(moved(u.parameters) for u in honest.values())
-
-
 def test_rules_apply_to_all_parts_of_uploads() -> None:
-    """SCAFFOLD's controls are clipped around zero, FedNova's norms have the median; weights are
-    ignored."""
+    """SCAFFOLD's controls, FedNova's norms, and the average of all clients."""
     network = nn.Linear(2, 1)
     start = network.state_dict()
     control = [torch.full((1, 2), x) for x in (1.0, 2.0, 3.0, 4.0, 1e9)]
@@ -159,18 +122,9 @@ def test_rules_apply_to_all_parts_of_uploads() -> None:
     assert state.control["weight"].tolist() == [[3.0, 3.0]]  # 5 of 5 clients: their rule's mean
     norms = {k: NormalisedModel(start, 1.0, norm) for k, norm in enumerate((1.0, 2.0, 1e9))}
     assert robust_uploads(norms, start, context)[0].norm == 2.0
-
-
-def test_rules_apply_to_the_average_of_all_clients() -> None:
-    network = nn.Linear(2, 1)
-    state = AveragingState(network.state_dict())
-    uploads = random_uploads(network, 5)
-    uploads[0] = replace(
-        uploads[0], parameters={n: v * 1e6 for n, v in uploads[0].parameters.items()}
-    )
-    overall = update_cache(state, state, uploads, context_with("median", network)).overall
-    for name, value in overall.items():
-        values = np.stack([u.parameters[name].double().numpy() for u in uploads.values()])
+    models, all_models = random_uploads(network, 5), AveragingState(start)
+    for name, value in update_cache(all_models, all_models, models, context).overall.items():
+        values = np.stack([u.parameters[name].double().numpy() for u in models.values()])
         np.testing.assert_allclose(value.numpy(), np.median(values, axis=0), rtol=1e-5)
 
 
@@ -181,9 +135,7 @@ class _LargestTensor(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.bytes = max(self.bytes, out.nbytes)
@@ -224,11 +176,11 @@ def test_methods_support_or_refuse_robust_rules(name: str) -> None:
 
 
 def test_invalid_robust_settings_are_rejected() -> None:
-    method = FedAvg()
-    clients = PartitionSettings(clients=10)
-    with pytest.raises(SettingError, match=r"run\.robust needs at least 3 clients.*got 2"):
-        RunSettings(method, robust="median", participation=0.2, partition=clients)
-    with pytest.raises(SettingError, match=r"run\.robust_share"):
-        RunSettings(method, robust="trimmed", robust_share=0.5)
-    with pytest.raises(UnknownNameError, match="did you mean median"):
-        RunSettings(method, robust="medain")
+    clients = {"participation": 0.2, "partition": PartitionSettings(clients=10)}
+    for values, message in (
+        ({"robust": "median", **clients}, r"run\.robust needs at least 3 clients.*got 2"),
+        ({"robust": "trimmed", "robust_share": 0.5}, r"run\.robust_share"),
+        ({"robust": "medain"}, "did you mean median"),
+    ):
+        with pytest.raises((SettingError, UnknownNameError), match=message):
+            RunSettings(FedAvg(), **values)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.server import Server
 from fedsynth.methods.shared.local import TrainsLocally
+from tests.digits import CPU
 from tests.rounds import play_round
 
 Array = npt.NDArray[np.float64]
@@ -23,33 +24,29 @@ SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "m
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8)
 LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
 PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
-SIZES = (2, 3, 4)
+ALL, SIZES = (0, 1, 2), (2, 3, 4)
 X = PIXELS.reshape(9, 4) / 255
 # an epoch is one step on all examples
 FULL: dict[str, Any] = {"batch": 10, "lr": 0.5, "momentum": 0.0, "local_epochs": 3}
 
 
-def data(device: torch.device) -> ImageData:
-    return from_arrays(PIXELS, LABELS, SPEC).to(device)
-
-
-def clients(device: torch.device, ids: Sequence[int] = (0, 1, 2)) -> ExactClientView:
-    return ExactClientView(ids, data(device), [PARTS[k] for k in ids])
+def clients(device: torch.device, ids: Sequence[int] = ALL) -> ExactClientView:
+    data = from_arrays(PIXELS, LABELS, SPEC).to(device)
+    return ExactClientView(ids, data, [PARTS[k] for k in ids])
 
 
 def context(
-    number: int, device: torch.device, network: nn.Module, active: Sequence[int] = (0, 1, 2)
+    number: int, device: torch.device = CPU, network: nn.Module | None = None, active: Any = ALL
 ) -> RoundContext:
-    return RoundContext(
-        number, 0, device, SPEC, network, 3.0, clients=3, participants=tuple(active), sizes=SIZES
-    )
+    model, federation = network or TwoLayers(), {"clients": 3, "sizes": SIZES}
+    return RoundContext(number, 0, device, SPEC, model, 3.0, participants=active, **federation)
 
 
 def run_rounds(
     method: TrainsLocally,
     network: Callable[[], nn.Module],
     device: torch.device,
-    active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
+    active: Sequence[tuple[int, ...]] = (ALL, ALL),
     grouped: bool = True,
 ) -> tuple[list[dict[str, Array]], Any, dict[int, Any]]:
     """Returns the global model after each round, the last state, and the clients' memories.
