@@ -1,8 +1,10 @@
-"""ImageData, `from_arrays`, normalisation and its inverse, and pictures of images and counts."""
+"""ImageData and `from_arrays` for images and for vectors with public bounds, normalisation and its
+inverse, runs on vectors, and pictures of images and counts."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,37 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
-from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise, require_all_classes
-from fedsynth.data.picture import (
-    by_class,
-    image_grid_png,
-    partition_png,
-    partition_table,
+from fedsynth import (
+    DatasetSpec,
+    export_run,
+    from_arrays,
+    from_dataset,
+    load_synthetic,
+    resolve,
+    simulate,
 )
+from fedsynth.data.images import (
+    ImageData,
+    denormalise,
+    normalise,
+    record_digests,
+    require_all_classes,
+)
+from fedsynth.data.picture import by_class, image_grid_png, partition_png, partition_table
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError
+from fedsynth.errors import DataError, SettingError
+from tests.quick_settings import quick_settings, verified
 
 DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
 RNG = np.random.default_rng(0)
+DIMENSION = 12
+VECTORS = DatasetSpec(
+    **{"name": "vectors", "channels": 1, "height": 1, "width": DIMENSION, "classes": 3},
+    **{"train_size": 600, "test_size": 90, "source": "drawn by a test", "bounds": (-4.0, 4.0)},
+    **{"mean": (0.5,), "std": (0.25,), "class_names": ("a", "b", "c")},
+)
 
 
 def random_digits(n: int = 20) -> ImageData:
@@ -52,6 +72,22 @@ def test_from_arrays_rounds_floats_to_nearest_level() -> None:
         )
 
 
+def test_values_are_scaled_and_clipped_to_bounds() -> None:
+    vectors = np.array([[-4.0, 0.0, 4.0, 9.0, -9.0, 1.0, *[0.0] * 6]])
+    data = from_arrays(vectors, [0], VECTORS)
+    assert data.images.dtype == torch.float32
+    assert data.images.shape == (1, 1, 1, DIMENSION)
+    assert data.images.flatten()[:6].tolist() == [0.0, 0.5, 1.0, 1.0, 0.0, 0.625]
+    inputs = normalise(data.images, VECTORS)
+    assert inputs.flatten()[:3].tolist() == [-2.0, 0.0, 2.0]
+    torch.testing.assert_close(denormalise(inputs, VECTORS), data.images)
+    vectors = np.arange(24).reshape(2, DIMENSION) % 4
+    expected = from_arrays(vectors, [0, 1], VECTORS).images
+    assert torch.equal(from_arrays(vectors.astype(np.float64), [0, 1], VECTORS).images, expected)
+    pairs = TensorDataset(torch.tensor(vectors), torch.tensor([0, 1]))
+    assert torch.equal(from_dataset(pairs, VECTORS).images, expected)
+
+
 def floats(value: float) -> npt.NDArray[np.float32]:
     x = np.zeros((3, 8, 8), np.float32)
     x[1, 2, 3:5] = value
@@ -62,71 +98,84 @@ VALID = np.zeros((3, 8, 8), np.uint8)
 LABELS = np.array([0, 1, 2])
 
 
+INVALID_ARRAYS: list[tuple[Any, Any, str]] = [
+    (floats(np.nan), LABELS, "2 of 192 are NaN or infinite"),
+    (floats(-np.inf), LABELS, "2 of 192 are NaN or infinite"),
+    (floats(1.5), LABELS, r"must be in \[0, 1\].* 2 of 192"),
+    (VALID.astype(np.int64), LABELS, "must be uint8, got int64"),
+    (VALID[:, :7], LABELS, r"\[1, 8, 8\], got \[3, 7, 8\]"),
+    (VALID[0], LABELS, r"got \[8, 8\]"),
+    (VALID[..., None, None], LABELS, r"got \[3, 8, 8, 1, 1\]"),
+    (VALID, LABELS[:2], r"labels .* shape \[3\], got \[2\]"),
+    (VALID, np.array([0, 1, 10]), r"labels .* in \[0, 10\), but 1 .* such as 10"),
+    (VALID, np.array([0, -1, 1]), "such as -1"),
+    (VALID, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
+    (VALID, LABELS.astype(float), "labels .* integers, got float64"),
+    (VALID, np.array([True, False, True]), "labels .* integers, got bool"),
+    (VALID, LABELS[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
+    (VALID[:0], LABELS[:0], "at least one example"),
+    (np.array([["a"]]), LABELS, "must be a NumPy array or a tensor of numbers"),
+    ([[1, 2], [3]], LABELS, "must be a NumPy array or a tensor of numbers"),
+    (VALID[:1], ["a"], r"labels of digits must be among 0, 1, .*, got 'a'"),
+]
+INVALID_INDICES = [
+    (np.zeros((6, 1), int), " must have the shape"),
+    (np.zeros(6), " must be integers, got float64"),
+    (np.zeros(6, bool), " must be integers, got bool"),
+    (np.array([0, 1, 2, -3, 4, 5]), " must be in .* such as -3"),
+    (np.full(6, 2**64 - 1, np.uint64), " must be in"),
+    (np.array([], int), "at least one example|groups .* shape"),
+]
+# If they were joined, one record's type would change the stored pixels of another.
+TYPES = [(np.array([[0, 1]], np.uint8), 0), (np.array([[0.5, 1]], np.float32), 1)]
+UNSCALED = torch.full((1, 1, 1, DIMENSION), 1.5)
+SCANS = dataclasses.replace(DIGITS, name="scans", domains=("A", "B"))
+SIX = np.zeros((6, 8, 8), np.uint8)
+
+
 @pytest.mark.parametrize(
-    ("images", "labels", "message"),
+    ("build", "message"),
     [
-        (floats(np.nan), LABELS, "2 of 192 are NaN or infinite"),
-        (floats(-np.inf), LABELS, "2 of 192 are NaN or infinite"),
-        (floats(1.5), LABELS, r"must be in \[0, 1\].* 2 of 192"),
-        (VALID.astype(np.int64), LABELS, "must be uint8, got int64"),
-        (VALID[:, :7], LABELS, r"\[1, 8, 8\], got \[3, 7, 8\]"),
-        (VALID[0], LABELS, r"got \[8, 8\]"),
-        (VALID[..., None, None], LABELS, r"got \[3, 8, 8, 1, 1\]"),
-        (VALID, LABELS[:2], r"labels .* shape \[3\], got \[2\]"),
-        (VALID, np.array([0, 1, 10]), r"labels .* in \[0, 10\), but 1 .* such as 10"),
-        (VALID, np.array([0, -1, 1]), "such as -1"),
-        (VALID, np.array([0, 1, 2**64 - 1], np.uint64), "labels .* must be in"),
-        (VALID, LABELS.astype(float), "labels .* integers, got float64"),
-        (VALID, np.array([True, False, True]), "labels .* integers, got bool"),
-        (VALID, LABELS[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
-        (VALID[:0], LABELS[:0], "at least one example"),
-        (np.array([["a"]]), LABELS, "must be a NumPy array or a tensor of numbers"),
-        ([[1, 2], [3]], LABELS, "must be a NumPy array or a tensor of numbers"),
+        *((partial(from_arrays, x, y, DIGITS), message) for x, y, message in INVALID_ARRAYS),
+        *(
+            (partial(from_arrays, SIX, np.arange(6), DIGITS, groups=indices), message)
+            for indices, message in INVALID_INDICES
+        ),
+        *((partial(random_digits().subset, ids), message) for ids, message in INVALID_INDICES),
+        (partial(random_digits().subset, [20]), r"indices .* in \[0, 20\).* such as 20"),
+        *(
+            (partial(from_arrays, SIX, np.arange(6), SCANS, domains), r"domains .* must")
+            for domains in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex))
+        ),
+        *(
+            (partial(from_dataset, pairs, VECTORS), "pairs of an array and a label")
+            for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)])
+        ),
+        (
+            partial(from_dataset, TYPES, dataclasses.replace(VECTORS, width=2, bounds=None)),
+            "different types",
+        ),
+        (partial(from_arrays, np.full((1, DIMENSION), np.nan), [0], VECTORS), "NaN"),
+        (partial(ImageData, UNSCALED, torch.zeros(1, dtype=torch.int64), VECTORS), "from_arrays"),
     ],
 )
-def test_invalid_arrays_raise_one_line_errors(images: Any, labels: Any, message: str) -> None:
+def test_invalid_arrays_raise_one_line_errors(build: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        from_arrays(images, labels, DIGITS)
+        build()
     assert "\n" not in str(caught.value)
 
 
 def test_subsets_keep_domains_and_groups() -> None:
     images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
     users = np.array([7, 7, 0, 3000, 0, 7], np.int32)
-    hospitals = dataclasses.replace(DIGITS, name="scans", domains=("A", "B"))
     sites = np.arange(6, dtype=np.uint64) % 2
-    data = from_arrays(images, np.arange(6), hospitals, sites, groups=users)
+    data = from_arrays(images, np.arange(6), SCANS, sites, groups=users)
     part = data.to("cpu").subset(torch.tensor([3, 0, 3], dtype=torch.int32))
     assert part.labels.tolist() == [3, 0, 3]
     assert part.class_counts().tolist() == [1, 0, 0, 2, 0, 0, 0, 0, 0, 0]
     assert torch.equal(part.images[0], data.images[3])
     assert [origin.tolist() for origin in part.origins()] == [[1, 0, 1], [3000, 7, 3000]]
     assert random_digits().domains is None
-    for invalid in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex)):
-        with pytest.raises(DataError, match=r"domains .* must"):
-            from_arrays(images, np.arange(6), hospitals, invalid)
-
-
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        (np.zeros((6, 1), int), " must have the shape"),
-        (np.zeros(6), " must be integers, got float64"),
-        (np.zeros(6, bool), " must be integers, got bool"),
-        (np.array([0, 1, 2, -3, 4, 5]), " must be in .* such as -3"),
-        (np.full(6, 2**64 - 1, np.uint64), " must be in"),
-        (np.array([], int), "at least one example|groups .* shape"),
-    ],
-)
-def test_invalid_groups_and_indices_are_rejected(indices: npt.NDArray[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        from_arrays(np.zeros((6, 8, 8), np.uint8), np.arange(6), DIGITS, groups=indices)
-    with pytest.raises(DataError, match=message):
-        random_digits(20).subset(indices)
-    with pytest.raises(DataError, match=r"indices .* in \[0, 20\).* such as 20"):
-        random_digits(20).subset([20])
-    with pytest.raises(DataError, match=r"labels of digits must be among 0, 1, .*, got 'a'"):
-        from_arrays(np.zeros((1, 8, 8), np.uint8), ["a"], DIGITS)
 
 
 def test_classes_without_examples_are_named() -> None:
@@ -164,6 +213,67 @@ def test_constants_of_inference_mode_work_in_training() -> None:
     weight = torch.ones(1, 1, 8, 8, requires_grad=True)
     (normalise(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), spec) * weight).sum().backward()
     assert weight.grad is not None
+
+
+# ------------------------------------------------------------------------------------------ vectors
+
+
+def draw(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns vectors [N, 12] of three classes and their labels."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(number) % 3
+    vectors = rng.normal(size=(number, DIMENSION))
+    vectors[np.arange(number), labels] += 2
+    return vectors, labels
+
+
+def run(name: str, output: Path | None = None, **privacy: Any) -> Any:
+    """Runs a method on the vectors."""
+    sections = {
+        "run": {"method": name, "rounds": 1, "device": "cpu"},
+        "partition": {"clients": 3},
+        "model": {} if name == "fedstats" else {"name": "mlp", "width": 16},
+        "method": quick_settings(name),
+        "privacy": privacy,
+    }
+    data = from_arrays(*draw(600, 0), VECTORS), from_arrays(*draw(90, 1), VECTORS)
+    return simulate(resolve(sections), data=data, test="public", output=output, quiet=True)
+
+
+def test_digests_depend_only_on_float32_values() -> None:
+    """A ledger recognises records under other bounds, as float64 and with negative zeros."""
+    vectors, labels = draw(3, 0)
+    vectors = vectors.astype(np.float32)
+    vectors[0, 3] = 0.0
+    changed = vectors.copy()
+    changed[1, 5] = np.nextafter(vectors[1, 5], np.float32(9))
+    negative_zero = vectors.astype(np.float64)
+    negative_zero[0, 3] = -0.0
+
+    def digests(values: np.ndarray, bounds: tuple[float, float] = (-4.0, 4.0)) -> np.ndarray:
+        data = from_arrays(values, labels, dataclasses.replace(VECTORS, bounds=bounds))
+        return record_digests(data.subset([0, 1, 2]), np.arange(3), b"key")
+
+    first = digests(vectors)
+    for same in (digests(vectors, (0.0, 4.001)), digests(negative_zero)):
+        assert (first == same).all()
+    assert (first == digests(changed)).all(axis=1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["fedaf", "fedkf", "fedstats"])
+def test_methods_of_each_family_run_on_vectors(name: str) -> None:
+    assert run(name).accuracy >= (0.7 if name == "fedstats" else 0.0)
+
+
+def test_private_vectors_are_released_in_original_units(tmp_path: Path) -> None:
+    folder = verified(run("feddm", tmp_path / "runs", epsilon=8.0, ledger=tmp_path / "ledgers"))
+    assert not list(folder.rglob("synthetic*.png"))
+    synthetic = load_synthetic(export_run(folder, tmp_path / "share"))
+    assert synthetic.spec.bounds == VECTORS.bounds
+    torch.testing.assert_close(synthetic.values(), 8 * synthetic.images - 4)
+    data = from_arrays(*draw(300, 0), VECTORS)
+    with pytest.raises(SettingError, match="must be linear or mlp, because the data are vectors"):
+        simulate(resolve({"run": {"method": "fedavg"}}), data=(data, None))
 
 
 # ---------------------------------------------------------------------------------------- pictures

@@ -68,9 +68,10 @@ def test_invalid_synthetic_names_are_rejected(numbers: str) -> None:
 def test_inconsistent_specs_are_rejected() -> None:
     for key, wrong in (
         *(("channels", 0), ("mean", (0.1, 0.2)), ("std", (0.0,))),
-        *(("mean", (float("nan"),)), ("class_names", ("a",))),
+        *(("mean", (float("nan"),)), ("class_names", ("a",)), ("bounds", (1.0, 1.0))),
+        *(("bounds", (2.0, -2.0)), ("bounds", (0.0, float("inf")))),
     ):
-        with pytest.raises(SettingError, match="data set 'digits'"):
+        with pytest.raises(SettingError, match=f"{key} of data set 'digits'"):
             dataclasses.replace(dataset_spec("digits"), **{key: wrong})
 
 
