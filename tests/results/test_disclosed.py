@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,20 +21,13 @@ from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.results.disclosed import ROW, declared_row, disclosed
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
+from tests.quick_settings import folder_of, quick_sections, read_rows
 
 
-def settings(method: type[FedAvg], fills: str = "", **privacy: Any) -> RunSettings:
-    method_settings = {"local_epochs": 1, "batch": 128, **({"fills": fills} if fills else {})}
-    return resolve(
-        {
-            "run": {"rounds": 2, "device": "cpu"},
-            "partition": {"clients": 3},
-            "model": {"width": 4, "depth": 2},
-            "method": method_settings,
-            "privacy": privacy,
-        },
-        own_method=method,
-    )
+def settings(method: type[FedAvg], key: str = "clean_loss", **privacy: Any) -> RunSettings:
+    sections = quick_sections("fedavg", method={"key": key}, privacy=privacy)
+    del sections["run"]["method"]
+    return resolve(sections, own_method=method)
 
 
 def test_rows_are_split_by_declaration() -> None:
@@ -60,9 +53,10 @@ class Undeclared(FedAvg):
     """Reports an undeclared metric."""
 
     name: ClassVar[str] = "undeclared"
+    key: str = "clean_loss"
 
     def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
-        return {**super().facts(state, context), "clean_loss": 0.25}
+        return {**super().facts(state, context), self.key: 0.25}
 
 
 @dataclass(frozen=True)
@@ -71,50 +65,34 @@ class Declared(Undeclared):
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **FedAvg.metric_privacy,
         "clean_loss": released("computed from uploads"),
+        "seconds": public("of the engine, which shows it in simulations only"),
     }
 
 
 def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
     """Checks the observers and metrics.jsonl."""
-    rows: list[Mapping[str, Any]] = []
-
-    class RowRecorder(Observer):
-        def round_ended(self, row: Mapping[str, Any]) -> None:
-            rows.append(row)
-
+    recorder = Mock(spec=Observer)
     undeclared = settings(Undeclared, noise_multiplier=3.0)
     with pytest.raises(UnaccountedReleaseError, match="'clean_loss'"):
-        simulate(undeclared, output=tmp_path / "private", observer=RowRecorder())
-    assert rows == []
+        simulate(undeclared, output=tmp_path / "private", observer=recorder)
+    recorder.round_ended.assert_not_called()
     assert not list((tmp_path / "private").glob("*/metrics.jsonl"))
-    public_run = simulate(settings(Undeclared), observer=RowRecorder())
-    assert rows == public_run.metrics
+    public_run = simulate(settings(Undeclared), observer=recorder)
+    assert [call.args[0] for call in recorder.round_ended.mock_calls] == public_run.metrics
     assert public_run.metrics[0]["clean_loss"] == 0.25
     run = simulate(settings(Declared, noise_multiplier=3.0), output=tmp_path / "declared")
-    assert run.folder is not None
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["clean_loss"] for line in lines] == [0.25, 0.25]
-    assert verify_run(run.folder, method=Declared).problems == []
+    assert [row["clean_loss"] for row in read_rows(folder_of(run))] == [0.25, 0.25]
+    assert verify_run(folder_of(run), method=Declared).problems == []
 
 
 @dataclass(frozen=True)
-class Conflicting(FedAvg):
-    """Declares and reports keys of the engine."""
-
+class Conflicting(Undeclared):
     name: ClassVar[str] = "conflicting"
-    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
-        **FedAvg.metric_privacy,
-        "seconds": public("by the method"),
-        "test_accuracy": public("by the method"),
-    }
-    fills: str = ""
-
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
-        return {self.fills: 0.5} if self.fills else {}
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {"test_accuracy": public("by the method")}
 
 
 def test_methods_cannot_declare_engine_keys() -> None:
-    assert not declared_row(Conflicting)["seconds"].may_be_shown
+    assert not declared_row(Declared)["seconds"].may_be_shown
     with pytest.raises(UnaccountedReleaseError, match="'test_accuracy'"):
         simulate(settings(Conflicting, "test_accuracy", noise_multiplier=3.0))
 

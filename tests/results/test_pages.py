@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -22,36 +20,22 @@ from fedsynth.results.finished import Run, RunFolderError, by_seed, differing, f
 from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
 from fedsynth.simulation.simulate import simulate
 from tests.html_page import Page
-
-LOCAL = {
-    "run": {"method": "fedavg", "rounds": 2, "device": "cpu"},
-    "partition": {"kind": "iid", "clients": 2, "local_test": 0.2},
-    "model": {"name": "linear"},
-    "method": {"local_steps": 1},
-}
-IMAGES: dict[str, dict[str, Any]] = {
-    "run": {"method": "feddm", "rounds": 2, "device": "cpu"},
-    "partition": {"kind": "iid", "clients": 2},
-    "model": {"width": 4, "depth": 1},
-    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
-}
-PRIVATE = {**IMAGES, "privacy": {"noise_multiplier": 3.0}}
+from tests.quick_settings import folder_of, quick_sections
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
-    """Yields runs of FedAvg with seeds 0 and 1, of FedDM, and of FedDM with privacy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    base = tmp_path_factory.mktemp("runs")
-    other = {**LOCAL, "run": {**LOCAL["run"], "seed": 1}}
-    loaded = []
-    for sections in (LOCAL, other, IMAGES, PRIVATE):
-        folder = simulate(resolve(sections), output=base).folder
-        assert folder is not None
-        loaded.append(Run.read(folder))
-    yield loaded
-    torch.set_num_threads(threads)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Returns runs of FedAvg with seeds 0 and 1, of FedDM, and of FedDM with privacy."""
+    local: Any = {"partition": {"local_test": 0.2}, "model": {"name": "linear", "norm": "none"}}
+    base, loaded = tmp_path_factory.mktemp("runs"), []
+    for sections in (
+        quick_sections("fedavg", **local),
+        quick_sections("fedavg", run={"seed": 1}, **local),
+        quick_sections("feddm"),
+        quick_sections("feddm", privacy={"noise_multiplier": 3.0}),
+    ):
+        loaded.append(Run.read(folder_of(simulate(resolve(sections), output=base))))
+    return loaded
 
 
 def test_curve_points_match_rows(runs: list[Run]) -> None:
@@ -95,16 +79,13 @@ def test_runs_without_metric_are_omitted_with_note(runs: list[Run]) -> None:
         curves(runs[2:], "local.amp", "rounds")
 
 
-def test_settings_of_single_run_are_differences(runs: list[Run]) -> None:
+def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
     """Regression: runs with ε and with σ had the same label."""
     private = runs[3]
     settings = {k: v for k, v in private.settings.items() if k != "privacy.noise_multiplier"}
     by_epsilon = replace(private, settings={**settings, "privacy.epsilon": 8.0})
     assert differing([private, by_epsilon]) == [{"privacy.noise_multiplier": 3.0}, {}]
     assert not any(key.startswith("privacy.") for key in differing(runs)[3])
-
-
-def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
     starts = ("fedavg seed=0", "fedavg seed=1", "feddm", "feddm private")
     assert all(map(str.startswith, labels(runs), starts))
     assert labels([runs[0], runs[0]]) == ["fedavg #1", "fedavg #2"]

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth import from_arrays, load_dataset, load_model
+from fedsynth import from_arrays, load_model
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import ReportSettings
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash
 from fedsynth.results import run_folder
 from fedsynth.results.disclosed import Disclosed
@@ -28,19 +28,14 @@ from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
+from tests.quick_settings import folder_of, quick_sections
 from tests.special_files import make_special_file
 
 SPEC = dataclasses.replace(
     dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl")
 )
-TINY: dict[str, dict[str, Any]] = {
-    "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
-    "partition": {"kind": "iid", "clients": 2},
-    "model": {"width": 4, "depth": 1},
-    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
-    "privacy": {"noise_multiplier": 3.0},
-    "report": {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord"},
-}
+REPORT = {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord, Süd"}
+TINY = quick_sections("feddm", run={"rounds": 1}, privacy={"noise_multiplier": 3.0}, report=REPORT)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +45,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def test_folder_is_incomplete_until_finished(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "feddm-digits")
-    assert folder.path.name.endswith("-feddm-digits.incomplete")
-    finished = folder.finish(Disclosed({"rounds": 1}))
-    assert names(tmp_path) == {finished.name}
-    assert f"{finished.name}.incomplete" not in names(tmp_path)
-    summary = json.loads((finished / "summary.json").read_text())
-    assert summary == {"rounds": 1, "folder": str(finished)}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +69,18 @@ def test_folders_with_special_files_are_not_resumed(tmp_path: Path, name: str, k
             resumed_rounds(folder.path)
 
 
-def test_runs_of_same_second_have_separate_folders(tmp_path: Path) -> None:
-    folders = [RunFolder(tmp_path, "a") for _ in range(3)]
-    first = folders[0].finish(Disclosed({}))
-    folders += [RunFolder(tmp_path, "a") for _ in range(2)]
+def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> None:
+    """Runs may start in the same second."""
+    folders = [RunFolder(tmp_path, "feddm-digits") for _ in range(3)]
+    assert folders[0].path.name.endswith("-feddm-digits.incomplete")
+    finished = [folders[0].finish(Disclosed({"rounds": 1}))]
+    folders += [RunFolder(tmp_path, "feddm-digits") for _ in range(2)]
+    finished += [folder.finish(Disclosed({})) for folder in folders[1:]]
     assert len({folder.path for folder in folders}) == 5
-    assert len({first, *(folder.finish(Disclosed({})) for folder in folders[1:])}) == 5
+    assert names(tmp_path) == {folder.name for folder in finished}
+    assert len(set(finished)) == 5
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert summary == {"rounds": 1, "folder": str(finished[0])}
 
 
 @pytest.mark.parametrize(
@@ -125,22 +116,16 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_exceeded_cap_leaves_no_folder(tmp_path: Path) -> None:
-    capped = {**TINY, "privacy": {"noise_multiplier": 1, "epsilon": 1e-3}}
-    with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
-        simulate(resolve(capped), output=tmp_path / "out")
-    assert names(tmp_path) == set()
-
-
 def test_report_describes_run_and_files(run: RunResult) -> None:
-    folder = run.folder
-    assert folder is not None
+    folder = folder_of(run)
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report == json.loads(json.dumps(run.privacy))
     description = report["run"]
     assert (description["id"], description["responsible"]) == (folder.name, "Klinikum Mitte")
     assert description["date"].replace("-", "") == folder.name[:8]
-    assert description["sites"] == {"client-000": "Mitte", "client-001": "Nord"}
+    assert description["sites"] == {
+        f"client-00{k}": name for k, name in enumerate(("Mitte", "Nord", "Süd"))
+    }
     files = ("model.safetensors", "synthetic.safetensors", "metrics.jsonl", "config.toml")
     assert report["files"] == {name: file_hash(folder / name) for name in files}
     verification = verify_run(folder)
@@ -149,21 +134,11 @@ def test_report_describes_run_and_files(run: RunResult) -> None:
 
 
 def test_invalid_report_settings_are_rejected() -> None:
-    with pytest.raises(SettingError, match=r"report\.sites must name 3 sites"):
-        simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
+    with pytest.raises(SettingError, match=r"report\.sites must name 2 sites"):
+        simulate(resolve({**TINY, "partition": {"clients": 2}}))
     for invalid in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
         with pytest.raises(SettingError, match=f"report.{next(iter(invalid))} must"):
             ReportSettings(**invalid)
-
-
-def test_model_is_loaded_from_run_folder(run: RunResult) -> None:
-    assert run.folder is not None
-    test = load_dataset("digits")[1]
-    images = normalise(test.images[:20], test.spec)
-    loaded = load_model(str(run.folder))
-    assert not loaded.training
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), run.model.eval()(images))
 
 
 def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
@@ -172,13 +147,15 @@ def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
         load_model(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
     data = from_arrays(pixels, np.arange(60) % 3, SPEC)
-    plain = {**TINY, "privacy": {}, "report": {}, "method": {**TINY["method"], "min_examples": 1}}
+    plain = quick_sections("feddm", partition={"subset": 1.0}, method={"min_examples": 1})
     run = simulate(resolve(plain), data=(data, None), output=tmp_path)
-    assert run.folder is not None
-    assert load_model(run.folder, spec=SPEC)(torch.zeros(1, 1, 8, 8)).shape == (1, 3)
-    (run.folder / "model.safetensors").write_bytes(b"no tensors")
+    loaded, images = load_model(folder_of(run), spec=SPEC), normalise(data.images, SPEC)
+    assert not loaded.training
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), run.model.eval()(images))
+    (folder_of(run) / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(OutputError, match="cannot be used"):
-        load_model(run.folder, spec=SPEC)
+        load_model(folder_of(run), spec=SPEC)
 
 
 def test_report_is_written_despite_failed_model(
@@ -216,9 +193,8 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Path, "rename", rename)
     result = simulate(resolve(TINY), output=tmp_path)
-    assert result.folder is not None
     (synced_before,) = at_rename
-    for path in (result.folder, *result.folder.rglob("*")):
+    for path in (folder_of(result), *folder_of(result).rglob("*")):
         status = path.stat()
         assert (status.st_ino, status.st_size if path.is_file() else 0) in synced_before, path
     assert (tmp_path.stat().st_ino, 0) in synced - synced_before

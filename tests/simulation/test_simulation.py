@@ -53,14 +53,15 @@ def test_seeds_reproduce_runs_without_privacy() -> None:
     assert np.array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
 
 
-def test_budget_caps_end_the_run() -> None:
+def test_budget_caps_end_the_run(tmp_path: Path) -> None:
     rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 3, 1)]
     cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
     result = simulate(tiny(noise_multiplier=3.0, epsilon=cap))
     assert len(result.metrics) == 1
     assert result.summary["differential_privacy"]["epsilon"] <= cap
-    with pytest.raises(BudgetExceededError):
-        simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3))
+    with pytest.raises(BudgetExceededError, match="above the cap"):
+        simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3), output=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_max_records_below_the_data_set_are_refused() -> None:
