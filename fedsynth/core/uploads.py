@@ -250,8 +250,8 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
         return
     if value.is_complex():
         raise UploadRejectedError(name, "must not contain complex numbers")
-    for bound in torch.aminmax(value.detach()):
-        extreme = float(bound)
+    low, high = torch.aminmax(value.detach())
+    for extreme in (low.item(), high.item()):
         if not math.isfinite(extreme):
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not minimum <= extreme <= maximum:
@@ -259,18 +259,23 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
-def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
-    """Checks each field of an upload against its rule, and that no two tensors share memory.
+def check_fields(upload: Message, rules: Mapping[str, Rule], taken: Iterable[Span] = ()) -> None:
+    """Checks each field of an upload against its rule, and that no tensor shares memory.
+
+    Args:
+        upload: the upload.
+        rules: a rule for each field.
+        taken: the memory of tensors that are not the client's (`memory_spans`).
 
     Raises:
-        UploadRejectedError: a field breaks its rule, or two tensors share memory. The error names
-            the field.
+        UploadRejectedError: a field breaks its rule, or a tensor shares memory with another tensor
+            of the upload or with `taken`. The error names the field.
     """
     for f in fields(upload):
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
-    shared = overlap(upload.arrays())
+    shared = overlap(upload.arrays(), taken)
     if shared is not None:
-        raise UploadRejectedError(shared[0], f"must not share memory with the field {shared[1]}")
+        raise UploadRejectedError(shared[0], f"must not share memory with {shared[1]}")
 
 
 FREE = Free()
@@ -282,43 +287,52 @@ def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
     return HEADER_BYTES + sum(sizes)
 
 
+Span = tuple[str, int, int, bool, str]
+"""The memory of a tensor: its device, the address of its first byte, the address after its last
+byte, whether it is the server's, and the tensor's name."""
+
+
+def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
+    """Returns the memory of named tensors. Empty tensors are left out."""
+    return [
+        (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
+        for name, t in tensors
+        if t.numel()
+    ]
+
+
 def overlap(
-    tensors: Iterable[tuple[str, Tensor]], other_tensors: Iterable[tuple[str, Tensor]] | None = None
+    tensors: Iterable[tuple[str, Tensor]], taken: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
-    """Returns the names of two tensors that share memory, or None if no two tensors do.
+    """Returns the name of a tensor that shares memory, and the other tensor's name with its owner.
+    Returns None if no tensor shares memory.
 
     Adjacent slices of one storage do not share memory.
 
     Args:
-        tensors: named tensors.
-        other_tensors: further named tensors. If given, one tensor of the returned pair comes from
-            `tensors` and one from `other_tensors`. If None, both come from `tensors`.
+        tensors: named tensors of a client.
+        taken: the memory of the server's tensors. These may share memory with each other.
     """
-    spans = [(*_span(tensor), 0, name) for name, tensor in tensors if tensor.numel()]
-    if other_tensors is not None:
-        spans += [(*_span(tensor), 1, name) for name, tensor in other_tensors if tensor.numel()]
-    spans.sort()
-    for i, (device, _, end, group, name) in enumerate(spans):
+    spans = sorted([*memory_spans(tensors), *taken])
+    for i, (device, _, end, server, name) in enumerate(spans):
         for j in range(i + 1, len(spans)):
-            other_device, start, _, other_group, other_name = spans[j]
+            other_device, start, _, other_server, other_name = spans[j]
             if device != other_device or start >= end:
                 break
-            if other_tensors is None or group < other_group:
-                return name, other_name
-            if group > other_group:
-                return other_name, name
+            if server and not other_server:
+                return other_name, f"the server's {name}"
+            if not server:
+                owner = "the server's" if other_server else "the field"
+                return name, f"{owner} {other_name}"
     return None
 
 
-def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Returns a tensor's device, the address of its first byte, and the address after its last
-    byte."""
-    reach = tensor.numel() - 1
-    if not tensor.is_contiguous():
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = sum((size - 1) * step for size, step in sizes)
-    start = tensor.data_ptr()
-    return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
+def _reach(tensor: Tensor) -> int:
+    """Returns the number of bytes from the first byte of a tensor to the end of its last byte."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in sizes) + 1) * tensor.element_size()
 
 
 def _require_dense(name: str, tensor: Tensor) -> None:

@@ -19,7 +19,7 @@ from fedsynth.config.settings import QUORUM, RunSettings
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
-from fedsynth.core.uploads import check_fields, overlap
+from fedsynth.core.uploads import Span, check_fields, memory_spans
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import (
@@ -93,26 +93,25 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
+        own = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
-                self._check(phase, client, reply, context)
-                shared = overlap(reply.arrays(), self._next.arrays())
-                if shared is not None:
-                    reason = f"must not share memory with the server's {shared[1]}"
-                    raise UploadRejectedError(shared[0], reason)
+                self._check(phase, client, reply, context, own)
             except UploadRejectedError as error:
                 rejected[client] = error
             else:
                 accepted[client] = reply
         return accepted, rejected
 
-    def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
+    def _check(
+        self, phase: str, client: int, reply: Message, context: RoundContext, own: list[Span]
+    ) -> None:
         expected = declared(self.method, phase, "upload")
         if type(reply) is not expected:
             raise UploadRejectedError(
                 "the message", f"is a {type(reply).__name__}, but must be a {expected.__name__}"
             )
-        check_fields(reply, self.method.upload_rules(phase, client, context))
+        check_fields(reply, self.method.upload_rules(phase, client, context), own)
         for name, tensor in reply.arrays():
             if tensor.device.type != context.device.type:
                 raise UploadRejectedError(

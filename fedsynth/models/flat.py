@@ -42,29 +42,26 @@ class FlatNetwork:
 
     def __init__(self, module: nn.Module, *, requires_grad: bool = False) -> None:
         self.module = module
-        self._parameters = dict(module.named_parameters())
-        self._sizes = list(map(Tensor.numel, self._parameters.values()))
+        self._parameters = list(module.parameters())
+        self._sizes = list(map(Tensor.numel, self._parameters))
         flat = flatten(module)
         self.grad = torch.zeros_like(flat) if requires_grad else flat.new_empty(0)
-        self._use(flat)
+        self.use(flat)
         module.requires_grad_(requires_grad).train(requires_grad)
         if requires_grad:
             for parameter, part in self._parts(self.grad):
                 parameter.grad = part
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Loads weights into a new vector, so that tensors taken from the network before keep their
-        values. Buffers are not loaded."""
-        self._use(torch.cat([weights[name].reshape(-1) for name in self._parameters]))
-
-    def _use(self, flat: Tensor) -> None:
+    def use(self, flat: Tensor) -> None:
+        """Makes the parameters views of another vector [P]. Tensors that were taken from the
+        network keep their values."""
         self.flat = flat
         for parameter, part in self._parts(flat):
             parameter.data = part
 
     def _parts(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         parts = vector.split_with_sizes(self._sizes)
-        for parameter, part in zip(self._parameters.values(), parts, strict=True):
+        for parameter, part in zip(self._parameters, parts, strict=True):
             yield parameter, part.view_as(parameter)
 
 

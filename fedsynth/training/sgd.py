@@ -250,9 +250,6 @@ def train_on(
         full = recorded(
             lambda indices: step(images(indices), labels(indices)), settings.batch, written
         )
-    # a last batch of one example is doubled: the mean loss is the same, and batch norm gets the two
-    # values that it needs
-    normalises = has_batch_norm(network.module)
     for epoch in resumable(
         -(-total_steps // per_epoch),
         changed,
@@ -262,10 +259,10 @@ def train_on(
     ):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
-        parts = [
-            part.repeat(2) if len(part) == 1 and normalises else part
-            for part in order.split(settings.batch)[: total_steps - epoch * per_epoch]
-        ]
+        parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
+        if len(parts[-1]) == 1 and has_batch_norm(network.module):
+            # the mean loss is the same, and batch norm gets the two values that it needs
+            parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
         while full is not None and parts and len(parts[0]) == settings.batch:
             full(parts.pop(0))  # leaves at most one part, the last
         for x, y in fetched(images, labels, parts):

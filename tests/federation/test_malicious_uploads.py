@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth import Message, ModelParameters, RoundContext, ServerState, resolve, simulate
-from fedsynth.core.uploads import most_bytes, overlap
+from fedsynth.core.uploads import memory_spans, most_bytes, overlap
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.protocol import Replies
@@ -321,7 +321,7 @@ def test_overlap_compares_bytes(spans: list[tuple[int, int]]) -> None:
     expected = any(used[i] & used[j] for i in range(len(used)) for j in range(i))
     assert (overlap(named) is not None) == expected
     across = any(used[0] & other for other in used[1:])
-    assert (overlap(named[:1], named[1:]) is not None) == across
+    assert (overlap(named[:1], memory_spans(named[1:], server=True)) is not None) == across
 
 
 # ------------------------------------------------------------------------------------ whole rounds

@@ -221,7 +221,7 @@ def _weighted_mean(models: Sequence[Tensors], weights: Sequence[float]) -> dict[
         if value.is_floating_point():
             weighted_sum = torch.zeros_like(value, dtype=torch.float64)
             for model, weight in zip(models, weights, strict=True):
-                weighted_sum.add_(model[name].double(), alpha=weight / total)
+                weighted_sum.add_(model[name], alpha=weight / total)
             mean[name] = weighted_sum.to(value.dtype)
     return mean
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
@@ -174,12 +174,14 @@ class TrainsLocally(Method):
         of_message = type(self).start_model is TrainsLocally.start_model
         reusable = of_message and next(context.architecture.buffers(), None) is None
         shared: FlatNetwork | None = None  # trains for all clients in turn
+        start: Tensor | None = None  # its initial weights
         for view, memory in zip(clients.split(), memories, strict=True):
-            if shared is not None and reusable:
-                shared.load(message.parameters)
+            if shared is not None and start is not None and reusable:
+                shared.use(start.clone())  # the uploads before it keep their values
             else:
                 model = self.start_model(view.ids[0], message, memory, context)
                 shared = FlatNetwork(model, requires_grad=True)
+                start = shared.flat.clone()
             report = partial(_report_part, context.report, len(results), len(memories))
             turn = replace(context, report=report)
             results += self._trained([shared.module], message, view, [memory], turn, shared)
