@@ -11,43 +11,30 @@ import torch
 
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ProxyImages, from_arrays
-from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.settings import PrivacySettings
+from tests.digits import CPU, SPEC, convnet, round_context
 
-SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
-
-
-def network(seed: int = 0, name: str = "convnet") -> torch.nn.Module:
-    return build_model(ModelSettings(name, width=4, depth=2), SPEC.image_shape, 10, seed)
-
-
-def proxy() -> ProxyImages:
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8)).astype(np.uint8)
-    colours = replace(SPEC, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return ProxyImages(from_arrays(pixels, np.zeros(6, np.int64), colours), SPEC)
+RESNET = build_model(ModelSettings("resnet8", width=4), SPEC.image_shape, 10, 2)
 
 
 def full_context() -> RoundContext:
     """Returns a context with every optional part."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8)).astype(np.uint8)
+    colours = replace(SPEC, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    privacy = PrivacySettings(noise_multiplier=2.0, max_request_norm=9.0)
     return RoundContext(
-        3,
-        7,
-        CPU,
-        SPEC,
-        network(),
-        12.5,
-        PrivacySettings(noise_multiplier=2.0, max_request_norm=9.0),
+        *(3, 7, CPU, SPEC, convnet(), 12.5, privacy),
         participants=(0, 2),
         note=[].append,
         precision=torch.bfloat16,
         memory_bytes=123,
         compiled=True,
         clients=3,
-        client_architectures=(network(1), network(2, "resnet8"), network(3)),
+        client_architectures=(convnet(seed=1), RESNET, convnet(seed=3)),
         noise={"model update": 0.5},
         sizes=(4, 5, 6),
-        proxy=proxy(),
+        proxy=ProxyImages(from_arrays(pixels, np.zeros(6, np.int64), colours), SPEC),
     )
 
 
@@ -67,14 +54,13 @@ def test_context_survives_pickling() -> None:
     for k in range(3):
         network, unpickled_network = context.architecture_of(k), unpickled.architecture_of(k)
         assert type(network) is type(unpickled_network)
-        torch.testing.assert_close(
-            dict(network.state_dict()), dict(unpickled_network.state_dict()), rtol=0, atol=0
-        )
+        weights = dict(network.state_dict()), dict(unpickled_network.state_dict())
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_load_copies_the_architecture_of_the_client() -> None:
     context = full_context()
-    parameters = {n: torch.ones_like(v) for n, v in network(2, "resnet8").state_dict().items()}
+    parameters = {n: torch.ones_like(v) for n, v in RESNET.state_dict().items()}
     loaded = context.load(parameters, 1)
     assert type(loaded) is type(context.architecture_of(1))
     assert all(torch.equal(v, parameters[n]) for n, v in loaded.state_dict().items())
@@ -85,6 +71,6 @@ def test_load_copies_the_architecture_of_the_client() -> None:
 
 
 def test_all_clients_are_active_by_default() -> None:
-    context = RoundContext(1, 0, CPU, SPEC, network(), 5.0, clients=3)
+    context = round_context(clients=3)
     assert context.active == (0, 1, 2)
     assert replace(context, participants=()).active == ()

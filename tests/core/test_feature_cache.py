@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from fedsynth.core import feature_cache
 from fedsynth.core.feature_cache import feature_table, keep_on_disk
@@ -42,6 +41,16 @@ def numpy_embedding(images: ImageData, embedding: Embedding) -> np.ndarray:
     return actual
 
 
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the lengths of the passes of embeddings."""
+    lengths: list[int] = []
+    call = Embedding.__call__
+    counted = lambda self, phi: lengths.append(len(phi)) or call(self, phi)  # noqa: E731
+    monkeypatch.setattr(Embedding, "__call__", counted)
+    return lengths
+
+
 @pytest.mark.parametrize("max_bytes", [feature_cache.MAX_BYTES, 1])
 def test_cached_vectors_match_their_embedding(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -53,62 +62,41 @@ def test_cached_vectors_match_their_embedding(
     records = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     for seed in (0, 1, 0):
         requested = embedding(seed)
-        requested_z = feature_table(images, PIXELS, records, requested)(records)
-        np.testing.assert_allclose(
-            requested_z, numpy_embedding(images, requested)[records], atol=1e-5
-        )
-        plain = replace(requested, roots=())
-        assert not torch.equal(feature_table(images, PIXELS, records, plain)(records), requested_z)
-        requested.centre.add_(0.1)
-        updated_z = feature_table(images, PIXELS, records, requested)(records)
-        np.testing.assert_allclose(
-            updated_z, numpy_embedding(images, requested)[records], atol=1e-5
-        )
+        for change in (0.0, 0.1):
+            requested.centre.add_(change)
+            z = feature_table(images, PIXELS, records, requested)(records)
+            expected = numpy_embedding(images, requested)[records]
+            np.testing.assert_allclose(z, expected, atol=1e-5)
+            plain = replace(requested, roots=())
+            assert not torch.equal(feature_table(images, PIXELS, records, plain)(records), z)
         phi = feature_table(images, PIXELS, records)(records)
         assert torch.equal(phi, PIXELS(images.images[records]))
 
 
-def test_features_and_embeddings_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = data()
+def test_features_and_embeddings_are_computed_once(
+    embedded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, first = data(), embedding(0)
     mapped: list[int] = []
-    embedded: list[int] = []
-
-    def counting(x: Tensor) -> Tensor:
-        mapped.append(len(x))
-        return x.flatten(1)
-
-    class Counted(Embedding):
-        def __call__(self, features_Nd: Tensor) -> Tensor:
-            embedded.append(len(features_Nd))
-            return super().__call__(features_Nd)
-
-    counting_map = replace(PIXELS, name="own", function=counting)
+    counting = replace(PIXELS, function=lambda x: mapped.append(len(x)) or x.flatten(1))
     monkeypatch.setattr(feature_cache, "PASS", 1)
     monkeypatch.setattr(feature_cache, "EMBEDDING_PASS", 1)
-    first = embedding(0)
     for start in (0, 300, 0):  # messages have equal but separate constants
         records = torch.arange(start, start + 400)
-        equal_embedding = Counted(first.centre.clone(), first.radius, first.roots)
-        feature_table(images, counting_map, records, equal_embedding)(records)
+        equal_embedding = Embedding(first.centre.clone(), first.radius, first.roots)
+        feature_table(images, counting, records, equal_embedding)(records)
     assert sum(mapped) == sum(embedded) == len(images)
 
 
-def test_embedding_bits_are_independent_of_other_records(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_embedding_bits_are_independent_of_other_records(embedded: list[int]) -> None:
     """Passes have one length, so that no kernel's shape depends on the number of records."""
-    lengths: set[int] = set()
-    call = Embedding.__call__
-    monkeypatch.setattr(
-        Embedding, "__call__", lambda self, phi: lengths.add(len(phi)) or call(self, phi)
-    )
     full = data()
     all_records = torch.arange(len(full))
     together = feature_table(full, PIXELS, all_records, embedding(0))(all_records)
     for records in (torch.arange(1), torch.arange(3, 20), torch.arange(100, 700)):
         separate = feature_table(data(), PIXELS, records, embedding(0))(records)
         assert torch.equal(separate, together[records])
-    assert lengths == {feature_cache.EMBEDDING_PASS}
+    assert set(embedded) == {feature_cache.EMBEDDING_PASS}
 
 
 def test_vectors_on_disk_are_read_instead_of_computed(

@@ -39,30 +39,19 @@ def assert_same(a: Packed, b: Packed) -> None:
     assert a.nbytes == b.nbytes
 
 
-def declared_types(name: str) -> set[type[Packed]]:
-    """Returns the message and state types that a method declares."""
-    cls = method_class(name)
-    types = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
-    return {kind for kind in types if kind is not None}
-
-
 def test_declared_types_have_unique_names() -> None:
-    """A type is identified by its name in the bytes."""
-    types = set(message_types())
-    assert set().union(*(declared_types(name) for name in METHODS)) <= types
+    """A type is identified by its name in the bytes. Initial states have the declared type."""
+    types = message_types()
     assert len({kind.__name__ for kind in types}) == len(types)
     assert sum(issubclass(kind, ServerState) for kind in types) >= 10
     assert sum(issubclass(kind, Message) for kind in types) >= 17
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_initial_states_survive_serialisation(name: str) -> None:
-    """Initial states have the declared type."""
     model = build_model(ModelSettings(width=4, depth=1, norm="batch"), (1, 8, 8), 10, 0)
-    cls = method_class(name)
-    state = cls().initial_state(model.state_dict())
-    assert type(state) is cls.state
-    assert_same(state, cls.state.from_bytes(state.to_bytes()))
+    for cls in map(method_class, METHODS):
+        declared = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
+        assert declared <= {*types, None}
+        state = cls().initial_state(model.state_dict())
+        assert type(state) is cls.state
+        assert_same(state, cls.state.from_bytes(state.to_bytes()))
 
 
 def test_states_move_between_devices() -> None:
@@ -116,106 +105,85 @@ STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
 SCORED = Scored({"w": torch.ones(2)}, score=0.5).to_bytes()
 
 
-def edited(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
-    """Returns `good` with a changed JSON header and optionally another version."""
+@dataclass(frozen=True)
+class Forged(Message):
+    """`ModelParameters` with a tensor as weight: steps rely on the declared types."""
+
+    parameters: Mapping[str, Tensor] = released()
+    weight: Tensor = released()
+
+
+def edited(
+    good: bytes = GOOD, version: str = "", shape: list[int] | None = None, **header: Any
+) -> bytes:
+    """Returns `good` with a changed JSON header, and optionally another version, or another shape of
+    `parameters.w` without its numbers."""
     length = struct.unpack("<Q", good[:8])[0]
     outer = json.loads(good[8 : 8 + length])
     inner = {**json.loads(outer["__metadata__"]["header"]), **header}
     outer["__metadata__"]["header"] = json.dumps(inner)
     outer["__metadata__"]["fedsynth_message"] = version or outer["__metadata__"]["fedsynth_message"]
+    tensors = good[8 + length :]
+    if shape is not None:
+        outer["parameters.w"].update(shape=shape, data_offsets=[0, 0])
+        tensors = b""
     text = json.dumps(outer).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + good[8 + length :]
+    return struct.pack("<Q", len(text)) + text + tensors
 
 
-def with_shape(shape: list[int]) -> bytes:
-    """Returns `GOOD` without its numbers and with another shape."""
-    length = struct.unpack("<Q", GOOD[:8])[0]
-    outer = json.loads(GOOD[8 : 8 + length])
-    outer["parameters.w"].update(shape=shape, data_offsets=[0, 0])
-    text = json.dumps(outer).encode()
-    return struct.pack("<Q", len(text)) + text
-
-
-@pytest.mark.parametrize(
-    ("sent", "match"),
-    [
-        (with_shape([0, 2**63]), "message is damaged"),
-        (with_shape([0, 2**64 - 1]), "message is damaged"),
-        (b"", "not a valid fedsynth message"),
-        (GOOD[:20], "not a valid fedsynth message"),
-        (b"\xff" * 64, "not a valid fedsynth message"),
-        (struct.pack("<Q", 2**63) + b"{}", "not a valid fedsynth message"),
-        (struct.pack("<Q", 20_000) + b"[" * 20_000, "not a valid fedsynth message"),
-        (GOOD[:-1], "message is damaged"),
-        (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
-        (edited(numbers={}), r"ModelParameters\.weight is missing"),
-        (edited(numbers={"weight": "3"}), "finite number"),
-        (edited(numbers={"weight": True}), "finite number"),
-        (edited(numbers={"weight": float("nan")}), "finite number"),
-        (edited(numbers={"weight": 2**64}), "finite number"),
-        (edited(numbers={"weight": 10**400}), "finite number"),
-        (edited(parts=" " * 2**23), "the header has 8"),
-        (edited(numbers={"weight": 3, "more": 1}), "must not have the entry 'more'"),
-        (edited(numbers=[3]), "mappings `numbers`"),
-        (edited(keys={"parameters": []}), r"must not have the entry 'parameters\.w'"),
-        (edited(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
-        (edited(keys={"parameters": ["w", "w"]}), "exactly once"),
-        (edited(keys={"parameters": "w"}), "exactly once"),
-        (edited(keys={}), r"ModelParameters\.parameters is missing"),
-        (edited(version="1"), "not a valid fedsynth message"),
-        (edited(none=None), "mappings `numbers`"),
-        (edited(none={"weight": 1}), "mappings `numbers`"),
-        (edited(none=["weight"]), "must not have the entry 'weight'"),
-        (edited(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
-        (edited(none=[["weight"]]), "must not have the entry"),
-        (edited(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
-        (
-            edited(numbers={}, keys={"parameters": ["w"], "weight": []}),
-            "weight has the wrong type",
-        ),
-    ],
+FORGED = edited(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
+NO_SEEN, FIELDS = ["seen", "has_anchor"], ("has_anchor", "anchors", "cache")
+INVALID, ENTRY = "not a valid fedsynth message", "must not have the entry"
+FINITE = ({"weight": value} for value in ("3", True, float("nan"), 2**64, 10**400))
+MALFORMED = (
+    (edited(shape=[0, 2**63]), "message is damaged"),
+    (edited(shape=[0, 2**64 - 1]), "message is damaged"),
+    (b"", INVALID),
+    (GOOD[:20], INVALID),
+    (b"\xff" * 64, INVALID),
+    (struct.pack("<Q", 2**63) + b"{}", INVALID),
+    (struct.pack("<Q", 20_000) + b"[" * 20_000, INVALID),
+    (GOOD[:-1], "message is damaged"),
+    (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
+    (edited(numbers={}), r"ModelParameters\.weight is missing"),
+    *((edited(numbers=numbers), "finite number") for numbers in FINITE),
+    (edited(parts=" " * 2**23), "the header has 8"),
+    (edited(numbers={"weight": 3, "more": 1}), "must not have the entry 'more'"),
+    (edited(numbers=[3]), "mappings `numbers`"),
+    (edited(keys={"parameters": []}), r"must not have the entry 'parameters\.w'"),
+    (edited(keys={"parameters": ["w", "v"]}), "a tensor for the key 'v'"),
+    (edited(keys={"parameters": ["w", "w"]}), "exactly once"),
+    (edited(keys={"parameters": "w"}), "exactly once"),
+    (edited(keys={}), r"ModelParameters\.parameters is missing"),
+    (edited(version="1"), INVALID),
+    (edited(none=None), "mappings `numbers`"),
+    (edited(none={"weight": 1}), "mappings `numbers`"),
+    (edited(none=["weight"]), "must not have the entry 'weight'"),
+    (edited(none=["weight"], numbers={}), r"ModelParameters\.weight is missing"),
+    (edited(none=[["weight"]]), "must not have the entry"),
+    (edited(numbers={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
+    (edited(numbers={}, keys={"parameters": ["w"], "weight": []}), "weight has the wrong type"),
+    (FORGED, r"ModelParameters\.weight has the wrong type Tensor"),
 )
-def test_malformed_messages_are_rejected(sent: bytes, match: str) -> None:
-    with pytest.raises(MessageError, match=match):
-        ModelParameters.from_bytes(sent)
+MALFORMED_STATES = (
+    (AnchorState, edited(STATE, none=[]), r"AnchorState\.seen is missing"),
+    *((AnchorState, edited(STATE, none=[*NO_SEEN, name]), ENTRY) for name in FIELDS),
+    (AnchorState, edited(STATE, none=["seen"], numbers={"has_anchor": 1}), "wrong type int"),
+    (Scored, edited(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
+    (Scored, edited(SCORED, none=["count"]), "must not have the entry 'count'"),
+    (ServerState, STATE, "expected a ServerState message, got 'AnchorState'"),
+)
 
 
 @pytest.mark.parametrize(
     ("kind", "sent", "match"),
-    [
-        (AnchorState, edited(STATE, none=[]), r"AnchorState\.seen is missing"),
-        *(
-            (
-                AnchorState,
-                edited(STATE, none=["seen", "has_anchor", name]),
-                "must not have the entry",
-            )
-            for name in ("has_anchor", "anchors", "cache")
-        ),
-        (AnchorState, edited(STATE, none=["seen"], numbers={"has_anchor": 1}), "wrong type int"),
-        (Scored, edited(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
-        (Scored, edited(SCORED, none=["count"]), "must not have the entry 'count'"),
-        (ServerState, STATE, "expected a ServerState message, got 'AnchorState'"),
-    ],
+    [*((ModelParameters, *case) for case in MALFORMED), *MALFORMED_STATES],
 )
-def test_malformed_states_are_rejected(kind: type[Packed], sent: bytes, match: str) -> None:
+def test_malformed_messages_are_rejected(kind: type[Packed], sent: bytes, match: str) -> None:
     """Only optional fields may be None, once each, and instead of a value."""
     with pytest.raises(MessageError, match=match):
         kind.from_bytes(sent)
-
-
-def test_tensors_in_place_of_numbers_are_rejected() -> None:
-    """Steps rely on the declared types."""
-
-    @dataclass(frozen=True)
-    class Forged(Message):
-        parameters: Mapping[str, Tensor] = released()
-        weight: Tensor = released()
-
-    forged = edited(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
-    with pytest.raises(MessageError, match=r"ModelParameters\.weight has the wrong type Tensor"):
-        ModelParameters.from_bytes(forged)
 
 
 def test_equal_messages_have_equal_bytes() -> None:
@@ -254,12 +222,8 @@ def test_frames_survive_serialisation(kind: str, facts: dict[str, Any], payload:
         b"\x01",
         frame_bytes(b"{}", length=3),
         frame_bytes(b"{}", length=2**63),
-        frame_bytes(b"\xff"),
-        frame_bytes(b"{}"),
-        frame_bytes(b"[]"),
-        frame_bytes(b'{"kind": 1, "facts": {}}'),
-        frame_bytes(b'{"kind": "step", "facts": []}'),
-        frame_bytes(b"[" * 100_000),
+        *map(frame_bytes, (b"\xff", b"{}", b"[]", b'{"kind": 1, "facts": {}}')),
+        *map(frame_bytes, (b'{"kind": "step", "facts": []}', b"[" * 100_000)),
     ],
 )
 def test_malformed_frames_are_rejected(sent: bytes) -> None:
@@ -268,14 +232,11 @@ def test_malformed_frames_are_rejected(sent: bytes) -> None:
         Frame.from_bytes(sent)
 
 
-def test_header_length_is_bounded() -> None:
+def test_frames_are_short_and_finite() -> None:
     """Parsed JSON takes many times the memory of its text."""
     frame = json.dumps({"kind": "x" * LONGEST_HEADER, "facts": {}}).encode()
     with pytest.raises(MessageError, match="truncated"):
         Frame.from_bytes(frame_bytes(frame))
-
-
-def test_numbers_that_are_not_finite_are_rejected() -> None:
     with pytest.raises(ValueError, match="JSON"):
         Frame("answer", {"accuracy": float("nan")}).to_bytes()
 
