@@ -1,4 +1,5 @@
-"""Tests that a row depends on its own record only, to the last bit.
+"""Tests that a row depends on its own record only, to the last bit, and moves a sum by at most the
+clip.
 
 A hostile server can send weights under which everything but the rounding cancels. Passes therefore
 have a public length, and at a fixed shape the bits of a row depend only on its record.
@@ -6,6 +7,7 @@ have a public length, and at a fixed shape the bits of a row depend only on its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,9 +25,9 @@ from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
-from fedsynth.data.registry import dataset_spec
-from fedsynth.features.feature_map import LANES
-from fedsynth.features.registry import feature_map
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.features.feature_map import LANES, FeatureMap
+from fedsynth.features.registry import feature_map, register_features
 from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
@@ -35,17 +37,18 @@ from fedsynth.models.on_features import OnFeatures, Root, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
+from fedsynth.privacy.products import LayerGradients
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
-from tests.digits import SPEC, convnet, digits
+from tests.digits import CPU, HOSTILE, SPEC, digits, round_context
 from tests.privacy.support import private_step
 
 MNIST = dataset_spec("mnist")
 MAPS = ("whitened-scattering", "whitened-scattering+random-process")
-CPU = torch.device("cpu")
 KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "pool", "softmax")
+Sums = list[tuple[Tensor, float]]
 
 
 @given(st.floats(0, 1e7), st.floats(1e-3, 1e5), st.integers(1, 5000))
@@ -81,41 +84,64 @@ class KernelShapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-STEPS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual"}, "float32"),
-    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient"}, "bfloat16"),
-    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features"}, "float32"),
-    ("fedaf", {"iterations": 2, "ipc": 2}, {}, "float32"),
-    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}, "float32"),
-    ("moon", {"local_steps": 1}, {}, "float32"),
-    ("scaffold", {"local_steps": 1}, {}, "float32"),
+METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual", "clip": 0.05}),
+    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient", "clip": 0.01}),
+    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
+    ("fedaf", {"iterations": 2, "ipc": 2}, {}),
+    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
+    ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
+    ("moon", {"local_steps": 1}, {}),
+    ("scaffold", {"local_steps": 1}, {}),
 ]
+STEPS = pytest.mark.parametrize(("name", "values", "privacy"), METHODS, ids=str)
 
 
-@pytest.mark.parametrize(("name", "values", "privacy", "precision"), STEPS, ids=str)
-def test_kernel_shapes_are_independent_of_record_count(
-    name: str, values: dict[str, Any], privacy: dict[str, Any], precision: str
-) -> None:
-    """The last passes of 20, 70 and 75 records have different lengths unless padded."""
+def step_of(
+    name: str, values: dict[str, Any], privacy: dict[str, Any], nominal: float, **context: Any
+) -> Callable[..., Any]:
+    """Returns a client's step in the first round as a function of its data, records and users."""
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    context = RoundContext(
-        1, 0, CPU, SPEC, convnet(), 72.0, settings, precision=getattr(torch, precision)
-    )
-    message = method.broadcast(method.initial_state(context.architecture.state_dict()), context)
+    ctx = round_context(settings, nominal=nominal, **context)
+    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
+    return lambda *records: private_step(method, message, ctx, *records)
+
+
+@STEPS
+def test_kernel_shapes_are_independent_of_record_count(
+    name: str, values: dict[str, Any], privacy: dict[str, Any]
+) -> None:
+    """The last passes of 20, 70 and 75 records have different lengths unless padded."""
+    precision = torch.bfloat16 if privacy.get("mechanism") == "gradient" else torch.float32
+    step = step_of(name, values, privacy, 72.0, precision=precision)
     seen = []
-    data = digits(np.arange(80) % 10)
     for records in (20, 70, 75):
         with KernelShapes() as shapes:
-            private_step(method, message, context, data, torch.arange(records))
+            step(digits(np.arange(80) % 10), torch.arange(records))
         seen.append(shapes.seen)
     assert seen[0]
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_clients_receive_nominal_size_only(
-    monkeypatch: pytest.MonkeyPatch,
+@STEPS
+def test_user_influence_on_methods_is_at_most_clip(
+    name: str, values: dict[str, Any], privacy: dict[str, Any], unnoised: Sums
 ) -> None:
+    """One user has 50 of 90 records, of all classes."""
+    step = step_of(name, values, privacy, 1.0)
+    data, indices = digits(np.random.default_rng(1).integers(0, 10, 90)), torch.arange(90)
+    sums = []
+    for part in (indices, indices[:40], indices[1:]):  # without the large user, or a small one
+        unnoised.clear()
+        step(data, part, indices.clamp(max=40))
+        sums.append(list(unnoised))
+    for reduced in sums[1:]:
+        for (a, clip), (b, _) in zip(sums[0], reduced, strict=True):
+            assert float((a - b).norm()) <= clip * (1 + 1e-6)
+
+
+def test_clients_receive_nominal_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = set()
     original_init = PrivateClientView.__init__
 
@@ -157,7 +183,10 @@ def cancelling_weight(z_Nd: Tensor) -> Tensor:
     return weight
 
 
-def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
+Rows = Callable[[Tensor, Tensor], Tensor]
+
+
+def row_functions(device: torch.device) -> Iterator[tuple[str, Rows]]:
     """Yields networks and mechanisms as (images [N], labels [N]) -> rows [N, D]."""
     hostile = cancelling_network(3).to(device)
     start = torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
@@ -178,29 +207,8 @@ def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor,
     yield "dp-sgd hostile", lambda x, y: example_gradients(cancelling_network(3).to(device), x, y)
 
 
-def enlarged(x: Tensor) -> Tensor:
-    return nn.functional.interpolate(x, size=(28, 28))
-
-
-def test_row_bits_depend_only_on_record(device: torch.device) -> None:
-    """Records are moved within the pass; their neighbours are replaced by others or zeros."""
-    length = 32
-    data = digits(np.arange(2 * length) % 10, device=device)
-    x, y = normalise(data.images, SPEC), data.labels
-    for name, rows in row_functions(device):
-        first = rows(x[:length], y[:length])
-        assert torch.isfinite(first).all(), name
-        for shift in (1, 3):
-            moved = rows(x[:length].roll(shift, 0), y[:length].roll(shift, 0)).roll(-shift, 0)
-            assert torch.equal(first, moved), name
-        replaced = [torch.cat([tensor[:2], tensor[length : 2 * length - 2]]) for tensor in (x, y)]
-        assert torch.equal(first[:2], rows(*replaced)[:2]), name
-        padded_rows = rows(padded(x[:1], length), padded(y[:1], length))
-        assert torch.equal(first[:1], padded_rows[:1]), name
-
-
-def feature_row_functions() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns functions of pixels [N, 1, 28, 28] that go through a feature map."""
+def feature_row_functions() -> Iterator[tuple[str, Rows]]:
+    """Yields functions of pixels [N, 1, 28, 28] that go through a feature map."""
     mapping = feature_map(MAPS[1], MNIST.image_shape)
     draws = torch.Generator().manual_seed(1)
     weight = 1e6 * torch.randn(10, mapping.dimension, generator=draws)
@@ -209,47 +217,62 @@ def feature_row_functions() -> dict[str, Callable[[Tensor], Tensor]]:
         Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in mapping.blocks
     ]
 
-    def labels(x: Tensor) -> Tensor:
-        return torch.zeros(len(x), dtype=torch.int64)
-
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Tensor:
         z = embedded(mapping(x), torch.zeros(mapping.dimension), mapping.radius)
-        return step_rows(z, labels(x), weight, 0.7).column
+        return step_rows(z, 0 * y, weight, 0.7).column
 
-    return {
-        "map": feature_map(MAPS[0], MNIST.image_shape),
-        "step": step,
-        "whitened": lambda x: embedded(mapping(x), 0.0, mapping.radius, roots),
-        "linear": lambda x: example_gradients(linear, linear.vectors(mapping(x)), labels(x)),
-        "mlp": lambda x: hidden.from_features(mapping(x)).detach(),
-    }
+    yield "map", lambda x, y: feature_map(MAPS[0], MNIST.image_shape)(x)
+    yield "step", step
+    yield "whitened", lambda x, y: embedded(mapping(x), 0.0, mapping.radius, roots)
+    yield "linear", lambda x, y: example_gradients(linear, linear.vectors(mapping(x)), 0 * y)
+    yield "mlp", lambda x, y: hidden.from_features(mapping(x)).detach()
+
+
+def enlarged(x: Tensor) -> Tensor:
+    return nn.functional.interpolate(x, size=(28, 28))
+
+
+def check_bits_depend_only_on_record(name: str, rows: Rows, x: Tensor, y: Tensor) -> None:
+    """Moves records within a pass, and replaces their neighbours by others or zeros."""
+    length = len(x) // 2
+    first = rows(x[:length], y[:length])
+    assert torch.isfinite(first).all(), name
+    for shift in (1, 3):
+        moved = rows(x[:length].roll(shift, 0), y[:length].roll(shift, 0)).roll(-shift, 0)
+        assert torch.equal(first, moved), name
+    replaced = [torch.cat([tensor[:2], tensor[length : 2 * length - 2]]) for tensor in (x, y)]
+    assert torch.equal(first[:2], rows(*replaced)[:2]), name
+    padded_rows = rows(padded(x[:1], length), padded(y[:1], length))
+    assert torch.equal(first[:1], padded_rows[:1]), name
+
+
+def test_row_bits_depend_only_on_record(device: torch.device) -> None:
+    data = digits(np.arange(64) % 10, device=device)
+    for name, rows in row_functions(device):
+        check_bits_depend_only_on_record(name, rows, normalise(data.images, SPEC), data.labels)
 
 
 def test_feature_row_bits_depend_only_on_record() -> None:
     """Regression: products of 9, 81, 729 or 1233 numbers were not padded."""
-    images = torch.rand(12, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    for name, rows in feature_row_functions().items():
-        first = rows(images)
-        for shift in (1, 3):
-            assert torch.equal(first, rows(images.roll(shift, 0)).roll(-shift, 0)), name
+    images = torch.rand(24, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    for name, rows in feature_row_functions():
+        check_bits_depend_only_on_record(name, rows, images, torch.arange(24))
     hidden = OnFeatures(feature_map(MAPS[0], MNIST.image_shape), MNIST, hidden=33)
     for layer in (hidden.hidden, hidden.classifier):
         assert layer.in_features % LANES == 0
 
 
-Sums = list[tuple[Tensor, float]]
-
-
-def check_influence_is_at_most_clip(
+def influence(
     sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, row: int
-) -> None:
-    """Checks that removing a record changes the sums of a step with these parameters by ≤ a clip."""
+) -> float:
+    """Returns how much a record changes the sums of a step with these parameters, in clips."""
     message = method.broadcast(method.initial_state(parameters), context)
     indices = torch.arange(len(data))
+    sums.clear()
     for kept_indices in (indices, indices[indices != row]):
         private_step(method, message, context, data, kept_indices)
     (full, clip), (without, _) = sums
-    assert float((full - without).norm()) <= clip * (1 + 1e-6)
+    return float((full - without).norm()) / clip
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
@@ -265,42 +288,102 @@ def test_influence_under_hostile_weights_is_at_most_clip(
         method, mechanism_settings = FedAvg(local_steps=1), {}
     privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **mechanism_settings)
     network = cancelling_network(records).to(device)
-    context = RoundContext(1, 0, device, SPEC, network, 287.6, privacy)
+    context = round_context(privacy, network=network, device=device, nominal=287.6)
     removed = 0 if position == "first" else records
-    check_influence_is_at_most_clip(unnoised, method, network.state_dict(), context, data, removed)
+    assert influence(unnoised, method, network.state_dict(), context, data, removed) <= 1 + 1e-6
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_steps=1, lr=1.0, momentum=0.0), FedStats()])
+FEDAVG = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
+
+
+def feature_context(
+    network: nn.Module, spec: DatasetSpec, number: int = 1, **values: Any
+) -> RoundContext:
+    values = values or {"sample_rate": 1.0, "clip": 0.5}
+    privacy = PrivacySettings(noise_multiplier=3.0, **values)
+    return RoundContext(number, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=16)
+
+
+def random_images(count: int, height: int = 28, width: int = 28) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 1, height, width)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("method", [FEDAVG, FedStats(features=MAPS[1])])
 def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -> None:
     """The server knows 130 records, more than the length of a pass."""
-    images = np.random.default_rng(0).integers(0, 256, (131, 1, 28, 28)).astype(np.uint8)
+    images = random_images(131)
     features = feature_map(MAPS[1], MNIST.image_shape)
-    number, privacy = 1, PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
     network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
+    context = feature_context(network, MNIST)
     if isinstance(method, FedStats):
-        method = FedStats(features=MAPS[1])
         network = method.network(ModelSettings(), MNIST, 0)
-        number, privacy = 2, PrivacySettings(noise_multiplier=3.0)
+        context = feature_context(network, MNIST, 2, clip=None)
     known_features = features(torch.from_numpy(images[1:]).float() / 255)
     z = embedded(known_features, torch.zeros(features.dimension), features.radius)
-    parameters = {**network.state_dict(), "classifier.weight": cancelling_weight(z)}
-    context = RoundContext(number, 0, CPU, MNIST, network, 200.0, privacy, clients=1, rounds=16)
-    data = from_arrays(images, np.full(len(images), 5), MNIST)
-    check_influence_is_at_most_clip(unnoised, method, parameters, context, data, 0)
+    weight = {"classifier.weight": cancelling_weight(z)}
+    parameters = {**context.architecture.state_dict(), **weight}
+    data = from_arrays(images, np.full(131, 5), MNIST)
+    assert influence(unnoised, method, parameters, context, data, 0) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])
 def test_influence_on_linear_model_is_at_most_clip(height: int, width: int, unnoised: Sums) -> None:
     """Regression: without padding a record moved the sums by three to five clips."""
     spec = replace(MNIST, height=height, width=width)
-    images = np.random.default_rng(0).integers(0, 256, (51, 1, height, width)).astype(np.uint8)
+    images = random_images(51, height, width)
     network = build_network(ModelSettings(name="linear"), spec, 0)
     z = network.embed(normalise(torch.from_numpy(images[1:]), spec))  # type: ignore[operator]
     weight = cancelling_weight(z[:, : height * width])
     weight = nn.functional.pad(weight, (0, z.shape[1] - height * width))
     parameters = {"classifier.weight": weight, "classifier.bias": torch.zeros(10)}
-    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
-    context = RoundContext(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
-    method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
-    data = from_arrays(images, np.full(len(images), 5), spec)
-    check_influence_is_at_most_clip(unnoised, method, parameters, context, data, 0)
+    data = from_arrays(images, np.full(51, 5), spec)
+    context = feature_context(network, spec)
+    assert influence(unnoised, FEDAVG, parameters, context, data, 0) <= 1 + 1e-6
+
+
+def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
+    """Returns a feature map with huge, infinite or undefined values for some images."""
+
+    def function(x: Tensor) -> Tensor:
+        flat = x.flatten(1) - 0.5
+        kind = (255 * x[:, 0, 0, 0]).round()[:, None]
+        for number, factor in ((1, 1e30), (2, float("inf")), (3, float("nan"))):
+            flat = torch.where(kind == number, factor * flat, flat)
+        return flat
+
+    return replace(feature_map("pixels", shape), name="own-hostile", function=function)
+
+
+register_features("own-hostile", hostile_map)
+KINDS = [np.where(np.arange(64).reshape(1, 1, 8, 8) == 0, kind, HOSTILE[2]) for kind in (1, 2, 3)]
+
+
+def image_influence(
+    sums: Sums, model: str, features: str, image: np.ndarray, label: int, scale: float
+) -> float:
+    network = build_network(ModelSettings(model, 5, features=features), SPEC, 0)
+    parameters = {name: scale * value for name, value in network.state_dict().items()}
+    data = digits([*range(10), 0, 1, label], image)
+    context = feature_context(network, SPEC, sample_rate=1.0, clip=0.05)
+    return influence(sums, FEDAVG, parameters, context, data, 12)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_influence_of_hostile_image_is_at_most_clip(
+    model: str, scale: float, unnoised: Sums
+) -> None:
+    """Covers feature values of 1e30, infinity and NaN, and large weights."""
+    for image, label in itertools.product((*HOSTILE, *KINDS), range(0, 10, 3)):
+        change = image_influence(unnoised, model, "own-hostile", image, label, scale)
+        assert change <= 1 + 1e-6, (image, label)
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_influence_exceeds_clip_without_clipping(
+    model: str, unnoised: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.8 < image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) < 1 + 1e-6
+    ones = torch.ones
+    monkeypatch.setattr(LayerGradients, "_factors", lambda self: ones(len(self)).double())
+    assert image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) > 10

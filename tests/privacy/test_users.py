@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from fedsynth.methods import method_class
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.passes import Units
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.settings import PrivacySettings
 from tests.conftest import NO_CUDA
-from tests.digits import digits, round_context
-from tests.privacy.support import private_step, release, series
+from tests.privacy.support import release, series
 
 CLIP, GROUPS, WIDTH = 2.0, 3, 4
 
@@ -138,38 +134,6 @@ def test_shares_of_user_sum_to_one() -> None:
     for invalid_sample in (None, replace(sample, users=None), replace(sample, shares=None)):
         with pytest.raises(PrivacyError, match="protects users"):
             mechanism.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), invalid_sample)
-
-
-STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual", "clip": 0.05}),
-    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient", "clip": 0.01}),
-    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
-    ("fedaf", {"iterations": 2, "ipc": 2}, {}),
-    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
-    ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
-]
-
-
-@pytest.mark.parametrize(("name", "values", "privacy"), STEPS, ids=str)
-def test_user_influence_on_methods_is_at_most_clip(
-    name: str, values: dict[str, Any], privacy: dict[str, Any], unnoised: list[tuple[Tensor, float]]
-) -> None:
-    """One user has 50 of 90 records, of all classes."""
-    method = method_class(name).from_mapping(values)
-    privacy_settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    ctx = round_context(privacy_settings, nominal=1.0)
-    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
-    users = torch.arange(90).clamp(max=40)
-    data = digits(np.random.default_rng(1).integers(0, 10, 90))
-    indices = torch.arange(90)
-    sums = []
-    for part in (indices, indices[:40], indices[1:]):  # without the large user, or a small one
-        unnoised.clear()
-        private_step(method, message, ctx, data, part, users)
-        sums.append(list(unnoised))
-    for reduced in sums[1:]:
-        for (a, clip), (b, _) in zip(sums[0], reduced, strict=True):
-            assert float((a - b).norm()) <= clip * (1 + 1e-6)
 
 
 def test_ledger_has_single_unit() -> None:
