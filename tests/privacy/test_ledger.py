@@ -1,28 +1,35 @@
-"""Tests of ledger files under reopening, concurrent writers and damage, and of the guard's cap."""
+"""Tests of ledger files under reopening, concurrent writers and damage, of the guard's cap, and of
+folders, whose ledgers follow their records independent of order, client and name."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
 from fedsynth.privacy.ledger.ledger import encode, repair_ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.releases import Release
-from tests.privacy.support import release
+from tests.privacy.support import guard, release
 
 DELTA = 1e-5
 
@@ -31,24 +38,29 @@ def row(number: int = 0) -> Release:
     return release(round=number, noise_multiplier=5.0, steps=2)
 
 
+def rounds(ledger: Any) -> list[int]:
+    return [release.round for release in ledger.releases]
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "ledgers" / "alice.jsonl"
 
 
-def charged(path: Path, rounds: int) -> Ledger:
+def charged(path: Path, *numbers: int) -> Ledger:
+    """Returns the ledger after charges of these rounds."""
     ledger = Ledger("alice", path, dataset="digits/0")
-    for number in range(rounds):
+    for number in numbers:
         ledger.charge(row(number))
     return ledger
 
 
 def test_reopened_ledger_has_same_releases(path: Path) -> None:
-    first = charged(path, 3)
-    reopened = Ledger("alice", path, dataset="digits/0")
+    first = charged(path, 0, 1, 2)
+    reopened = charged(path)
     assert reopened.releases == first.releases == (row(0), row(1), row(2))
     reopened.charge(row(3))
-    assert [r.round for r in first.releases] == [0, 1, 2, 3]  # an open ledger sees later charges
+    assert rounds(first) == [0, 1, 2, 3]  # an open ledger sees later charges
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert reopened.lines.chains == tuple(line["chain"] for line in lines)
     assert path.stat().st_mode & 0o077 == 0
@@ -59,7 +71,7 @@ def test_reopened_ledger_has_same_releases(path: Path) -> None:
 
 
 def test_charges_are_synced_before_return(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = charged(path, 1)
+    ledger = charged(path, 0)
     synced: list[bytes] = []
     original_fsync = os.fsync
 
@@ -81,32 +93,24 @@ def test_charges_are_synced_before_return(path: Path, monkeypatch: pytest.Monkey
     assert len(ledger.releases) == 3  # the line reached the file, so it counts
 
 
-def line_removed(text: str) -> str:
-    lines = text.splitlines(keepends=True)
-    return "".join([lines[0], *lines[2:]])
-
-
-def with_client(client: Any) -> bytes:
-    """Returns a header with a valid hash."""
-    return encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")[0]
-
-
 DAMAGE: dict[str, Callable[[str], str]] = {
     "edited": lambda text: text.replace('"round": 2', '"round": 3'),
     "header": lambda text: text.replace('"client": "alice"', '"client": "alicf"'),
     "schema": lambda text: text.replace('"fedsynth_ledger": 2', '"fedsynth_ledger": 3'),
-    "line removed": line_removed,
+    "line removed": lambda text: re.sub(r"\n.*\n", "\n", text, count=1),
     "not JSON": lambda text: text + "hello\n",
     "list": lambda text: text + "[]\n",
     "emptied": lambda text: "",
-    "client is no string": lambda text: with_client(["alice"]).decode(),
+    "client is no string": lambda text: encode(  # with a valid hash
+        {"fedsynth_ledger": 2, "client": ["alice"], "dataset": "d"}, ""
+    )[0].decode(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_ledgers_are_rejected_unchanged(path: Path, damage: str) -> None:
     """The file is unchanged, with and without a torn last line."""
-    charged(path, 3)
+    charged(path, 0, 1, 2)
     damaged = DAMAGE[damage](path.read_text())
     for tail in ("", '{"round": 3, "quan'):
         path.write_text(damaged + tail)
@@ -118,9 +122,8 @@ def test_damaged_ledgers_are_rejected_unchanged(path: Path, damage: str) -> None
 
 
 def test_open_ledger_detects_damage(path: Path) -> None:
-    ledger = charged(path, 3)
-    intact = path.read_text()
-    path.write_text("".join(intact.splitlines(keepends=True)[:3]))
+    ledger = charged(path, 0, 1, 2)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     with pytest.raises(LedgerError, match="lacks earlier lines"):
         ledger.charge(row(3))
     path.unlink()
@@ -131,7 +134,7 @@ def test_open_ledger_detects_damage(path: Path) -> None:
 
 def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) -> None:
     other = Ledger("alice", path, dataset="digits/0", records="aa")
-    ledger = charged(path, 1)
+    ledger = charged(path, 0)
     ledger.carry_over()
     ledger.take_records("bb", "mnist/1")
     ledger.charge(row(1))
@@ -141,20 +144,6 @@ def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) ->
         ledger._note({"entry": "forgiven"})  # of a later version; it is in the file now
     with pytest.raises(LedgerError, match="unknown kind"):
         read_ledger(path)
-
-
-def _charge_many(path: Path, first: int) -> None:
-    ledger = Ledger("alice", path, dataset="digits/0")
-    for number in range(first, first + 25):
-        ledger.charge(row(number))
-
-
-def test_concurrent_processes_lose_no_charges(path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.starmap(_charge_many, [(path, 0), (path, 100)])
-    rounds = [r.round for r in read_ledger(path).releases]
-    assert [n for n in rounds if n < 100] == list(range(25))
-    assert [n for n in rounds if n >= 100] == list(range(100, 125))
 
 
 def test_concurrent_threads_lose_no_charges() -> None:
@@ -171,32 +160,28 @@ def test_concurrent_threads_lose_no_charges() -> None:
 
 def test_guard_rejects_releases_above_cap(path: Path) -> None:
     """Two guards on one file share the budget."""
-    ledger = Ledger("alice", path)
-    three, four = (epsilon([row(n) for n in range(rounds)], DELTA) for rounds in (3, 4))
-    guard, other = (
-        BudgetEnforcer(opened, DELTA, three * 1.0001) for opened in (ledger, Ledger("alice", path))
-    )
+    three, four = (epsilon([row(n) for n in range(count)], DELTA) for count in (3, 4))
+    first, other = (BudgetEnforcer(charged(path), DELTA, three * 1.0001) for _ in range(2))
     with pytest.raises(BudgetExceededError):
-        guard.check([row(number) for number in range(4)])  # a whole plan
+        first.check([row(number) for number in range(4)])  # a whole plan
     for number in range(3):
-        guard.check([row(number)])
-        guard.charge(row(number))
-    with pytest.raises(BudgetExceededError) as caught:
-        guard.charge(row(3))
-    with pytest.raises(BudgetExceededError):
-        other.charge(row(3))
+        first.check([row(number)])
+        first.charge(row(number))
+    for enforcer in (other, first):
+        with pytest.raises(BudgetExceededError) as caught:
+            enforcer.charge(row(3))
     spent, required = re.search(r" from (\S+) to (\S+), above", str(caught.value)).groups()
     # rounded up: what is printed is never smaller than what was computed
     assert three <= float(spent) <= three * 1.01
     assert four <= float(required) <= four * 1.01
-    assert len(ledger.releases) == 3  # the rejected release was not charged
+    assert rounds(first.ledger) == [0, 1, 2]  # the rejected release was not charged
 
 
 def test_guard_rejects_unaccounted_releases() -> None:
     leak = release(unaccounted="batch clipping")
     with pytest.raises(BudgetExceededError, match="to ∞"):
         BudgetEnforcer(Ledger("alice"), DELTA, 100.0).charge(leak)
-    BudgetEnforcer(Ledger("alice"), DELTA, None).charge(leak)  # recorded, and ε is infinite
+    guard().charge(leak)  # recorded, and ε is infinite
     for cap in (0.0, float("nan"), float("inf")):
         with pytest.raises(PrivacySettingError, match="must be finite"):
             BudgetEnforcer(Ledger("alice"), DELTA, cap)
@@ -206,7 +191,7 @@ def test_guard_rejects_unaccounted_releases() -> None:
 
 def test_partial_writes_are_reverted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial line on a full disk must neither block the ledger nor count."""
-    ledger = charged(path, 2)
+    ledger = charged(path, 0, 1)
     intact = path.read_bytes()
     original_write = FileIO.write
 
@@ -229,7 +214,7 @@ def test_partial_writes_are_reverted(path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("counts", [True, False])
 def test_torn_lines_are_repaired_without_loss(path: Path, counts: bool) -> None:
     """A line that lacks only its line break counts."""
-    ledger = charged(path, 3)
+    ledger = charged(path, 0, 1, 2)
     intact = path.read_bytes()
     last = intact.splitlines()[-1]
     torn = intact[:-1] if counts else intact + last[:50]
@@ -243,34 +228,318 @@ def test_torn_lines_are_repaired_without_loss(path: Path, counts: bool) -> None:
     assert repair.copy.read_bytes() == torn
     assert repair.copy.suffix != ".jsonl"  # no ledger of a folder
     ledger.charge(row(3))
-    assert [r.round for r in read_ledger(path).releases] == [0, 1, 2, 3]
+    assert rounds(read_ledger(path)) == [0, 1, 2, 3]
     assert repair_ledger(path) is None  # nothing is left to repair
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_special_files_are_rejected_as_ledgers(path: Path, make: Callable[[Path], None]) -> None:
     """Opening a pipe would wait for a writer forever."""
-    ledger = charged(path, 1)
+    ledger = charged(path, 0)
     path.unlink()
     make(path)
-    with pytest.raises(LedgerError, match=r"regular file|directory"):
-        ledger.charge(row(1))
-    with pytest.raises(LedgerError, match=r"regular file|directory"):
-        ledger.check_writable()
+    for use in (lambda: ledger.charge(row(1)), ledger.check_writable):
+        with pytest.raises(LedgerError, match=r"regular file|directory"):
+            use()
     for reader in (read_ledger, repair_ledger):
         with pytest.raises((LedgerError, OSError), match=r"regular file|directory"):
             reader(path)
 
 
-@pytest.mark.parametrize("writing", [True, False])
-def test_held_locks_raise_one_line_errors(
-    path: Path, writing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = charged(path, 1)
+def test_held_locks_raise_one_line_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = charged(path, 0)
     monkeypatch.setattr("fedsynth.privacy.files.LOCK_SECONDS", 0.1)
     with path.open("rb") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
-        with pytest.raises(LedgerError, match=r"has held the lock on .* for 0.1 s"):
-            ledger.charge(row(1)) if writing else ledger.releases
+        for use in (lambda: ledger.charge(row(1)), lambda: ledger.releases):
+            with pytest.raises(LedgerError, match=r"has held the lock on .* for 0.1 s"):
+                use()
     ledger.charge(row(1))
     assert len(ledger.releases) == 2
+
+
+# --------------------------------------------------------------------------- folders of ledgers
+
+
+def hashes(parts: Sequence[str]) -> Callable[[bytes], list[Digests]]:
+    """Returns the function that hashes the clients' records, a letter each."""
+
+    def digest(record: str, key: bytes) -> bytes:
+        return hashlib.blake2b(record.encode(), key=key, digest_size=16).digest()
+
+    def client_digests(key: bytes) -> list[Digests]:
+        joined = [b"".join(digest(record, key) for record in part) for part in parts]
+        return [np.frombuffer(digests, np.uint8).reshape(-1, 16) for digests in joined]
+
+    return client_digests
+
+
+def opened(folder: Path, *parts: str, names: str = "", dataset: str = "d") -> list[Ledger]:
+    """Opens the ledgers of clients with these records, and names if given."""
+    return LedgerFolder(folder).open(names.split() or None, hashes(parts), dataset)
+
+
+def rejects(text: str, *arguments: Any, **values: Any) -> None:
+    """Checks that `opened` raises a one-line error with this text."""
+    with pytest.raises(LedgerError, match=text) as caught:
+        opened(*arguments, **values)
+    assert "\n" not in str(caught.value)
+
+
+def charge_all(folder: Path, *parts: str, names: str = "") -> list[str]:
+    """Charges the ledgers of these clients and returns their names."""
+    ledgers = opened(folder, *parts, names=names)
+    for ledger in ledgers:
+        ledger.charge(row())
+    return [ledger.client for ledger in ledgers]
+
+
+def spent(folder: Path) -> dict[str, int]:
+    return {name: len(ledger.releases) for name, ledger in LedgerFolder(folder).ledgers().items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ledgers"
+
+
+def test_records_keep_ledger_in_any_order(folder: Path) -> None:
+    """Regression: the same records under another number were charged to an empty ledger."""
+    assert charge_all(folder, "abc", "de") == ["client-000", "client-001"]
+    assert charge_all(folder, "bca", "ed") == ["client-000", "client-001"]
+    for parts in (("ed", "bca"), ("xy", "cab", "de"), ("abcde",), ("ab", "cde"), ("ad", "bce")):
+        rejects(r"belong to ledger|records of the ledger are missing", folder, *parts)
+    assert charge_all(folder, "xy", "cab", names="client-002 client-000")
+    assert spent(folder) == {"client-000": 3, "client-001": 2, "client-002": 1}
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
+
+
+def test_declared_names_must_match_records(folder: Path) -> None:
+    charge_all(folder, "abc", "de", names="north south")
+    assert charge_all(folder, "de", names="south") == ["south"]
+    contents = file_contents(folder)
+    for names, parts, text in (
+        ("north south", "de abc", r"2 records of client 'north' belong to ledger .*south\.jsonl"),
+        ("west", "abc", r"3 records of client 'west' belong to ledger .*north\.jsonl"),
+        ("north", "abx", r"1 records that .* 1 records of the ledger .* carry-over .* north$"),
+        ("north south", "xyz de", r"3 records that .* 3 records of the ledger"),
+    ):
+        rejects(text, folder, *parts.split(), names=names)
+    assert file_contents(folder) == contents  # a rejected run changes no file
+
+
+def test_changed_records_need_confirmation(folder: Path) -> None:
+    """Charges and removed records stay; a confirmation holds once."""
+    charge_all(folder, "abcd", "ef", names="north south")
+    rejects("carry-over", folder, "abcx", names="north")
+    assert LedgerFolder(folder).carry_over("north") == 1
+    # records of another client are rejected still
+    rejects(r"1 records of client.* belong to ledger .*south", folder, "abce", names="north")
+    assert charge_all(folder, "abcx", names="north") == ["north"]
+    assert spent(folder)["north"] == 2
+    charge_all(folder, "abcx", names="north")
+    for part in ("abcd", "abc", "abcxy"):
+        rejects("records of the ledger are missing", folder, part, names="north")
+    # 'd' left north, with its charges
+    rejects(r"1 records of client .* belong to ledger .*north", folder, "dz", names="west")
+    unknown = r"no ledger of client 'west'. Clients with a ledger: north, south"
+    with pytest.raises(LedgerError, match=unknown):
+        LedgerFolder(folder).carry_over("west")
+    rejects("belongs to data set 'd', .* uses 'e'", folder, "abcx", names="north", dataset="e")
+    LedgerFolder(folder).carry_over("north")
+    assert opened(folder, "abcx", names="north", dataset="e")[0].dataset == "e"
+
+
+def test_second_concurrent_run_is_rejected(folder: Path) -> None:
+    """Regression: both runs opened their ledgers before either charged."""
+    (north,), (west,) = opened(folder, "abc", names="north"), opened(folder, "cd", names="west")
+    north.charge(row())
+    shared_record = r"1 records of client 'west' belong to ledger .*north\.jsonl"
+    with pytest.raises(LedgerError, match=shared_record):
+        west.charge(row())
+    north.charge(row())
+    assert spent(folder) == {"north": 2, "west": 0}
+    opened(folder, "xy", names="south")[0].charge(row())
+
+
+def test_uncharged_ledgers_accept_other_records(folder: Path) -> None:
+    """A rejected first run, or wrong parts, must not bind the ledgers; the last run to open an
+    uncharged ledger charges it."""
+    first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
+    with pytest.raises(LedgerError, match="another run has opened ledger"):
+        first[0].charge(row())
+    for ledger in (*second, *opened(folder, "abef", "cdgh")):
+        ledger.charge(row())
+    assert spent(folder) == {"client-000": 2, "client-001": 2}
+    rejects("belong to ledger", folder, "abcd", "efgh")
+
+
+def test_equal_records_of_clients_are_separate_examples(folder: Path) -> None:
+    """Equal records, such as blank images, count as unmoved while both clients are present."""
+    charge_all(folder, "abb", "bc")
+    charge_all(folder, "abb", "bc")
+    charge_all(folder, "abb", "bc", "bd")
+    # the number of equal records counts too
+    rejects("records of the ledger are missing", folder, "ab", "bc", "bd")
+    moved = r"1 records of client .* belong to ledger .*client-000"
+    rejects(moved, folder, "bc", "bz", names="client-001 new")
+
+
+def test_ledgers_without_fingerprint_need_confirmation(folder: Path) -> None:
+    """Such ledgers are from the first version, or copied from a run folder."""
+    for name in ("north", "south"):
+        Ledger(name, folder / f"{name}.jsonl", dataset="old").charge(row())
+    unknown = "the records of ledger .* are unknown"
+    rejects(unknown, folder, "abc", "de", names="north south")
+    rejects(unknown, folder, "abc", names="west")
+    assert not (folder / "private").exists()
+    for name in ("north", "south"):
+        LedgerFolder(folder).carry_over(name)
+    charge_all(folder, "abc", "de", names="north south")
+    assert spent(folder) == {"north": 2, "south": 2}
+    rejects("3 records of client", folder, "abc", names="west")
+
+
+def test_private_files_are_readable_only_by_their_owner(folder: Path) -> None:
+    charge_all(folder, "abc", "de")
+    private = folder / "private"
+    assert private.stat().st_mode & 0o777 == 0o700
+    files = list(private.iterdir())
+    assert len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    key = (private / "records.key").read_bytes()
+    assert len(key) == 32
+    for ledger in folder.glob("*.jsonl"):
+        assert key not in ledger.read_bytes()
+        assert key.hex() not in ledger.read_text()
+
+
+def test_fingerprints_are_keyed_and_independent_of_order(tmp_path: Path) -> None:
+    """A broken version would use a plain hash, which confirms guesses of the records, or reveal
+    clients without records."""
+
+    def fingerprint(name: str, part: str) -> str:
+        ledger, *rest = opened(tmp_path / name, part, "", "")
+        assert len({ledger.lines.records[-1], *(item.lines.records[-1] for item in rest)}) == 3
+        return ledger.lines.records[-1]
+
+    assert fingerprint("one", "abca") == fingerprint("one", "caab")
+    assert fingerprint("one", "abca") != fingerprint("one", "abc")  # multiplicity counts
+    assert fingerprint("one", "abc") != fingerprint("two", "abc")
+    for _ in range(2):
+        charge_all(tmp_path / "one", "abc", "", "")
+
+
+def test_missing_keys_and_lists_are_detected(folder: Path, tmp_path: Path) -> None:
+    charge_all(folder, "abc", "de")
+    private, backup = folder / "private", tmp_path / "away"
+    key = private / "records.key"
+    key.rename(backup)
+    rejects(r"records\.key is missing.* from a backup", folder, "abc", "de")
+    assert not key.exists()
+    backup.rename(key)
+    first, second = (
+        Ledger(f"client-00{k}", folder / f"client-00{k}.jsonl", dataset=None) for k in (0, 1)
+    )
+    (private / second.lines.records[0]).rename(backup)
+    for names, parts in (("", "abc dex"), ("west", "de"), ("client-000 west", "abc de")):
+        missing = "records of client 'client-001' is missing"  # so they cannot be compared
+        rejects(missing, folder, *parts.split(), names=names)
+    opened(folder, "abc", "de")  # the same records restore the list
+    (private / first.lines.records[0]).write_bytes(b"x" * 48)
+    rejects("'client-000' is missing or damaged", folder, "abx", "de")
+    key.write_bytes(b"short")
+    rejects(r"must have 32 bytes|damaged", folder, "abc", "de")
+
+
+def test_deleted_ledgers_are_detected(folder: Path) -> None:
+    LedgerFolder(folder).check_whole()  # no folder yet: nothing is missing
+    charge_all(folder, "abc", "de")
+    LedgerFolder(folder).check_whole()
+    (folder / "client-000.jsonl").unlink()
+    for names in ("", "north client-001"):
+        text = r"is missing in folder .* Restore the ledger from"
+        rejects(text, folder, "abc", "de", names=names)
+    assert spent(folder) == {"client-001": 1}
+    with pytest.raises(LedgerError, match="a ledger is missing in folder"):
+        LedgerFolder(folder).check_whole()  # plans call it, which have no records
+    charge_all(folder, "xyz", "de", names="north client-001")  # new records
+
+
+def test_lost_key_is_replaced_after_all_confirmations(folder: Path) -> None:
+    charge_all(folder, "abc", "de")
+    (folder / "private" / "records.key").unlink()
+    LedgerFolder(folder).carry_over("client-000")
+    rejects("is missing", folder, "abc", "de")
+    LedgerFolder(folder).carry_over("client-001")
+    assert charge_all(folder, "abc", "de") == ["client-000", "client-001"]
+
+
+def test_run_folders_receive_no_key(tmp_path: Path) -> None:
+    """Run folders are published, so `--dp-ledger runs/NAME/ledger` must not write a key there."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "config.toml").write_text("")
+    rejects("part of a run folder", tmp_path / "ledger", "abc")
+    assert list((tmp_path / "ledger").iterdir()) == []
+
+
+RUNS = st.lists(st.lists(st.text("abcd", max_size=6), max_size=4), min_size=4, max_size=4)
+
+
+@given(RUNS)
+@settings(max_examples=8, deadline=None)
+def test_records_are_charged_in_single_ledger(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[list[str]]
+) -> None:
+    """A run has each record at most once here, so that every exposure is traceable."""
+    folder = tmp_path_factory.mktemp("ledgers")
+    exposed: dict[str, Counter[str]] = {}
+    for run in runs:
+        distinct: list[str] = []
+        for part in run:  # each letter at one client only
+            distinct.append("".join(sorted(set(part).difference(*distinct))))
+        try:
+            names = charge_all(folder, *distinct)
+        except LedgerError:
+            continue
+        for name, part in zip(names, distinct, strict=True):
+            for record in part:
+                exposed.setdefault(record, Counter())[name] += 1
+    for record, charges in exposed.items():
+        assert len(charges) == 1, (record, charges)
+        ((name, times),) = charges.items()
+        assert spent(folder)[name] >= times
+
+
+def _charge_together(folder: Path, start: multiprocessing.synchronize.Barrier) -> None:
+    start.wait()
+    charge_all(folder, "abc", "de")
+    charged(folder.with_name("alice.jsonl"), *range(25))
+
+
+def test_concurrent_processes_lose_no_charges(folder: Path) -> None:
+    """They share a new folder and a new ledger."""
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    workers = [context.Process(target=_charge_together, args=(folder, start)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert spent(folder) == {"client-000": 4, "client-001": 4}
+    assert Counter(rounds(read_ledger(folder.with_name("alice.jsonl")))) == {
+        number: 4 for number in range(25)
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["ab", ["Clinic", "clinic"], *(["a", wrong] for wrong in ("../b", ".b", "x" * 65, "b\n", 3))],
+)
+def test_invalid_client_names_are_rejected(names: Any) -> None:
+    with pytest.raises(PrivacySettingError):
+        check_names(names, 2)
+    assert check_names(["St.Mary_s-2", "0"], 2) == ("St.Mary_s-2", "0")
