@@ -1,5 +1,6 @@
-"""Tests of the report: its figures follow from the ledgers, it states no ε without a guarantee, and
-its pages escape all texts."""
+"""Tests of the report: its figures follow from the ledgers, it states no ε without a guarantee, its
+pages escape all texts, and verification finds hostile reports. Tests of tampered runs are in
+`tests/results/test_tampering.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.audit import attack_success, best_guess
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER, Release
@@ -26,12 +28,12 @@ from fedsynth.privacy.report.figures import (
     Access,
     Event,
     LedgerStart,
-    ReportFacts,
     RunFacts,
     Unit,
     Verdict,
     schema_problems,
 )
+from fedsynth.privacy.report.file import read_ledger_rows, read_report, sound_report
 from fedsynth.privacy.report.formatting import (
     format_epsilon,
     format_odds,
@@ -39,19 +41,20 @@ from fedsynth.privacy.report.formatting import (
     printable,
 )
 from fedsynth.privacy.report.pages import render_html, render_markdown, summary_rows
+from fedsynth.privacy.report.verify import differences, page_problems, report_problems
 from tests.html_page import Page
 from tests.privacy.support import audit, facts, release
+from tests.results.test_tampering import set_at
 
 DELTA = 1e-5
 Report = dict[str, Any]
-FACTS = facts(
-    max_records=60_000,
-    epsilon_cap=8.0,
-    published=[{"setting": "σ = 5", "printed": "ε = 0.921"}],
-    provenance={"config": "c0", "fedsynth": "0.1.0"},
-    noise_multiplier=5.0,
-)
-UNACCOUNTED = Access(access="class list", status="unaccounted", note="sent as it is")
+FACTS: dict[str, Any] = {
+    "max_records": 60_000,
+    "epsilon_cap": 8.0,
+    "published": [{"setting": "σ = 5", "printed": "ε = 0.921"}],
+    "provenance": {"config": "c0", "fedsynth": "0.1.0"},
+    "noise_multiplier": 5.0,
+}
 
 
 def row(number: int = 0, sigma: float = 5.0, q: float = 1.0, **values: Any) -> Release:
@@ -59,18 +62,19 @@ def row(number: int = 0, sigma: float = 5.0, q: float = 1.0, **values: Any) -> R
     return release(round=number, noise_multiplier=sigma, sample_rate=q, **fields)
 
 
-def facts_with(**values: Any) -> ReportFacts:
-    return FACTS.model_copy(update=values)
-
-
+STARTS = {"b": LedgerStart(rows=1, chain=None)}
 ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for n in range(4)]}
 
 
-def build(report_facts: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
+def built(rows: Mapping[str, Sequence[Release]], **values: Any) -> Report:
     histories = [History(name, tuple(releases)) for name, releases in rows.items()]
-    report = build_report(report_facts, histories, {"b": LedgerStart(rows=1, chain=None)})
-    assert schema_problems(json.loads(json.dumps(report))) == []
+    report: Report = json.loads(json.dumps(build_report(facts(**values), histories, STARTS)))
+    assert schema_problems(report) == []
     return report
+
+
+def build(rows: Mapping[str, Sequence[Release]] = ROWS, **values: Any) -> Report:
+    return built(rows, **{**FACTS, **values})
 
 
 def test_guarantee_matches_ledgers() -> None:
@@ -98,7 +102,7 @@ def test_reported_ledger_is_folded_and_complete() -> None:
     assert folded == [(["a", "c"], [0, 1, 2, 3]), (["b"], [0, 1])]
     fields = {k: v for k, v in entries[0].items() if k not in ("clients", "rounds")}
     assert [Release.from_json({**fields, "round": n}) for n in range(4)] == ROWS["a"]
-    repeated = build(rows={"a": [row(0), row(1), row(1)]})
+    repeated = build({"a": [row(0), row(1), row(1)]})
     assert repeated["ledger"][0]["rounds"] == [0, 1, 1]
     assert "charged more than once: 1" in render_markdown(repeated)
 
@@ -114,20 +118,23 @@ def check_no_epsilon(report: Report) -> None:
         assert not re.search(r"ε|\bepsilon", remaining)
 
 
+SENT = Access(access="class list", status="unaccounted", note="sent as it is")
+
+
 @pytest.mark.parametrize(
     ("values", "rows", "reason"),
     [
         ({"verdict": Verdict(reasons=["it clips the mean"])}, [row()], "it clips the mean"),
         ({}, [row(), row(1, unaccounted="real images")], "real images"),
         ({}, [row(0, sigma=0.0)], "without noise"),
-        ({"scope": [UNACCOUNTED]}, [row()], "sent as it is"),
+        ({"scope": [SENT]}, [row()], "sent as it is"),
         ({"test_only_randomness": True}, [row()], "A test supplied the noise"),
     ],
 )
 def test_no_epsilon_is_reported_without_guarantee(
     values: dict[str, Any], rows: list[Release], reason: str
 ) -> None:
-    report = build(facts_with(**values, epsilon_cap=None), {"a": rows})
+    report = build({"a": rows}, **values, epsilon_cap=None)
     assert not report["verdict"]["formal"]
     text = render_markdown(report)
     assert reason in text
@@ -138,14 +145,14 @@ def test_no_epsilon_is_reported_without_guarantee(
 
 
 def test_guarantee_requires_ledger_and_valid_settings() -> None:
-    check_no_epsilon(build(facts_with(verdict=Verdict(reasons=["a reason"]), epsilon_cap=None), {}))
+    check_no_epsilon(build({}, verdict=Verdict(reasons=["a reason"]), epsilon_cap=None))
     for values, rows, message in (
         ({}, {}, "ledger"),
         ({"max_records": 10**7}, ROWS, "max_records"),
         ({"adjacency": "neighbours"}, ROWS, "adjacency"),
     ):
         with pytest.raises(PrivacySettingError, match=message):
-            build(facts_with(**values), rows)
+            build(rows, **values)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_guarantee_requires_ledger_and_valid_settings() -> None:
     ],
 )
 def test_report_contains_warnings(values: dict[str, Any], sigma: float, message: str) -> None:
-    report = build(facts_with(**values), {"a": [row(n, sigma) for n in range(4)]})
+    report = build({"a": [row(n, sigma) for n in range(4)]}, **values)
     assert message in render_markdown(report)
     assert any(message in text for name, text in summary_rows(report) if name == "warning")
     assert message not in render_markdown(build())
@@ -179,7 +186,7 @@ def test_group_epsilon_is_exact_without_sampling() -> None:
 def test_figures_are_those_of_worst_client() -> None:
     """The order of the two clients depends on δ."""
     rows = {"a": [row(0, 0.9, 0.01, steps=600)], "b": [row(0, 2.2, steps=1)]}
-    promise = build(rows=rows)["guarantee"]
+    promise = build(rows)["guarantee"]
     worst_clients = set()
     for point in promise["epsilon_of_delta"]:
         spent = {name: epsilon(log, point["delta"]) for name, log in rows.items()}
@@ -198,7 +205,7 @@ def test_figures_are_those_of_worst_client() -> None:
 def test_write_report_replaces_files(tmp_path: Path) -> None:
     ledger = Ledger("a", tmp_path / "a.jsonl")
     ledger.charge(row(0))
-    report = build_report(FACTS, [ledger.history()])
+    report = build_report(facts(**FACTS), [ledger.history()])
     line = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[-1])
     assert report["ledger_heads"]["a"]["chain"] == line["chain"]
     for _ in range(2):  # the second write replaces all and leaves no temporary file
@@ -213,24 +220,24 @@ def test_write_report_replaces_files(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ pages
 
 ROW = release(mechanism="features", clipped="u", noise_multiplier=9.0, sensitivity=1.0)
-PAGE_FACTS = facts(
-    mechanism="features",
-    public_items={"data set": "scans: the operator's own"},
-    run=RunFacts(
-        id="20260102-030405-feddm-scans",
-        date="2026-01-02",
-        responsible="Klinikum Mitte",
-        purpose="triage",
-        sites={"client-000": "Mitte", "client-001": "Nord"},
-    ),
-    files={"model.safetensors": "ab" * 32},
-)
+RUN = {
+    "id": "20260102-030405-feddm-scans",
+    "date": "2026-01-02",
+    "responsible": "Klinikum Mitte",
+    "purpose": "triage",
+    "sites": {"client-000": "Mitte", "client-001": "Nord"},
+}
 
 
-def page_report(*rows: Release, clients: int = 2, **values: Any) -> dict[str, Any]:
-    facts_with = PAGE_FACTS.model_copy(update=values)
-    histories = [History(f"client-{k:03d}", rows or (ROW,)) for k in range(clients)]
-    return build_report(facts_with, histories)
+def page_report(*rows: Release, clients: int = 2, **values: Any) -> Report:
+    fields = {
+        "mechanism": "features",
+        "public_items": {"data set": "scans: the operator's own"},
+        "run": RunFacts(**RUN),
+        "files": {"model.safetensors": "ab" * 32},
+        **values,
+    }
+    return built({f"client-{k:03d}": rows or (ROW,) for k in range(clients)}, **fields)
 
 
 def test_first_page_describes_run() -> None:
@@ -338,27 +345,25 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def text_report(text: str) -> dict[str, Any]:
+def text_report(text: str) -> Report:
     """Returns a report with this text in every text field."""
-    row = replace(ROW, quantity=text, mechanism=text, clipped=text)
-    unaccounted = replace(row, unaccounted=text)
+    unaccounted = text if len(text) % 2 else None
+    row = replace(ROW, quantity=text, mechanism=text, clipped=text, unaccounted=unaccounted)
     run = dict.fromkeys(("id", "date", "responsible", "purpose"), text)
-    places = {
+    return built(
+        {"client-000": [row], text: [row]},
         **dict.fromkeys(("method", "mechanism", "randomness"), text),
-        "public_items": {"data set": text, text: text},
-        "verdict": Verdict(reasons=[], warnings=[text]),
-        "events": [Event(kind="absent", client=text, why=text)],
-        "published": [{"a": text, "b": text}],
-        "scope": [Access(access=text, status="public", note=text)],
-        "unit": Unit(kind=USER, person=text),
-        "provenance": {text: "1.0"},
-        "own_code": [text],
-        "run": RunFacts(**run, sites={"client-000": text}),
-        "files": {text: "ab" * 32},
-    }
-    facts_with = PAGE_FACTS.model_copy(update=places)
-    rows = (unaccounted,) if len(text) % 2 else (row,)
-    return build_report(facts_with, [History("client-000", rows), History(text, rows)])
+        public_items={"data set": text, text: text},
+        verdict=Verdict(reasons=[], warnings=[text]),
+        events=[Event(kind="absent", client=text, why=text)],
+        published=[{"a": text, "b": text}],
+        scope=[Access(access=text, status="public", note=text)],
+        unit=Unit(kind=USER, person=text),
+        provenance={text: "1.0"},
+        own_code=[text],
+        run=RunFacts(**run, sites={"client-000": text}),
+        files={text: "ab" * 32},
+    )
 
 
 def check_text_is_escaped(text: str) -> None:
@@ -384,3 +389,114 @@ def test_hostile_texts_are_escaped() -> None:
 @given(st.text("ab1 .-+=#*_`[]()<>|\\&~!:/\n", min_size=1, max_size=12).filter(str.strip))
 def test_random_texts_are_escaped(text: str) -> None:
     check_text_is_escaped(text)
+
+
+# ----------------------------------------------------------------------------------- verification
+
+
+def problems(report: Any) -> list[str]:
+    if shape := schema_problems(report):
+        return shape
+    ledger_rows = read_ledger_rows(report, None, exact=False)
+    return ledger_rows.problems + report_problems(report, facts(**FACTS), ledger_rows, STARTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"correct": 200}, "audit.epsilon_lower_bound"),
+        ({"correct": 401}, "audit section is damaged: correct must satisfy 0 <= correct"),
+        ({"canaries": 10**400}, "audit.canaries is wrong"),
+        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
+        ({"correct": 400, "confidence": 0.5}, "the audit's lower bound on ε"),
+        ({"confidence": 1.0}, "audit.confidence is wrong"),
+        ({"method": "fedavg"}, "audit.method is 'fedavg'"),
+        ({"delta": 1e-6}, "audit.delta is"),
+        ({"seal": "x"}, "audit.seal is an unknown key"),
+    ],
+)
+def test_audit_bound_matches_counts(values: dict[str, Any], text: str) -> None:
+    report = build()
+    assert problems({**report, "audit": audit()}) == []
+    reported = problems({**report, "audit": audit(**values)})
+    assert any(text in problem for problem in reported), reported
+
+
+def test_unordered_rounds_fold_to_same_report() -> None:
+    """A ledger of several runs has round 3 of a run before round 1 of the next."""
+    rows = {
+        "a": (row(3), row(1, 7.0), row(1, 7.0, quantity="counts"), row(2, 7.0), row(2, 7.0)),
+        "b": (row(1, 7.0, quantity="counts"), row(3)),
+    }
+    assert problems(build(rows)) == []
+
+
+DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "not a valid privacy report") for text in ("[]", "", DEEP)),
+        ('{"schema_version": 3}', "schema 3"),
+        ('{"schema_version": true}', "schema True"),
+        ('{"schema_version": 4, "x": NaN}', "NaN is not a valid number"),
+        ('{"schema_version": 4, "x": 1e999}', "too large"),
+        ('{"schema_version": 4, "x": {"a": 1, "a": 2}}', "twice"),
+        ('{"schema_version": 4, "x": "\\ud800"}', "not a valid privacy report"),
+    ],
+)
+def test_invalid_reports_raise_short_errors(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "privacy_report.json").write_text(text)
+    with pytest.raises(PrivacyError, match=message) as error:
+        read_report(tmp_path)
+    assert len(str(error.value)) < 1000
+    (tmp_path / "privacy_report.json").write_text('{"schema_version": 4}')
+    with pytest.raises(PrivacyError, match="damaged: method is missing"):
+        sound_report(tmp_path)  # cannot be rendered
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("guarantee", [1]),
+        ("guarantee/epsilon", 1e-320),
+        ("guarantee/epsilon_of_delta/0/delta", 0.0),
+        ("guarantee/epsilon_by_client", {}),
+        ("guarantee/epsilon_by_round/0/round", -1),
+        ("ledger/0/rounds", []),
+        ("ledger/0/sampler", "shuffle"),
+        ("ledger/0/steps", 10**400),
+        ("ledger_heads/a/rows", -1),
+        ("ledger_heads/a/rows_before", 10**30),
+        ("published", [{"\x1b[2J": "x"}, {}]),
+        ("unit", {"x" * 100_000: "<script>"}),
+    ],
+)
+def test_hostile_reports_are_reported_as_problems(path: str, value: Any, tmp_path: Path) -> None:
+    report = build()
+    set_at(report, path, value)
+    try:
+        reported = problems(report)
+    except PrivacyError as error:
+        reported = [str(error)]
+    assert reported
+    assert all(len(problem) < 2000 for problem in reported)
+    if not schema_problems(report):
+        page_problems(report, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("expected", "stated", "same"),
+    [
+        (1.0, 1.0 + 1e-9, True),
+        (1.0, 1.001, False),
+        (1.0, 10**400, False),
+        (1, True, False),
+        (0.0, 1e-15, True),
+        ({"delta": 5e-13}, {"delta": 1e-15}, False),
+        ({}, {"a": 1}, False),
+    ],
+)
+def test_differences_tolerate_rounding(expected: Any, stated: Any, same: bool) -> None:
+    assert (differences("x", expected, stated) == []) == same
