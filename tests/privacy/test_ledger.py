@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def test_special_files_are_rejected_as_ledgers(path: Path, make: Callable[[Path]
     ledger = charged(path, 0)
     path.unlink()
     make(path)
-    for use in (lambda: ledger.charge(row(1)), ledger.check_writable):
+    for use in (partial(ledger.charge, row(1)), ledger.check_writable):
         with pytest.raises(LedgerError, match=r"regular file|directory"):
             use()
     for reader in (read_ledger, repair_ledger):

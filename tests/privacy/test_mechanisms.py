@@ -11,6 +11,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -267,7 +268,7 @@ def test_forked_series_and_memory_ledgers_are_rejected() -> None:
     forked.sample(0)
 
     def check_rejected() -> bytes:
-        for use in (forked.release, lambda: forked.sample(0)):
+        for use in (forked.release, partial(forked.sample, 0)):
             with pytest.raises(PrivacyError, match="another process"):
                 use()
         with pytest.raises(LedgerError, match="memory of another process"):

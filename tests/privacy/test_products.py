@@ -1,20 +1,26 @@
-"""Tests of factored vectors: their sensitivity, their sums, and deliberately broken variants."""
+"""Tests of factored vectors and of sums on a grid: both have the sensitivity and the distribution of
+the plain sums."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
 from fedsynth.privacy.passes import Sample
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.products import (
     Grams,
     LayerGradients,
@@ -24,10 +30,10 @@ from fedsynth.privacy.products import (
     Rows,
     grams_width,
     smat,
-    svec,
 )
+from fedsynth.privacy.randomness import FINE, TAIL, Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import USER
-from tests.privacy.support import NUMBERS, series
+from tests.privacy.support import NUMBERS, guard, plan, series
 
 CLASSES, D, CLIP = 4, 3, 0.7
 B = math.sqrt(1 - 1 / CLASSES)
@@ -40,17 +46,15 @@ def targets(labels: Tensor) -> Tensor:
 
 
 def products(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None) -> Products:
-    if kind == "rows":
-        return Rows(z, CLIP)
-    if kind == "outer":
-        return Outer(targets(labels) if factors is None else factors, z, CLIP)
-    if kind == "gradients":
-        left = targets(labels) if factors is None else factors
-        values = torch.cat([z, left, z], dim=1)
-        return LayerGradients(values, ((D,), (CLASSES, D)), CLIP)
-    if kind == "grams":
-        return Grams(z, ((D, 1),), 0.3)
-    return Moments(z, targets(labels), B)
+    left = targets(labels) if factors is None else factors
+    vectors: dict[str, Products] = {
+        "rows": Rows(z, CLIP),
+        "outer": Outer(left, z, CLIP),
+        "gradients": LayerGradients(torch.cat([z, left, z], 1), ((D,), (CLASSES, D)), CLIP),
+        "grams": Grams(z, ((D, 1),), 0.3),
+        "moments": Moments(z, targets(labels), B),
+    }
+    return vectors[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,15 +112,6 @@ def test_grams_equal_numpy_with_shares_as_weights() -> None:
     np.testing.assert_allclose(weighted, shares @ expected, atol=1e-12)
 
 
-def test_unweighted_grams_exceed_bound() -> None:
-    """Channels and cells have weight 1 each, but the squared weights must sum to 1."""
-    z = np.zeros(10)
-    z[0] = 1.0
-    unweighted = np.concatenate([numpy_grams(z, 0.0), numpy_grams(z, 1.0)])
-    assert np.linalg.norm(unweighted) == pytest.approx(2**0.5)
-    assert float(Grams(torch.from_numpy(z)[None], BLOCKS, 0.3).sums().norm()) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("clip", [0.3, 5.0, 100.0])
 def test_layer_gradients_equal_numpy(clip: float) -> None:
     """Broken versions would clip each block separately, or confuse l with r."""
@@ -129,28 +124,6 @@ def test_layer_gradients_equal_numpy(clip: float) -> None:
     values = torch.from_numpy(np.concatenate([vector, left, right], axis=1))
     sums = LayerGradients(values, ((2,), (4, 3)), clip).sums()
     np.testing.assert_allclose(sums, total, atol=1e-12)
-
-
-def moments(z: Tensor, e: Tensor) -> Tensor:
-    """Returns √½·[svec(z zᵀ); e/b ⊗ z], neither clipped nor centred."""
-    z = z.double()
-    squares = svec(torch.einsum("nd,ne->nde", z, z))
-    return math.sqrt(0.5) * torch.cat([squares, torch.einsum("nc,nd->ncd", e / B, z).flatten(1)], 1)
-
-
-def test_broken_moments_violate_bound_or_matrix() -> None:
-    """The variants omit the clip, the centring of labels, or the factor √2 of svec."""
-    z, labels = torch.tensor([[3.0, 0.0, 4.0]]), torch.tensor([1])
-    assert float(moments(z, targets(labels).double()).norm()) > 5
-    unit = F.normalize(z)
-    assert float(moments(unit, F.one_hot(labels, CLASSES).double()).norm()) > 1.05
-    matrix = torch.outer(unit[0], unit[0]).double()
-    correct = svec(matrix)
-    torch.testing.assert_close(smat(correct, D), matrix)
-    assert float(correct.norm()) == pytest.approx(1.0, abs=1e-6)
-    broken = matrix[tuple(torch.triu_indices(D, D))]
-    assert float((smat(broken, D) - matrix).abs().max()) > 0.1
-    assert float(broken.norm()) < 0.9  # noise of the same size would be too large
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,7 +182,142 @@ def test_user_influence_is_at_most_bound() -> None:
         Rows(torch.ones(1, D), 1.0).sums(torch.tensor([2.0]))
 
 
-def test_shares_divide_client_noise() -> None:
-    mechanism = series()
-    mechanism.shares = 9
-    assert mechanism.noise_std == pytest.approx(2 / 3)
+# ---------------------------------------------------------------------------- sums on a grid
+
+REACH = 60
+"""The number of grid steps on each side that contain all of the probability."""
+PLAN = plan(dimension=6, groups=2, shares=3, addends=Addends(clients=4, records=1000))
+
+
+def rounded(mean: float, tau: float) -> np.ndarray:
+    """Returns the distribution of round(mean + N(0, τ²)) on −REACH … REACH, with steps of 1."""
+    edges = np.arange(-REACH, REACH + 2) - 0.5
+    return np.diff(norm.cdf((edges - mean) / tau))
+
+
+def rounding_distance(means: tuple[float, ...], tau: float) -> float:
+    """Returns the total variation distance between the sum of rounded parts and its stand-in."""
+    fine = 64
+    x = np.arange(-REACH * fine, REACH * fine + 1) / fine
+    density = norm.pdf(x, sum(means), tau * math.sqrt(len(means)))
+    parts = np.ones(1)
+    for mean in means:  # H − 1 uniform numbers, and the cell that is rounded to one of its points
+        parts = np.convolve(rounded(mean, tau), parts, mode="same")
+        density = np.convolve(density, np.ones(fine) / fine, mode="same")
+        x = x - 0.5 / fine  # an even number of points: the box is half a point off centre
+    stand_in = np.interp(np.arange(-REACH, REACH + 1), x, density)
+    return float(np.abs(parts - stand_in).sum() / 2)
+
+
+@pytest.mark.parametrize("means", [(0.3, 0.4), (0.25, 0.25, 0.45)])
+@pytest.mark.parametrize("tau", [0.9, 1.2])
+def test_rounded_parts_reveal_only_their_sum(means: tuple[float, ...], tau: float) -> None:
+    """Checks Lemma 4 with D = γ = 1 and noise small enough for a visible difference; coarse grids
+    reveal more, and are rejected."""
+    bound = 2 * len(means) * math.exp(-2 * math.pi**2 * tau**2 / len(means))
+    assert rounding_distance(means, tau) < bound + 2e-4  # of the integration
+    assert rounding_distance(means, 0.2) > 0.1
+    with pytest.raises(PrivacySettingError, match="is too small for a 64-bit sum of"):
+        grid_of(clip=1.0, noise_std=1e-9, shares=2, addends=Addends(3, 10**9))
+
+
+def test_grid_is_coarsest_sufficient_one() -> None:
+    """A step at the bound has 2^10 float64 values and sums are below 2^62 steps, or it is rejected."""
+    rng = np.random.default_rng(0)
+    accepted = 0
+    for _ in range(400):
+        clip, noise, records = 10.0 ** rng.uniform((-12, -2, 0), (12, 3, 9))
+        clients = int(rng.integers(1, 500))
+        shares = max(1, clients - 1)
+        noise_std = noise * clip / math.sqrt(shares)
+        needed = FINE * math.sqrt(shares)
+        bound = int(records) * clip + TAIL * noise_std
+        spacing = 2.0 ** math.floor(math.log2(noise_std / needed))
+        try:
+            grid = grid_of(clip, noise_std, shares, Addends(clients, int(records)))
+        except PrivacySettingError:
+            assert spacing < 2**10 * np.spacing(bound)
+            continue
+        accepted += 1
+        assert needed * grid.spacing <= noise_std < 2 * needed * grid.spacing
+        assert grid.bound == bound
+        assert grid.spacing >= 2**10 * np.spacing(bound)
+        assert clients * bound / grid.spacing <= 2**62
+        form = FixedPoint(bound, clients, grid.bits, wraps=True)
+        part = np.floor(bound / grid.spacing) * grid.spacing
+        encoded = form.encode([part, -part]) * np.uint64(clients)
+        assert form.decode(encoded).tolist() == [clients * part, -clients * part]
+    assert 200 < accepted < 400
+
+
+def released_sums(spec: ReleasePlan, secret: SecretGenerator, rows: Tensor) -> Tensor:
+    mechanism = GaussianSumMechanism(spec.release(1, 1.5), spec.groups, guard(), secret)
+    mechanism.shares = spec.shares
+    mechanism.grid = spec.grid(1.5)
+    mechanism.sample(len(rows))
+    mechanism.add(rows, torch.zeros(len(rows), dtype=torch.int64))
+    return mechanism.release()
+
+
+def test_noisy_parts_are_on_grid() -> None:
+    """Broken versions would round before the noise, or in float32."""
+    grid = PLAN.grid(1.5)
+    assert grid is not None
+    rows = torch.full((900, 3), 100.0)  # clipped to a norm of 2: sums of 1039
+    for inputs in (rows, rows[:0]):
+        part = released_sums(PLAN, SecretGenerator(), inputs)
+        assert part.dtype == torch.float64
+        steps = part / grid.spacing
+        assert torch.equal(steps, steps.round())
+    plain = released_sums(replace(PLAN, addends=None), SecretGenerator(), rows)
+    assert plain.dtype == torch.float32
+
+
+def test_rounding_preserves_charge_and_deviation() -> None:
+    rng = np.random.default_rng(0)
+    wide = replace(PLAN, dimension=40_000)
+    part = released_sums(wide, SecretGenerator(test_only=rng), torch.zeros(0, 20_000))
+    noise_std = 1.5 * wide.clip / math.sqrt(wide.shares)
+    assert float(part.std()) == pytest.approx(noise_std, rel=0.02)
+    assert wide.release(1, 1.5) == replace(wide, addends=None).release(1, 1.5)
+
+
+HUGE = replace(PLAN, clip=1e12, dimension=200_000, groups=1, shares=2, addends=Addends(4, 4000))
+
+
+@pytest.mark.parametrize("records", [0, 3999])
+@pytest.mark.parametrize("spec", [HUGE, replace(HUGE, clip=1.0)], ids=["huge clip", "clip 1"])
+def test_even_and_odd_steps_are_equally_frequent(spec: ReleasePlan, records: int) -> None:
+    """Ties rounded to even numbers of steps would reveal the size of a part."""
+    grid = spec.grid(3.0)
+    assert grid is not None
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
+    sums = torch.full((1, spec.dimension), 0.999 * spec.clip * records, dtype=torch.float64)
+    parts = on_grid(sums, secret.normal(sums.shape, 3 * spec.clip / math.sqrt(2)), grid)
+    steps = (parts / grid.spacing).numpy()
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert abs(np.mean(steps % 2 == 0) - 0.5) < 5 * 0.5 / math.sqrt(spec.dimension)
+
+
+def test_grids_as_fine_as_float64_are_rejected() -> None:
+    """The smallest input with such a grid, a broken variant, is rejected."""
+    noise = np.random.default_rng(0).normal(0, 3e12 / math.sqrt(2), 200_000)
+    even = [np.mean(np.rint(1e12 * records + noise) % 2 == 0) for records in (0, 1000, 3000, 3999)]
+    assert max(even) > 0.6
+    assert min(even) < 0.55
+    grid = HUGE.grid(3.0)
+    assert grid is not None
+    assert grid.bits == -28
+    with pytest.raises(PrivacySettingError, match="or lower privacy"):
+        replace(HUGE, addends=Addends(4, 10**10)).grid(3.0)
+
+
+@given(st.integers(-40, 40), st.integers(-(2**50), 2**50), st.floats(-(2.0**20), 2.0**20))
+def test_part_is_exact_rounded_sum(bits: int, steps: int, noise: float) -> None:
+    """The reference are rational numbers, since a float64 sum would lose what decides ties."""
+    grid = Grid(bits, 2.0**51 * 2.0**-bits)
+    total = float(steps) / 4 * grid.spacing
+    part = on_grid(*torch.tensor([total, noise * grid.spacing], dtype=torch.float64), grid)
+    exact = Fraction(steps, 4) + Fraction(noise)
+    if abs(exact - round(exact)) < Fraction(1, 2) - Fraction(1, 2**32):
+        assert part.item() == round(exact) * grid.spacing
