@@ -5,7 +5,7 @@ moduli, averaged over 2^J pixels. It has scales j < J and L orientations. The ch
 |x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂. These are 1 + JL + L²J(J−1)/2 channels for each input
 channel, or 81 for J = 2 and L = 8. Filters are applied in Fourier space, where subsampling is a sum
 over aliases. The transform is differentiable and runs in batches on any device. Its values agree
-with `Scattering2D` of kymatio 0.3 (tests/features/test_scattering.py).
+with `Scattering2D` of kymatio 0.3 (tests/features/test_feature_map.py).
 
 The scattering features follow Tramèr & Boneh 2021 (arXiv 2011.11660). Colour is converted to YUV,
 the channels of each image are normalised in 27 groups, and overlapping windows pool each channel to

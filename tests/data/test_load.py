@@ -1,7 +1,9 @@
-"""The loaders, on files that the tests write in the official formats, and errors of missing files."""
+"""The loaders, on files that the tests write in the official formats, errors of missing files, and the
+real data sets in the folder that FEDSYNTH_DATA names."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -9,19 +11,19 @@ from typing import Any
 from urllib.error import URLError
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torchvision
 
 from fedsynth.data.array_files import SVHN_MD5
+from fedsynth.data.images import require_all_classes
 from fedsynth.data.load import DIGITS, load_dataset, missing_files
 from fedsynth.errors import DataFilesMissingError
 from tests.data.conftest import leaf, writer
 from tests.data.fuzz_readers import ROWS, python2
 
-Bytes = npt.NDArray[np.uint8]
 RNG = np.random.default_rng(0)
+FOLDER = os.environ.get("FEDSYNTH_DATA")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,8 @@ def test_cifar100_uses_fine_labels(tmp_path: Path) -> None:
 
 
 def test_svhn_label_ten_becomes_zero(files: Any, tmp_path: Path) -> None:
+    listed = {name: md5 for _, name, md5 in torchvision.datasets.SVHN.split_list.values()}
+    assert {name: listed[name] for name in SVHN_MD5} == SVHN_MD5
     x = files.write_svhn()
     train, test = load_dataset("svhn", tmp_path)
     assert train.labels.tolist() == test.labels.tolist() == [0, 1, 9, 0]
@@ -144,11 +148,6 @@ def test_femnist_pixels_are_rounded_to_levels(files: Any, tmp_path: Path) -> Non
     assert train.images[0, 0, 0, :5].tolist() == [255, 0, 128, 0, 255]
 
 
-def test_svhn_checksums_match_torchvision() -> None:
-    listed = {name: md5 for _, name, md5 in torchvision.datasets.SVHN.split_list.values()}
-    assert {name: listed[name] for name in SVHN_MD5} == SVHN_MD5
-
-
 def test_digits_need_no_files() -> None:
     train, test = load_dataset("digits")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
@@ -166,12 +165,6 @@ def test_digits_equal_scikit_learn() -> None:
     with np.load(DIGITS) as file:
         assert np.array_equal(file["images"], bundled.images)
         assert np.array_equal(file["labels"], bundled.target)
-
-
-def test_environment_sets_root(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.write_idx("MNIST", ("train", "t10k"))
-    monkeypatch.setenv("FEDSYNTH_DATA", str(tmp_path))
-    assert len(load_dataset("mnist")[0]) == 20
 
 
 @pytest.mark.parametrize(
@@ -220,10 +213,58 @@ def test_downloads_happen_once(files: Any, tmp_path: Path, monkeypatch: pytest.M
     calls = []
 
     def fetch(root: str, *, download: bool) -> None:
-        calls.append(download)
+        calls.append((root, download))
         files.write_idx("MNIST", ("train", "t10k"))
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fetch)
     assert len(load_dataset("mnist", tmp_path, download=True)[0]) == 20
-    assert len(load_dataset("mnist", tmp_path, download=True)[0]) == 20
-    assert calls == [True]
+    monkeypatch.setenv("FEDSYNTH_DATA", str(tmp_path))
+    for download in (True, False):
+        assert len(load_dataset("mnist", download=download)[0]) == 20
+    assert calls == [(str(tmp_path), True)]
+
+
+# --------------------------------------------------------------------------------- real data sets
+
+
+def needs(name: str) -> Any:
+    missing = FOLDER is None or bool(missing_files(name, Path(FOLDER)))
+    reason = f"FEDSYNTH_DATA has no {name}, or is not set"
+    return pytest.param(name, marks=[pytest.mark.data, pytest.mark.skipif(missing, reason=reason)])
+
+
+ARRAYS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10", "cifar100", "svhn")
+
+
+@pytest.mark.parametrize("name", [needs(n) for n in (*ARRAYS, "office-caltech-10", "femnist")])
+def test_real_data_sets_match_registry(name: str) -> None:
+    train, test = load_dataset(name, FOLDER)
+    spec = train.spec
+    if name == "femnist":
+        assert int(train.groups.max()) + 1 == len(train.groups.unique())
+    else:
+        assert (len(train), len(test)) == (spec.train_size, spec.test_size)
+    if name in ARRAYS:
+        require_all_classes(train)
+        require_all_classes(test)
+        balanced = name not in ("mnist", "svhn")
+        assert len(set(train.class_counts().tolist())) == 1 or not balanced
+    if name == "office-caltech-10":
+        sizes = torch.bincount(train.domains) + torch.bincount(test.domains)
+        assert sizes.tolist() == [958, 1123, 157, 295]
+        return
+    close = {"abs": 2e-4 if name in ARRAYS else 1e-2}
+    for channel in range(spec.channels):
+        levels = torch.bincount(train.images[:, channel].flatten(), minlength=256).double()
+        share, pixel = levels / levels.sum(), torch.arange(256).double() / 255
+        mean = float((share * pixel).sum())
+        std = float((share * (pixel - mean).square()).sum().sqrt())
+        assert mean == pytest.approx(spec.mean[channel], **close)
+        # CIFAR-10's usual constants are not the pixels' deviations (see the registry)
+        assert std == pytest.approx(spec.std[channel], **close) or name == "cifar10"
+    if name == "emnist-letters":
+        x = train.images[train.labels == spec.class_names.index("l")].float()
+        # L has its stem at the left and its bar at the bottom; as stored, transposed, the stem lies
+        # along the top.
+        assert float(x[:, :, :14].mean()) < 0.8 * float(x[:, :, 14:].mean())
+        assert float(x[..., :14].mean()) > 1.1 * float(x[..., 14:].mean())
