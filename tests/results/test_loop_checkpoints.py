@@ -27,7 +27,7 @@ from fedsynth.seeding import forked_rng
 from fedsynth.training.loop import TRAINED
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
-from tests.simulation.test_resume import assert_same, run, sections
+from tests.simulation.test_resume import assert_same, record_steps, run, sections
 
 WEIGHTS = {"w": torch.ones(3)}
 
@@ -36,26 +36,16 @@ def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None)
     return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds, shared)
 
 
-class Clock:
-    """A manual clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 0.0
-        monkeypatch.setattr(checkpoint.time, "monotonic", lambda: self.seconds)
-
-
-# -------------------------------------------------------------------------------------------- times
-
-
 def test_finished_loops_are_written_every_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: of a hundred clients of half a minute each, every second one was trained again."""
-    clock = Clock(monkeypatch)
+    now = 0.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     writer = checkpoints(tmp_path)
     for client in range(4):
         assert writer.load(f"train-{client}") is None
-        clock.seconds += 19.0
+        now += 19.0
         writer.offer(f"train-{client}", 1, lambda: WEIGHTS)
         writer.finish(f"train-{client}", 2, lambda: WEIGHTS)
     reader = checkpoints(tmp_path)
@@ -71,10 +61,8 @@ def test_loops_of_equal_name_are_separate(tmp_path: Path) -> None:
         assert writer.load("train-0") is None
         writer.finish("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
     reader = checkpoints(tmp_path, 0.0)
-    for weights in (1.0, 2.0):
-        loaded = reader.load("train-0")
-        assert loaded is not None
-        assert loaded[1]["w"].item() == weights
+    loaded: list[Any] = [reader.load("train-0") for _ in range(2)]
+    assert [tensors["w"].item() for _, tensors in loaded] == [1.0, 2.0]
 
 
 def test_damaged_or_foreign_checkpoints_are_ignored(
@@ -94,9 +82,6 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
     path.write_bytes(intact)
     monkeypatch.setattr(checkpoint, "FORMAT", 0)
     assert checkpoints(tmp_path).load("train-0") is None
-
-
-# ------------------------------------------------------------------------------------------ shared
 
 
 NAME = f"{TRAINED}x"
@@ -138,28 +123,10 @@ def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
     assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
 
 
-def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the names of the loops that make a step."""
-    monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
-    names: list[str] = []
-    offer = LoopCheckpoints.offer
-
-    def recorded_offer(self: LoopCheckpoints, name: str, *rest: Any) -> None:
-        names.append(name.split("-")[0])
-        offer(self, name, *rest)
-
-    monkeypatch.setattr(LoopCheckpoints, "offer", recorded_offer)
-    return names
-
-
 def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
-    settings = sections(
-        method,
-        run={"rounds": 1, "participation": 1.0},
-        method={"local_epochs": 2, "batch": 16, "momentum": 0.5},
-    )
-    settings["model"] = {"width": 4, "depth": 2, "norm": "batch"}
-    return settings
+    run = {"rounds": 1, "participation": 1.0}
+    training = {"local_epochs": 2, "batch": 16, "momentum": 0.5}
+    return sections(method, run=run, method=training, model={"norm": "batch"})
 
 
 def test_methods_with_equal_training_share_models(
@@ -170,43 +137,34 @@ def test_methods_with_equal_training_share_models(
     trained = record_steps(monkeypatch)
     shared = tmp_path / "shared"
     run(batch_norm_sections("fedavg"), tmp_path / "first", trained=shared)
-    assert trained == ["trained"] * (2 * 4)
+    assert [name.split("-")[0] for name, _ in trained] == ["trained"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
         state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
         path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
     trained.clear()
     actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
-    assert set(trained) == {"distillation"}
+    assert {name.split("-")[0] for name, _ in trained} == {"distillation"}
     assert {path.name.split("-")[0] for path in shared.iterdir()} == {"trained"}
     assert_same(expected, actual)
     assert 4000.0 < actual.metrics[0]["seconds"] < 4100.0
 
 
-def test_multi_round_runs_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of all rounds would fill a disk."""
-    record_steps(monkeypatch)
-    run(sections("fedavg"), tmp_path / "runs", trained=tmp_path / "shared")
-    assert not (tmp_path / "shared").exists()
-
-
-def test_custom_or_private_clients_are_not_shared(
+def test_custom_private_or_multi_round_training_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dependencies of a custom network are unknown."""
+    """The dependencies of a custom network are unknown, and the models of all rounds would fill a
+    disk."""
     record_steps(monkeypatch)
+    shared = tmp_path / "shared"
+    run(sections("fedavg"), tmp_path / "rounds", trained=shared)
     monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
     model = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
-    simulate(settings, output=tmp_path / "own", trained=tmp_path / "shared", quiet=True)
-    private = batch_norm_sections("fedavg")
-    private["model"]["norm"] = "instance"
-    private["privacy"] = {"noise_multiplier": 1.0}
-    run(private, tmp_path / "private", trained=tmp_path / "shared")
-    assert not (tmp_path / "shared").exists()
-
-
-# ------------------------------------------------------------------------------------------ digest
+    simulate(settings, output=tmp_path / "own", trained=shared, quiet=True)
+    private = sections("fedavg", run={"rounds": 1}, privacy={"noise_multiplier": 1.0})
+    run(private, tmp_path / "private", trained=shared)
+    assert not shared.exists()
 
 
 class Images(NamedTuple):
