@@ -1,4 +1,5 @@
-"""Tests of runs on a user's own data: no data are public by default, and all runs are charged."""
+"""Tests of runs on a user's own data: no data are public by default, all runs are charged, and runs
+may protect users with all their records."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from fedsynth import (
     ImageData,
@@ -24,13 +27,19 @@ from fedsynth import (
 )
 from fedsynth.config.participation import Participation
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, SettingError, UnknownNameError
+from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
+from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger.folder import LedgerFolder
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.results.verification import verify_run
+from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import to_toml
 from tests.observers import NoteRecorder
+from tests.quick_settings import folder_of, quick_sections, verified
+from tests.simulation.test_recorded_numbers import user_data
 
 SPEC = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
@@ -45,14 +54,8 @@ def scans(n: int = 200, seed: int = 0, name: str = "scans") -> ImageData:
 
 
 def tiny(method: str = "feddm", **sections: Any) -> RunSettings:
-    fast = {
-        "feddm": {"iterations": 1, "ipc": 1, "server_epochs": 1},
-        "real": {"server_epochs": 1, "min_examples": 1},
-        "fedavg": {"local_epochs": 1},
-    }
-    run = {"method": method, "rounds": 1, "device": "cpu", **sections.pop("run", {})}
-    defaults = {"model": {"width": 4, "depth": 2}, "method": fast[method], "run": run, **sections}
-    return resolve(defaults)
+    run = {"rounds": 1, **sections.pop("run", {})}
+    return resolve(quick_sections(method, run=run, **sections))
 
 
 def private(**privacy: Any) -> dict[str, Any]:
@@ -62,11 +65,6 @@ def private(**privacy: Any) -> dict[str, Any]:
 def run(settings: RunSettings, **more: Any) -> RunResult:
     """Runs the settings on the scans of two clients."""
     return simulate(settings, **{"data": (scans(), None), "parts": PARTS, **more})
-
-
-def folder_of(result: RunResult) -> Path:
-    assert result.folder is not None
-    return result.folder
 
 
 def data_statements(folder: Path) -> str:
@@ -250,18 +248,9 @@ def test_accuracy_on_private_test_images_is_in_simulation_only(
                 assert '"test_accuracy"' not in text.replace('"test_accuracy": null', ""), file
 
 
-@pytest.mark.parametrize(
-    ("method", "sections"),
-    [
-        ("fedkf", {"method": {"generator_width": 4, "local_epochs": 1, "batch": 64}}),
-        ("fedbn", {"method": {"local_epochs": 1}, "model": {"norm": "batch", "width": 4}}),
-    ],
-)
-def test_methods_with_variants_and_own_models_run_without_test_images(
-    method: str, sections: dict[str, Any]
-) -> None:
-    base = {"run": {"method": method, "rounds": 1}, "model": {"width": 4, "depth": 2}, **sections}
-    result = run(resolve({**base, "partition": {"local_test": 0.3}}))
+@pytest.mark.parametrize("method", ["fedkf", "fedbn"])
+def test_methods_with_variants_and_own_models_run_without_test_images(method: str) -> None:
+    result = run(tiny(method, partition={"local_test": 0.3}))
     assert result.accuracy is None
     assert 0 <= result.metrics[-1]["local"]["amp"] <= 1
 
@@ -277,3 +266,100 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
     for data, test, kind, text in cases:
         with pytest.raises(kind, match=text):
             simulate(tiny(), data=data, test=test)
+
+
+# ------------------------------------------------------------------------------------- users
+USERS = np.arange(320) // 8
+USER_PARTS = list(np.arange(320).reshape(4, 80))
+
+
+def user_settings(method: str = "feddm", **privacy: Any) -> RunSettings:
+    return tiny(
+        method, privacy={"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10, **privacy}
+    )
+
+
+def user_run(settings: RunSettings, output: Path | None = None) -> RunResult:
+    return simulate(settings, data=user_data(), parts=USER_PARTS, output=output)
+
+
+def test_report_states_the_protected_unit_and_is_verified(tmp_path: Path) -> None:
+    result = user_run(user_settings(user_records=4), tmp_path)
+    report: Any = result.privacy
+    assert (report["unit"]["kind"], report["unit"]["user_records"]) == (USER, 4)
+    assert report["public_items"]["nominal persons of a client"].startswith("10 (declared)")
+    assert {row["unit"] for row in report["ledger"]} == {USER}
+    assert [group["units"] for group in report["guarantee"]["groups"]] == [2, 5]
+    assert "for one person of one client" in (verified(result) / "privacy_report.md").read_text()
+
+
+def test_sample_rate_uses_the_public_number_of_users() -> None:
+    """The rate is the method's batch over the nominal number of users, at most 1."""
+    report: Any = user_run(user_settings("fedavg")).privacy
+    assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
+
+
+@pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
+def test_one_more_user_moves_sums_by_at_most_the_clip(
+    local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs the engine's split, bound, sampling at rate 1 and clipping, with releases of zero."""
+    sums: list[tuple[Tensor, float]] = []
+
+    def release(self: GaussianSumMechanism) -> Released:
+        assert self._sums is not None
+        self._users.close(self._sums)
+        sums.append((self._sums.clone(), self._release.sensitivity))
+        self._sums, self.steps_left = None, self.steps_left - 1
+        return Released(torch.zeros(self._groups, self._width))
+
+    monkeypatch.setattr(GaussianSumMechanism, "release", release)
+    bound = {} if user_records is None else {"user_records": user_records}
+    settings = user_settings(**bound, sample_rate=1.0, clip=0.05)
+    settings = replace(settings, partition=replace(settings.partition, local_test=local_test))
+    data, test = user_data()
+    runs = []
+    for removed in (-1, 3, 7):
+        indices = np.flatnonzero(removed != USERS)
+        parts = [np.flatnonzero(np.isin(indices, part)) for part in USER_PARTS]
+        sums.clear()
+        simulate(settings, data=(data.subset(indices), test), parts=parts)
+        runs.append(list(sums))
+    shifts = []
+    for other in runs[1:]:
+        assert len(other) == len(runs[0]) > 0
+        for (a, clip), (b, _) in zip(runs[0], other, strict=True):
+            shifts.append(float((a - b).norm()) / clip)
+    assert max(shifts) <= 1 + 1e-6
+    assert max(shifts) > 0.5  # some user trains and is clipped
+
+
+@pytest.mark.parametrize(("unit", "shares"), [("user", False), ("record", True)])
+def test_test_splits_follow_the_protected_unit(unit: str, shares: bool) -> None:
+    privacy = {"noise_multiplier": 3.0, "unit": unit, "nominal_size": 100}
+    settings = tiny(partition={"local_test": 0.3}, privacy=privacy)
+    training, testing = divided(settings, [torch.from_numpy(p) for p in USER_PARTS], user_data()[0])
+    assert all(len(part) for part in (*training, *testing))
+    shared = [set(USERS[a]) & set(USERS[b]) for a, b in zip(training, testing, strict=True)]
+    assert any(shared) == shares
+
+
+def test_invalid_user_settings_are_refused() -> None:
+    with pytest.raises(PrivacySettingError, match=r"requires privacy\.nominal_size"):
+        resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
+    with pytest.raises(PrivacySettingError, match="one of record, user"):
+        user_settings(unit="household")
+    with pytest.raises(PrivacySettingError, match="user_records"):
+        user_settings(unit="record", user_records=3)
+    data, test = user_data()
+    with pytest.raises(DataError, match="must state the user of each record"):
+        run(user_settings(), data=(test, test), parts=np.split(np.arange(100), 2))
+    with pytest.raises(PartitionError, match="records of the same user"):
+        run(user_settings(), data=(data, test), parts=[np.arange(95), np.arange(95, 320)])
+
+
+def test_user_runs_can_be_audited() -> None:
+    """Each canary is a user; the claim of an honest run is not refuted."""
+    settings = user_settings(noise_multiplier=2.0)
+    audit = audit_run(settings, canaries=40, test_only=np.random.default_rng(0))
+    assert 0 <= audit.epsilon_lower_bound <= audit.epsilon
