@@ -1,41 +1,30 @@
-"""Condensation speed compared with a straightforward implementation (library/reference.py).
+"""Condensation speed compared with a straightforward implementation (library/condensation.py).
 
     python benchmarks/condense.py [--quick] [--device cuda] [--cases mnist cifar10]
         [--repeats 5]
 
 At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and
 3×32×32; the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating
-repeats; and the floor: operations over the machine's measured convolution peak. Then time and
-peak memory by clients and classes, each in a separate process, with a narrower network. Random
-images: only time is measured. `--keep-allocations` gives the reference, too, the allocator's
-settings of `fedsynth train` (cli/application.py).
+repeats; and the floor: operations over the machine's measured convolution peak. Random images: only
+time is measured. `--keep-allocations` gives the reference, too, the allocator's settings of
+`fedsynth train` (cli/application.py). Rows of "growth" are those of
+`git show 4080bb1e:benchmarks/condense.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedsynth.cli.application import keep_large_allocations
-from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.context import memory_bytes
-from library.cases import BATCH, IPC, Case, forward_flops, peak_flops
-from library.machine import medians, resident_bytes, run_cases, seconds, timing_options
-
-Point = tuple[int, int, float | None]
-"""Clients, classes, and the run's memory bound in GB."""
-GROWTH: tuple[Point, ...] = (
-    (1, 10, None),
-    (10, 10, None),
-    (100, 10, None),
-    (1, 100, None),
-    (10, 100, None),
-    (100, 10, 0.5),
-)
+from library.condensation import BATCH, IPC, Case
+from library.machine import medians, run_cases, seconds, timing_options
 
 
 def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
@@ -43,9 +32,9 @@ def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, An
     name, clients = shape
     device = torch.device(options.device)
     width, steps = (8, 1) if options.quick else (128, options.steps)
-    case = Case(dataset_spec(name), width, clients, steps, device)
+    case = Case(name, width, clients, steps, BATCH, device)
     runs: dict[str, Callable[[], object]] = {
-        "reference": case.reference,
+        "reference": case.plain,
         "engine fp32": lambda: case.engine(torch.float32),
         "engine bf16": lambda: case.engine(torch.bfloat16),
         "engine fp32 compiled": lambda: case.engine(torch.float32, compiled=True),
@@ -54,31 +43,26 @@ def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, An
     if not options.reference:
         del runs["reference"]
     times = {key: value / steps for key, value in medians(runs, options).items()}
-    real = clients * case.spec.classes * BATCH
+    real = clients * case.data.spec.classes * BATCH
     slow = times.get("reference")
     return {
         "case": name,
         "clients": clients,
         "seconds per step": times,
-        "images per second": {key: real / value for key, value in times.items()},
         "ratio to reference": slow and {key: slow / value for key, value in times.items()},
         **floors(case, real, times),
-        "peak memory GB": peak_memory(device),
     }
 
 
 def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
     """Returns the smallest possible seconds of a step at the machine's peak, and the engine's
     share."""
-    network: Any = case.context.architecture
-    synthetic = real // BATCH * IPC
-    flops = forward_flops(network, case.spec.image_shape)
+    context = case.context
+    flops = forward_flops(context.architecture, case.data.spec.image_shape)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    peaks = {key: peak_flops(kind, case.device) for key, kind in types.items()}
-    floor = {
-        key: real * flops / peak + 2 * synthetic * flops / peaks["fp32"]
-        for key, peak in peaks.items()
-    }
+    peaks = {key: peak_flops(kind, context.device) for key, kind in types.items()}
+    synthetic = 2 * (real // BATCH * IPC) * flops / peaks["fp32"]
+    floor = {key: real * flops / peak + synthetic for key, peak in peaks.items()}
     engines = {key: value for key, value in times.items() if key != "reference"}
     return {
         "floor": floor,
@@ -87,37 +71,29 @@ def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def measure_growth(point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures one point of the growth table, without the reference, in this process."""
-    device = torch.device(options.device)
-    clients, classes, bound = point
-    names = tuple(str(c) for c in range(classes))
-    spec = replace(dataset_spec("mnist"), classes=classes, class_names=names)
-    width = 8 if options.quick else 32
-    case = Case(spec, width, clients, 1, device)
-    case.context = replace(case.context, memory_bytes=memory_bytes(bound, device))
-    initial_peak = peak_memory(device)
-    times = [
-        seconds(lambda: case.engine(torch.float32), device)
-        for _ in range(1 if options.quick else 3)
-    ]
-    return {
-        "case": f"growth, mnist shape, width {width}",
-        "clients": clients,
-        "classes": classes,
-        "memory bound GB": bound,
-        "seconds per step": min(times),
-        "microseconds per real image": 1e6 * min(times) / (clients * classes * BATCH),
-        "peak memory GB": peak_memory(device),
-        "peak memory GB before the first step": initial_peak,
-    }
+def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the operations per second of a 3×3 convolution without padding, the best of ten.
+
+    A convolution needs fewer multiplications than are counted (Winograd), so it can be faster than
+    a matrix product of the same size.
+    """
+    n, channels, size = (256, 256, 32) if device.type == "cuda" else (32, 128, 16)
+    x = torch.randn(n, channels, size, size, device=device).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    operations = 2 * n * channels * (size - 2) ** 2 * weight[0].numel()
+    with torch.no_grad():
+        times = [seconds(lambda: F.conv2d(x, weight), device) for _ in range(10)]
+    return operations / min(times)
 
 
-def peak_memory(device: torch.device) -> float:
-    """Returns the peak memory so far, in GB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resident_bytes("VmHWM") / 1e9
+def forward_flops(network: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Returns the operations of one image's forward pass."""
+    image = torch.zeros(1, *shape, device=next(network.parameters()).device)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(image)
+    return counter.get_total_flops()
 
 
 def main() -> None:
@@ -127,16 +103,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep-allocations", action="store_true", help="as `fedsynth train` does")
     parser.add_argument("--no-reference", dest="reference", action="store_false")
-    parser.add_argument("--no-growth", dest="growth", action="store_false")
     options = parser.parse_args()
     if options.keep_allocations:
         keep_large_allocations()
     shapes = [(name, clients) for name in options.cases for clients in options.clients]
     run_cases("condense", options, {f"{n}, {k} clients": (n, k) for n, k in shapes}, measure)
-    if options.growth:
-        points = GROWTH[:2] if options.quick else GROWTH
-        growing = {f"growth {point}": point for point in points}
-        run_cases("condense", options, growing, measure_growth, separate_processes=True)
 
 
 if __name__ == "__main__":

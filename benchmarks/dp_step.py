@@ -1,5 +1,5 @@
 """Cost of privacy: FedDM's private steps compared with the step without privacy and with a loop
-over examples (library/reference.py).
+over examples (library/condensation.py).
 
     python benchmarks/dp_step.py [--quick] [--device cuda]
 
@@ -14,27 +14,19 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fedsynth.cli.application import keep_large_allocations
-from fedsynth.core.client import ExactClientView
-from fedsynth.data.registry import dataset_spec
-from library.cases import Case
+from library.condensation import Case, gradient_step
 from library.machine import medians, run_cases, timing_options
-from library.reference import gradient_step
-
-EXAMPLES = 64  # of a class, in the comparison with loops
 
 
 def feddm(options: argparse.Namespace, batch: int) -> Case:
     """Returns one client of MNIST's shape."""
     width = 8 if options.quick else 128
-    case = Case(dataset_spec("mnist"), width, 1, 1, torch.device(options.device))
-    case.method = replace(case.method, batch=batch)
-    return case
+    return Case("mnist", width, 1, 1, batch, torch.device(options.device))
 
 
 def residual(options: argparse.Namespace) -> dict[str, Any]:
@@ -56,20 +48,18 @@ def residual(options: argparse.Namespace) -> dict[str, Any]:
 
 def gradient(options: argparse.Namespace) -> dict[str, Any]:
     """Compares the `gradient` step with a loop over examples."""
-    batch = 4 if options.quick else EXAMPLES
+    batch = 4 if options.quick else 64
     case = feddm(options, batch)
-    data = ExactClientView([0], case.data, case.parts)
-    classes = [data.images(data.examples(0, c)[:batch]) for c in range(case.spec.classes)]
+    classes = [images[:batch] for images in case.images(0)]
     network = copy.deepcopy(case.context.architecture).requires_grad_(False)
     runs: dict[str, Callable[[], object]] = {
-        "loop": lambda: gradient_step(network, classes, [x[:10] for x in classes], 1.0, 1.0),
+        "loop": lambda: gradient_step(network, classes),
         "gradient": lambda: case.private("gradient"),
         "gradient bf16": lambda: case.private("gradient", torch.bfloat16),
     }
     times = medians(runs, options)
     ratios = {key: times["loop"] / value for key, value in times.items()}
-    examples = batch * case.spec.classes
-    return {"examples": examples, "seconds": times, "ratio to the loop": ratios}
+    return {"examples": batch * len(classes), "seconds": times, "ratio to the loop": ratios}
 
 
 if __name__ == "__main__":

@@ -4,24 +4,21 @@
 
 Each case is a separate process. FedAvg with two local steps on the digits (iid, a ConvNet-64 of two
 blocks), three rounds; ten clients a round, a tenth, or all. Memory is the peak of the run over what
-is resident before it, with data and libraries loaded; time is the processor's. Linux only; cases
-with rows are not measured again.
+is resident before it, with data and libraries loaded; time is the processor's. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 from fedsynth.cli.application import keep_large_allocations
 from fedsynth.config.resolve import resolve
 from fedsynth.data.load import load_dataset
 from fedsynth.simulation.simulate import simulate
-from library.machine import resident_bytes, run_cases, timing_options
+from library.machine import peak_growth, run_cases, timing_options
 
-MIB = 2**20
 CASES = {}
 for clients in (10, 100, 300, 1000):
     for active, share in (("10", 10 / clients), ("tenth", 0.1), ("all", 1.0)):
@@ -43,20 +40,17 @@ def measure(case: tuple[int, float], options: argparse.Namespace) -> dict[str, A
     data = load_dataset("digits")
     small = {"run": {**run, "rounds": 1}, "partition": {"clients": 3, "kind": "iid"}}
     simulate(resolve({**sections, **small}), data=data)
-    resident = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     started = time.process_time()
-    simulate(resolve(sections), data=data)
+    peak = peak_growth(lambda: simulate(resolve(sections), data=data))
     return {
         "clients": clients,
         "active": max(1, round(share * clients)),
         "rounds": rounds,
         "seconds": round(time.process_time() - started, 3),
-        "before_mib": round(resident / MIB, 1),
-        "peak_mib": round((resident_bytes("VmHWM") - resident) / MIB, 1),
+        "peak_mib": round(peak, 1),
     }
 
 
 if __name__ == "__main__":
     arguments = timing_options(__doc__).parse_args()
-    run_cases("load", arguments, CASES, measure, once=True, separate_processes=True)
+    run_cases("load", arguments, CASES, measure, separate_processes=True)

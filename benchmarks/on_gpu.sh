@@ -19,7 +19,7 @@ step "cuda tests" python3 -m pytest -q -m cuda tests
 step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
 step "condense" python3 benchmarks/condense.py --device cuda --clients 1 10 --steps 20
 step "dp step" python3 benchmarks/dp_step.py --device cuda
-step "a round of CIFAR-10's size" python3 benchmarks/condense.py --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
+step "a round of CIFAR-10's size" python3 benchmarks/condense.py --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference
 if [ -n "${FEDSYNTH_DATA:-}" ]; then
     step "fashion table" python3 benchmarks/run.py fashion_table --device cuda
     step "precision" python3 benchmarks/run.py precision --device cuda

@@ -3,7 +3,9 @@
     python benchmarks/peers.py [--quick] [--repeats N] [--only dp-sgd]
 
 A step of DP-SGD is compared with Opacus (per-example gradients by hooks, and ghost clipping), and a
-round of FedAvg with many small clients is compared with a plain loop. The runs of a case alternate.
+round of FedAvg with many small clients is compared with a plain loop, which has one network, loads
+the global weights for each client, trains with `torch.optim.SGD` and averages the results. Each
+client has 20 images and takes one step. The runs of a case alternate.
 Seconds are CPU seconds of one thread, which other processes on the machine change little. Each case
 is measured in a separate process, and the memory of DP-SGD in a separate child process.
 `condense.py` compares FedDM's step with a plain loop, and `commands.py` measures commands.
@@ -14,12 +16,9 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,15 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
 from fedsynth.cli.application import keep_large_allocations
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.images import ImageData, normalise
+from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
+from fedsynth.federation.context import public_context
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.server import Server, negotiate_terms, run_round
+from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.registry import ModelSettings, build_model, parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.ledger import Ledger
@@ -37,11 +44,12 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.sgd import MomentumSgd
-from library.client_rounds import rounds
-from library.machine import run_cases, timing_options
+from library.machine import medians, peak_growth, run_cases, timing_options
 
 CLIP = 1.0
-LR = 0.01
+LR, MOMENTUM = 0.01, 0.9
+IMAGES = 20  # of a client
+Round = Callable[[], list[Tensor]]
 
 
 class Step(NamedTuple):
@@ -108,35 +116,93 @@ def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     wrapped.to_standard_module()
 
 
+def drawn(clients: int) -> ImageData:
+    """Returns random images and labels for all clients."""
+    spec = dataset_spec("mnist")
+    generator = torch.Generator().manual_seed(0)
+    count = clients * IMAGES
+    images = torch.randint(256, (count, *spec.image_shape), generator=generator, dtype=torch.uint8)
+    return ImageData(images, torch.randint(10, (count,), generator=generator), spec)
+
+
+def round_of_fedsynth(clients: int, data: ImageData) -> tuple[nn.Module, Round]:
+    """Returns the initial network, and a function that runs a round of fedsynth."""
+    method = FedAvg(local_epochs=1, batch=IMAGES, lr=LR, momentum=MOMENTUM)
+    partition = PartitionSettings(clients=clients)
+    settings = RunSettings(method, rounds=1, model=ModelSettings("lenet5"), partition=partition)
+    context = public_context(settings, data.spec, torch.device("cpu"))
+    runtimes = []
+    for number, records in enumerate(torch.arange(len(data)).split(IMAGES)):
+        parts = ClientData(data, records, records[:0])
+        runtimes.append(ClientRuntime(number, settings, context, parts))
+    exchange = InProcess(runtimes)
+    _, context = negotiate_terms(settings, context, exchange)
+
+    def run() -> list[Tensor]:
+        server = Server.begun(method, context)
+        run_round(server, exchange, context)
+        return list(server.state.parameters.values())
+
+    return context.architecture, run
+
+
+def textbook() -> nn.Module:
+    """Returns LeNet-5 as tutorials write it, which fedsynth's LeNet-5 computes in another order."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def round_of_plain_loop(
+    model: nn.Module, weights: Sequence[Tensor], clients: int, data: ImageData
+) -> Round:
+    """Returns a function that runs a round of a plain loop. The images are normalised before."""
+    images, labels = normalise(data.images, data.spec), data.labels
+    start = dict(zip(model.state_dict(), weights, strict=True))
+
+    def run() -> list[Tensor]:
+        total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+        for records in torch.arange(len(labels)).split(IMAGES):
+            model.load_state_dict(start)
+            optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+            for batch in records[torch.randperm(IMAGES)].split(IMAGES):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+                optimizer.step()
+            for name, tensor in model.state_dict().items():
+                total[name].add_(tensor, alpha=1 / clients)
+        return list(total.values())
+
+    return run
+
+
+def rounds(clients: int) -> dict[str, Round]:
+    """Returns the rounds to compare, which have the same result."""
+    data = drawn(clients)
+    network, round_here = round_of_fedsynth(clients, data)
+    weights = [tensor.clone() for tensor in network.state_dict().values()]
+    found = {"fedsynth": round_here}
+    for name, model in (
+        ("plain loop", textbook()),
+        ("plain loop, fedsynth's LeNet-5", copy.deepcopy(network)),
+    ):
+        found[name] = round_of_plain_loop(model.train(), weights, clients, data)
+    for run in found.values():
+        torch.testing.assert_close(run(), round_here())
+    return found
+
+
 def peak_megabytes(run: Callable[[], object]) -> int:
     """Returns by how many MB a run raises the memory of a new process at its peak."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        before = _peak_kilobytes()
-        run()
-        os.write(writer, str((_peak_kilobytes() - before) // 1024).encode())
+        os.write(writer, str(int(peak_growth(run))).encode())
         os._exit(0)
     os.waitpid(child, 0)
     return int(os.read(reader, 20))
-
-
-def _peak_kilobytes() -> int:
-    """Returns the peak memory of the process since the last call."""
-    [line] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    return int(line)
-
-
-def cpu_seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the median CPU seconds of each run. The first of the turns is left out."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, run in runs.items():
-            started = time.process_time()
-            run()
-            times[name].append(time.process_time() - started)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def measure(case: Step | int, options: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +212,7 @@ def measure(case: Step | int, options: argparse.Namespace) -> dict[str, Any]:
     keep_large_allocations()
     if isinstance(case, Step):
         return measure_step(case, options)
-    times = cpu_seconds(rounds(case), 1 if options.quick else options.repeats)
+    times = medians(rounds(case), options, time.process_time)
     return {
         "milliseconds": {name: 1000 * value for name, value in times.items()},
         "ratio": {name: times["fedsynth"] / value for name, value in times.items()},
@@ -168,7 +234,7 @@ def measure_step(step: Step, options: argparse.Namespace) -> dict[str, Any]:
     peers = {"opacus hooks": opacus_hooks, "opacus ghost": opacus_ghost}
     runs = {"fedsynth": training(ours), **{name: training(run) for name, run in peers.items()}}
     memory = {name: peak_megabytes(run) for name, run in runs.items()}
-    times = cpu_seconds(runs, 1 if options.quick else options.repeats)
+    times = medians(runs, options, time.process_time)
     faster = min(times[name] for name in peers)
     milliseconds = {name: round(1000 * value / steps, 2) for name, value in times.items()}
     return {

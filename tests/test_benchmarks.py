@@ -83,13 +83,13 @@ def test_reproduced_rows_match_the_presets() -> None:
 
 
 def test_compare_has_all_methods_with_family_settings(script: Any) -> None:
-    compared, compare = script("library.compared"), script("grids.compare")
-    assert {method for method, _ in compared.METHODS.values()} == set(METHODS)
-    assert compared.METHODS["feddm"] == ("feddm", compared.CONDENSE)
-    assert set(compared.PERSONAL) == {"solo", "fedbn"}
-    assert set(compared.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
+    compare = script("grids.compare")
+    assert {method for method, _ in compare.METHODS.values()} == set(METHODS)
+    assert compare.METHODS["feddm"] == ("feddm", compare.CONDENSE)
+    assert set(compare.PERSONAL) == {"solo", "fedbn"}
+    assert set(compare.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
     cell = script("library.grid").Cell(device="cpu", quick=False)
-    for name in compared.METHODS:  # FedStats and FedSum lack some settings of their family
+    for name in compare.METHODS:  # FedStats and FedSum lack some settings of their family
         assert compare.settings_for(name, 0, 0.1, cell).rounds in (1, 5)
 
 

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from itertools import product
 
-from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
+from grids.compare import PERSONAL, TAKE_FEDAVGS_RATE
 from library.pages import markdown, pivot, sentence, table
 from library.rows import (
     NOTHING,

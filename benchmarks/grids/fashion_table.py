@@ -12,11 +12,36 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from library.fashion import settings_for
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from library.grid import Cell, Grid, Rows, best
 from library.runs import TUNING_SEED, tuning_data
 
+METHODS: dict[str, dict[str, Any]] = {
+    "feddm": {"ipc": 10, "iterations": 100, "batch": 64, "server_epochs": 100},
+    "real": {"ipc": 10, "server_epochs": 100},
+    "fedavg": {"local_epochs": 10, "batch": 256},
+}
+FEW = {"iterations": 2, "server_epochs": 2, "local_epochs": 1}
 RATES = (0.001, 0.01, 0.1)
+
+
+def settings_for(method: str, seed: int, cell: Cell, **changes: Any) -> RunSettings:
+    """Returns the settings of one run."""
+    values = {**METHODS[method], **changes}
+    if cell.quick:
+        values |= {name: few for name, few in FEW.items() if name in values}
+    rounds = 1 if cell.quick else 5
+    run = {"method": method, "seed": seed, "device": cell.device, "rounds": rounds}
+    return resolve(
+        {
+            "run": {**run, "evaluate_every": 1},
+            "data": {"dataset": "fashion-mnist"},
+            "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 10},
+            "model": {"width": 16},
+            "method": values,
+        }
+    )
 
 
 def chosen(cell: Cell, rows: Rows) -> dict[str, Any] | None:
@@ -33,7 +58,7 @@ def chosen(cell: Cell, rows: Rows) -> dict[str, Any] | None:
 
 
 GRID = Grid(
-    axes={"seed": (0, 1, 2), "method": ("feddm", "real", "fedavg")},
+    axes={"seed": (0, 1, 2), "method": tuple(METHODS)},
     key="{method} seed={seed}",
     settings=lambda cell: settings_for(cell.method, cell.seed, cell, **cell.chosen),
     choose=chosen,

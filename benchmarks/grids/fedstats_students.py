@@ -19,8 +19,9 @@ from fedsynth import ModelSettings, StudentSettings, train_student
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import build_model
 from fedsynth.simulation.simulate import simulate
-from library.fedstats import DATASETS, KEY, classifier_accuracy, prepared, settings_for
+from grids.fedstats_table import DATASETS, KEY, settings_for
 from library.grid import Cell, Grid, Row
+from library.runs import with_features
 
 UNTAUGHT = StudentSettings(steps=2000, views=0, mixup=False)
 TAUGHT = StudentSettings(steps=5000, views=4)
@@ -28,11 +29,11 @@ TAUGHT = StudentSettings(steps=5000, views=4)
 
 def work(cell: Cell) -> Row:
     """Returns the accuracy of the classifier and of three students on test images."""
-    train, test, features = prepared(cell.dataset, cell.cache)
+    train, test = with_features(cell.dataset, "auto", cell.cache)
     with tempfile.TemporaryDirectory() as place:
         result = simulate(cell.settings, data=(train, None), output=place, quiet=True)
         synthetic = load_file(Path(str(result.folder)) / "synthetic.safetensors")
-    row: Row = {"accuracy": classifier_accuracy(result.model, features, test)}
+    row: Row = {"accuracy": accuracy(result.model, test)}
     students = {
         "hard": (synthetic["labels"], None, UNTAUGHT),
         "stored": (synthetic["soft_labels"], None, UNTAUGHT),

@@ -23,8 +23,8 @@ from fedsynth.data.registry import MEAN, STD, custom_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.simulation.simulate import simulate
+from grids.dp_utility import CLIP, FEDDM
 from library.grid import Cell, Grid, Row
-from library.private import CLIP, FEDDM
 from library.runs import Data
 
 FILES = {"pneumonia": "pneumoniamnist.npz", "brain-mri": "brain_mri_64.npz"}

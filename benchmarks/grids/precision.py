@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from library.fashion import settings_for
+from grids.fashion_table import settings_for
 from library.grid import Grid
 
 GRID = Grid(

@@ -20,17 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedsynth import FedAvg, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
-from fedsynth.core.feature_cache import keep_features
-from fedsynth.data.load import load_dataset
-from fedsynth.features import feature_map
-from library import private
+from grids import dp_utility
 from library.grid import Cell, Grid, Row, Rows, best
-from library.kept_features import vectors
 from library.rows import by_key
-from library.runs import TUNING_SEED, Data, one_run, split
+from library.runs import TUNING_SEED, Data, keep_features, one_run, tuning_data, with_features
 
 FEATURES = "whitened-scattering"
-TUNE_ON = private.TUNE_ON
+TUNE_ON = dp_utility.TUNE_ON
 NAMES = {  # ε and α of a row
     "linear alpha=0.5": (1.0, 0.5),
     "linear alpha=0.01": (1.0, 0.01),
@@ -97,11 +93,11 @@ def network(cell: Cell) -> RunSettings:
     in `dp_utility`."""
     rows = by_key("dp_utility")
     clip, rate = max(
-        product(private.CLIPS, private.RATES),
+        product(dp_utility.CLIPS, dp_utility.RATES),
         key=lambda pair: rows[f"{TUNE_ON} tune dp-sgd clip={pair[0]} rate={pair[1]}"]["accuracy"],
     )
-    options = {"seed": cell.seed, "device": cell.device, "quick": cell.quick}
-    run = private.settings_for(cell.dataset, "dp-sgd", {"epsilon": 1.0}, clip, rate, **options)
+    budget = {"epsilon": 1.0}
+    run = dp_utility.settings_for(cell.dataset, "dp-sgd", budget, clip, rate, cell.seed, cell)
     return replace(run, partition=replace(run.partition, alpha=NAMES[cell.name][1]))
 
 
@@ -115,41 +111,22 @@ def settings(cell: Cell) -> RunSettings:
 @cache
 def held_out(folder: Path) -> Data:
     """Returns the images that settings are chosen on, with features."""
-    train, _ = load_dataset(TUNE_ON)
-    features = feature_map(FEATURES, train.spec.image_shape)
-    vectors_Nd = vectors(folder, "train", train, features)
-    rest, validation = (train.subset(indices) for indices in split(len(train)))
-    for part, indices in zip((rest, validation), split(len(train)), strict=True):
-        keep_features(part, features, vectors_Nd[indices])
-    return rest, validation
-
-
-@cache
-def with_features(dataset: str, folder: Path) -> Data:
-    """Returns a data set with the features of all its images."""
-    data = load_dataset(dataset)
-    for name, images in zip(("train", "test"), data, strict=True):
-        features = feature_map(FEATURES, images.spec.image_shape)
-        keep_features(images, features, vectors(folder, name, images, features))
-    return data
+    return keep_features(tuning_data(TUNE_ON), FEATURES, folder)
 
 
 def chosen(cell: Cell, rows: Rows) -> Candidate | None:
     """Returns the best candidate."""
     data = partial(held_out, cell.cache)
-    tried = {
-        candidate: rows.run(
-            f"tune {candidate.name}", linear(TUNE_ON, candidate, TUNING_SEED, cell), data
-        )
-        for candidate in candidates()
-    }
-    choice: Candidate | None = best(tried)
-    return choice
+    tried = {}
+    for candidate in candidates():
+        settings = linear(TUNE_ON, candidate, TUNING_SEED, cell)
+        tried[candidate] = rows.run(f"tune {candidate.name}", settings, data)
+    return best(tried)
 
 
 def work(cell: Cell) -> Row:
     """Returns a run's measurements."""
-    return one_run(cell.settings, with_features(cell.dataset, cell.cache))
+    return one_run(cell.settings, with_features(cell.dataset, FEATURES, cell.cache))
 
 
 GRID = Grid(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
@@ -20,6 +20,7 @@ Cell = SimpleNamespace
 """A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
 cell's `settings`."""
 Row = dict[str, Any]
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ class Rows:
         return self.get(name, settings, work)
 
 
-def best(rows: Mapping[Any, Row | None]) -> Any:
+def best(rows: Mapping[Choice, Row | None]) -> Choice | None:
     """Returns the key of the most accurate row; None if a row is missing."""
     accuracies = {key: row["accuracy"] for key, row in rows.items() if row is not None}
-    return (
-        max(accuracies, key=lambda key: accuracies[key]) if len(accuracies) == len(rows) else None
-    )
+    if len(accuracies) < len(rows):
+        return None
+    return max(accuracies, key=lambda key: accuracies[key])

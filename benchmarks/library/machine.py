@@ -28,32 +28,43 @@ def machine() -> dict[str, Any]:
     return {**fields, "command": command}
 
 
-def resident_bytes(field: str) -> int:
-    """Returns the process's resident memory: "VmRSS" now, "VmHWM" at its peak. Linux only."""
+def peak_growth(run: Callable[[], object]) -> float:
+    """Returns by how many MiB a call raises the resident memory at its peak. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _peak_kilobytes()
+    run()
+    return (_peak_kilobytes() - before) / 1024
+
+
+def _peak_kilobytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    return int(fields[field].split()[0]) * 1024
+    return int(fields["VmHWM"].split()[0])
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds(
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Returns the seconds of one call, device work included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = clock()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def medians(
-    runs: Mapping[str, Callable[[], object]], options: argparse.Namespace
+    runs: Mapping[str, Callable[[], object]],
+    options: argparse.Namespace,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Returns the median seconds of each run, timed in turns after a first turn that does not
     count; one repeat with --quick."""
     device = torch.device(options.device)
     repeats = 1 if options.quick else options.repeats
-    turns = [[seconds(run, device) for run in runs.values()] for _ in range(repeats + 1)]
+    turns = [[seconds(run, device, clock) for run in runs.values()] for _ in range(repeats + 1)]
     return dict(zip(runs, map(statistics.median, zip(*turns[1:], strict=True)), strict=True))
 
 
@@ -62,7 +73,6 @@ def run_cases(
     options: argparse.Namespace,
     cases: Mapping[str, Case],
     measure: Callable[[Case, argparse.Namespace], dict[str, Any]],
-    once: bool = False,
     separate_processes: bool = False,
 ) -> None:
     """Measures each case and appends its row to a results file.
@@ -72,7 +82,6 @@ def run_cases(
         options: of the command line.
         cases: by name; each is an argument of `measure`.
         measure: returns the row of a case.
-        once: a case that has a row is not measured again.
         separate_processes: each case is measured in a separate process.
     """
     if options.case is not None:
@@ -80,9 +89,8 @@ def run_cases(
             print(json.dumps(measure(cases[options.case], options)))
         return
     path = rows_file(name, options.quick)
-    finished = {row["case"] for row in read(path)} if once else set()
     for title, case in cases.items():
-        if title in finished or options.only not in title:
+        if options.only not in title:
             continue
         if separate_processes:
             command = [sys.executable, *sys.argv, "--case", title]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from fedsynth import FedStats
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.feature_cache import keep_on_disk
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError
@@ -21,24 +25,35 @@ TUNING_SEED = 1000
 """A seed that no table uses."""
 
 
+def keep_features(data: Data, features: str, folder: Path) -> Data:
+    """Computes the features of all images, or reads them from a folder, and returns the images.
+
+    Seconds of a run are then those of all else.
+    """
+    for images in data:
+        features_of = FedStats(features=features).map_of(images.spec)
+        keep_on_disk(folder, images, features_of, torch.arange(len(images)))
+    return data
+
+
+@lru_cache(maxsize=1)  # one data set's features at a time
+def with_features(name: str, features: str, folder: Path) -> Data:
+    """Returns the training and test images of a data set, whose features are kept."""
+    return keep_features(load_dataset(name), features, folder)
+
+
 @cache
 def dataset(name: str) -> Data:
     """Returns the training and test images of a data set, which stay in memory."""
     return load_dataset(name)
 
 
-def split(count: int) -> tuple[Any, Any]:
-    """Returns the positions of (the other images, `HELD_OUT` random ones) of `count` images."""
-    order = np.random.default_rng(0).permutation(count)
-    return np.sort(order[HELD_OUT:]), np.sort(order[:HELD_OUT])
-
-
 @cache
 def tuning_data(name: str) -> Data:
-    """Returns the training images of a data set, split as `split` does."""
+    """Returns (the other training images, `HELD_OUT` random ones) of a data set."""
     train, _ = dataset(name)
-    rest, validation = split(len(train))
-    return train.subset(rest), train.subset(validation)
+    order = np.random.default_rng(0).permutation(len(train))
+    return train.subset(np.sort(order[HELD_OUT:])), train.subset(np.sort(order[:HELD_OUT]))
 
 
 def one_run(settings: RunSettings, data: Data) -> dict[str, Any]:

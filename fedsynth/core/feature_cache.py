@@ -163,21 +163,6 @@ def keep_on_disk(
     table.computed[records.cpu()] = True
 
 
-def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
-    """Fills the cache of a data set with vectors of all its images that were computed before.
-
-    Benchmarks use it for vectors that they have stored.
-
-    Args:
-        data: the images.
-        features: the feature map that computed the vectors.
-        vectors_Nd: the vectors, float32, on the data's device and in the data's order.
-    """
-    table = _cache_of(data, features)
-    table.vectors = vectors_Nd
-    table.computed[:] = True
-
-
 def _features(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
