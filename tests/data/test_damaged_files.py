@@ -14,12 +14,12 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from PIL import Image, ImageFile
 
@@ -140,10 +140,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
             (writers(y=[0, value]), "user_data.w.y.1: Input should be")
             for value in (-1, 1.5, 2**70, True)
         ),
-        (
-            json.dumps(leaf({"f0100_00": writer(1)})).encode(),
-            "contains writer 'f0100_00', as does another",
-        ),
+        (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "'f0100_00', as does another"),
     ],
     ("femnist", leaf_path("test", 5)): [(b"<html>404</html>", "is not a LEAF file: Invalid JSON")],
     ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
@@ -282,9 +279,7 @@ def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.Mon
 def test_postscript_and_jpegs_of_many_scans_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.new("RGB", (64, 64)).save(path, "EPS")
-    with pytest.raises(
-        DataFilesCorruptError, match="the file is not a JPEG, PNG, BMP, WEBP, TIFF file"
-    ):
+    with pytest.raises(DataFilesCorruptError, match="is not a JPEG, PNG, BMP, WEBP, TIFF file"):
         read_images([path], OFFICE, resize=True)
     Image.new("RGB", (64, 64)).save(path, progressive=True)
     assert read_images([path], OFFICE).shape == (1, 3, 64, 64)
@@ -304,37 +299,27 @@ def test_oversized_idx_headers_are_rejected(zipped: bool, tmp_path: Path) -> Non
         read_idx(path, 3, 1000 * 784)
 
 
-@pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000])
-def test_non_numeric_pixels_need_little_memory(value: Any, files: OfficialFiles) -> None:
-    content = leaf({"w": writer(1)})
-    content["user_data"]["w"]["x"] = [[value, *ROW[1:]]]
-    for split in ("train", "test"):
-        files.write_leaf(split, 0, content)
-    message = "user_data.w.x.0.0: Input should be|number out of range"
-    with memory_limit(8 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
-        load_dataset("femnist", files.root)
+PIPES = {
+    "mnist": "MNIST/raw/t10k-labels-idx1-ubyte",
+    "cifar10": "cifar-10-batches-py/data_batch_2",
+    "svhn": "test_32x32.mat",
+    "femnist": leaf_path("test", 0),
+    "domainnet-10": "domainnet/clipart_train.txt",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("mnist", "MNIST/raw/t10k-labels-idx1-ubyte"),
-        ("cifar10", "cifar-10-batches-py/data_batch_2"),
-        ("svhn", "test_32x32.mat"),
-        ("femnist", leaf_path("test", 0)),
-        ("domainnet-10", "domainnet/clipart_train.txt"),
-    ],
-)
-def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -> None:
-    path = root / file
+@pytest.mark.parametrize("name", PIPES)
+def test_pipes_are_rejected_without_blocking(root: Path, name: str) -> None:
+    path = root / PIPES[name]
+    calls = {
+        f"{path}.*not a regular file": partial(load_dataset, name, root),
+        "as an image: .*not a regular": partial(read_images, [path], OFFICE),
+    }
     with replaced_content(path, None):
         os.mkfifo(path)
-        message = f"{path}.*not a regular file"
-        with time_limit(30), pytest.raises(DataFilesCorruptError, match=message):
-            load_dataset(name, root)
-        message = "as an image: .*not a regular"
-        with time_limit(30), pytest.raises(DataFilesCorruptError, match=message):
-            read_images([path], OFFICE)
+        for message, read in calls.items():
+            with time_limit(30), pytest.raises(DataFilesCorruptError, match=message):
+                read()
 
 
 # ------------------------------------------------------------------------------------ fuzzed files
@@ -378,11 +363,10 @@ BATCH = {
     "names": ["a.png", "", "é", "\n\\", "x" * 300, b"y" * 300],
     "more": (None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
 }
-PROTOCOLS = range(2, 6)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_plain_values_match_standard_unpickler(protocol: int) -> None:
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_values_and_arrays_match_standard_unpickler(protocol: int) -> None:
     content = pickle.dumps(BATCH, protocol)
     assert repr(read_pickle(content)) == repr(pickle.loads(content))
     shared = ["twice"]
@@ -390,15 +374,11 @@ def test_plain_values_match_standard_unpickler(protocol: int) -> None:
     assert repeated[0] is repeated[1]
     recursive: Any = read_pickle(b"\x80\x04]\x94h\x00a.")
     assert recursive[0] is recursive
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("array", [PIXELS, np.asfortranarray(PIXELS), PIXELS[::2, ::3], PIXELS[0]])
-def test_arrays_keep_shape_and_bytes(protocol: int, array: npt.NDArray[np.uint8]) -> None:
-    restored = read_pickle(pickle.dumps(array, protocol))
-    assert isinstance(restored, PickledArray)
-    assert restored.value.shape == array.shape
-    assert np.array_equal(restored.value, array)
+    for array in (PIXELS, np.asfortranarray(PIXELS), PIXELS[::2, ::3], PIXELS[0]):
+        restored = read_pickle(pickle.dumps(array, protocol))
+        assert isinstance(restored, PickledArray)
+        assert restored.value.shape == array.shape
+        assert np.array_equal(restored.value, array)
 
 
 @pytest.mark.parametrize("protocol", [2, 5])

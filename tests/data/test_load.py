@@ -19,7 +19,6 @@ from fedsynth.data.array_files import SVHN_MD5
 from fedsynth.data.images import require_all_classes
 from fedsynth.data.load import DIGITS, load_dataset, missing_files
 from fedsynth.errors import DataFilesMissingError
-from tests.data.conftest import leaf, writer
 from tests.data.fuzz_readers import ROWS, python2
 
 RNG = np.random.default_rng(0)
@@ -137,15 +136,6 @@ def test_femnist_orders_writers_by_name(files: Any, tmp_path: Path) -> None:
     # the writer without training images has the last number
     assert test.groups.tolist() == [0, 1, 2, 4, 4]
     assert test.labels.tolist()[-2:] == tested["f0000_14"][1]
-
-
-def test_femnist_pixels_are_rounded_to_levels(files: Any, tmp_path: Path) -> None:
-    content = leaf({"w": writer(1)})
-    content["user_data"]["w"]["x"][0][:5] = [1, 0, 0.5, 0.4999 / 255, 254.5001 / 255]
-    for split in ("train", "test"):
-        files.write_leaf(split, 0, content)
-    train, _ = load_dataset("femnist", tmp_path)
-    assert train.images[0, 0, 0, :5].tolist() == [255, 0, 128, 0, 255]
 
 
 def test_digits_need_no_files() -> None:

@@ -121,33 +121,25 @@ def test_dicom_table_replaces_window(tmp_path: Path) -> None:
 def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
     rgb = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     ybr = np.asarray(Image.fromarray(rgb).convert("YCbCr"))
+    indices = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    plain: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
+    segmented = dict(plain)  # may expand to gigabytes
+    for number, colour in enumerate(("Red", "Green", "Blue")):
+        key = f"{colour}PaletteColorLookupTable"
+        plain[f"{key}Descriptor"] = segmented[f"{key}Descriptor"] = [64, 0, 16]
+        plain[f"{key}Data"] = (rgb.reshape(64, 3)[:, number].astype("<u2") * 257).tobytes()
+        black_to_full = np.array([0, 1, 0, 1, 63, 65535], "<u2")
+        segmented[f"Segmented{key}Data"] = black_to_full.tobytes()
     files = [
         write_dicom(tmp_path / "rgb.dcm", rgb),
         write_dicom(tmp_path / "ybr.dcm", ybr, PhotometricInterpretation="YBR_FULL"),
+        write_dicom(tmp_path / "palette.dcm", indices, **plain),
     ]
-    palette: dict[str, Any] = {}
-    for number, colour in enumerate(("Red", "Green", "Blue")):
-        palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, 16]
-        table = rgb.reshape(64, 3)[:, number].astype("<u2") * 257
-        palette[f"{colour}PaletteColorLookupTableData"] = table.tobytes()
-    indices = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    palette["PhotometricInterpretation"] = "PALETTE COLOR"
-    files.append(write_dicom(tmp_path / "palette.dcm", indices, **palette))
     images, faults, _ = read_pixels(files, 3, 8, 8, Decoding())
     assert not faults
     for image in images:
         assert np.abs(image.transpose(1, 2, 0).astype(int) - rgb).max() <= 3
-
-
-def test_segmented_palettes_are_refused(tmp_path: Path) -> None:
-    """A segmented palette of few bytes may expand to gigabytes."""
-    palette: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
-    for colour in ("Red", "Green", "Blue"):
-        palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, 16]
-        segments = np.array([0, 1, 0, 1, 63, 65535], "<u2")  # black, and a line to full colour
-        palette[f"Segmented{colour}PaletteColorLookupTableData"] = segments.tobytes()
-    indices = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    path = write_dicom(tmp_path / "palette.dcm", indices, **palette)
+    path = write_dicom(tmp_path / "segmented.dcm", indices, **segmented)
     assert fault(path) == "segmented palettes are not supported. Use a plain palette"
 
 
@@ -312,10 +304,12 @@ def test_tiff_pages_and_orientation_are_handled(tmp_path: Path) -> None:
     pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])
     stored = np.zeros((6, 8), np.uint8)
     stored[:, :2] = 255
-    turned = {0x0112: 6}  # the orientation in which the left of the stored image is its top
-    Image.fromarray(stored).save(tmp_path / "b.tif", tiffinfo=turned)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the orientation in which the left of the stored image is its top
+    for name in ("b.tif", "c.png"):
+        Image.fromarray(stored).save(tmp_path / name, exif=exif)
+        assert np.array_equal(levels(tmp_path / name), np.rot90(stored, -1))
     assert set(levels(tmp_path / "a.tif").flat) == {70}
-    assert np.array_equal(levels(tmp_path / "b.tif"), np.rot90(stored, -1))
     _, _, losses = read_pixels([tmp_path / "a.tif"], 1, 8, 8, Decoding())
     assert losses == {"images that are the first page of several": 1}
 
