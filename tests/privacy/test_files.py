@@ -60,17 +60,12 @@ def test_malformed_toml_is_rejected_quickly(tmp_path: Path, text: str, message: 
     assert len(load_toml(path)["mean"]) == 500  # dots that nest nothing
 
 
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-def test_json_depth_is_limited(opening: str) -> None:
-    close = "]" if opening == "[" else "}"
-
-    def nested(depth: int) -> str:
-        return opening * depth + "0" + close * depth
-
-    decode_json(nested(MAX_DEPTH))
+@pytest.mark.parametrize(("opening", "close"), ["[]", ('{"a":', "}")])
+def test_json_depth_is_limited(opening: str, close: str) -> None:
+    decode_json(opening * MAX_DEPTH + "0" + close * MAX_DEPTH)
     for depth in (MAX_DEPTH + 1, 900, 100_000):
         with pytest.raises(ValueError, match="levels deep"):
-            decode_json(nested(depth))
+            decode_json(opening * depth + "0" + close * depth)
     assert len(decode_json(f"[{'[0],' * 1000}0]")) == 1001
 
 

@@ -21,27 +21,22 @@ from fedsynth.privacy.signing import (
 
 pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
 
+from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    KeySerializationEncryption,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
+
+PEM = forms.Encoding.PEM
 
 
-def private_pem(
-    key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey,
-    encryption: KeySerializationEncryption | None = None,
-) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
+def private_pem(key: Any, encryption: Any = None) -> bytes:
+    encryption = encryption or forms.NoEncryption()
+    pem: bytes = key.private_bytes(PEM, forms.PrivateFormat.PKCS8, encryption)
+    return pem
 
 
-def public_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
-    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+def public_pem(key: Any) -> bytes:
+    pem: bytes = key.public_key().public_bytes(PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+    return pem
 
 
 @pytest.fixture
@@ -92,11 +87,6 @@ def test_documented_openssl_keys_are_accepted(run: Path, tmp_path: Path) -> None
     assert signature_problems(run, read_public_key(Path(public))) == []
 
 
-def rewrite_signature(run: Path, **values: object) -> None:
-    content = json.loads((run / "signature.json").read_text())
-    (run / "signature.json").write_text(json.dumps({**content, **values}))
-
-
 FORGED = "is not a signature of these files with this key"
 
 
@@ -121,7 +111,8 @@ def test_changes_are_detected(
     run: Path, keys: tuple[Path, Path], change: Any, expected: str
 ) -> None:
     if isinstance(change, dict):
-        rewrite_signature(run, **change)
+        content = json.loads((run / "signature.json").read_text())
+        (run / "signature.json").write_text(json.dumps({**content, **change}))
     elif change[1] is None:
         (run / change[0]).unlink()
     else:
@@ -142,7 +133,8 @@ def test_links_cannot_be_signed(run: Path, keys: tuple[Path, Path], tmp_path: Pa
 
 def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     curve = ec.generate_private_key(ec.SECP256R1())
-    encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
+    secret = forms.BestAvailableEncryption(b"secret")
+    encrypted = private_pem(Ed25519PrivateKey.generate(), secret)
     file = tmp_path / "file"
     for content in (b"", b"\xff", keys[1].read_bytes(), private_pem(curve), encrypted):
         file.write_bytes(content)
