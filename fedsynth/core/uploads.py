@@ -259,21 +259,23 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
-def check_fields(upload: Message, rules: Mapping[str, Rule], taken: Iterable[Span] = ()) -> None:
+def check_fields(
+    upload: Message, rules: Mapping[str, Rule], server_memory: Iterable[Span] = ()
+) -> None:
     """Checks each field of an upload against its rule, and that no tensor shares memory.
 
     Args:
         upload: the upload.
         rules: a rule for each field.
-        taken: the memory of tensors that are not the client's (`memory_spans`).
+        server_memory: the memory of tensors that are not the client's (`memory_spans`).
 
     Raises:
         UploadRejectedError: a field breaks its rule, or a tensor shares memory with another tensor
-            of the upload or with `taken`. The error names the field.
+            of the upload or with `server_memory`. The error names the field.
     """
     for f in fields(upload):
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
-    shared = overlap(upload.arrays(), taken)
+    shared = overlap(upload.arrays(), server_memory)
     if shared is not None:
         raise UploadRejectedError(shared[0], f"must not share memory with {shared[1]}")
 
@@ -302,7 +304,7 @@ def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False)
 
 
 def overlap(
-    tensors: Iterable[tuple[str, Tensor]], taken: Iterable[Span] = ()
+    tensors: Iterable[tuple[str, Tensor]], server_memory: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
     """Returns the name of a tensor that shares memory, and the other tensor's name with its owner.
     Returns None if no tensor shares memory.
@@ -311,9 +313,9 @@ def overlap(
 
     Args:
         tensors: named tensors of a client.
-        taken: the memory of the server's tensors. These may share memory with each other.
+        server_memory: the memory of the server's tensors. These may share memory with each other.
     """
-    spans = sorted([*memory_spans(tensors), *taken])
+    spans = sorted([*memory_spans(tensors), *server_memory])
     for i, (device, _, end, server, name) in enumerate(spans):
         for j in range(i + 1, len(spans)):
             other_device, start, _, other_server, other_name = spans[j]
