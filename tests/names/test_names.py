@@ -6,21 +6,16 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fedsynth", "privacy", "cli")
-DENY_LIST = Path(__file__).with_name("deny_list.toml")
+DENIED: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("deny_list.toml").read_text(encoding="utf-8")
+)
 OPTION = re.compile(r"--([a-z][a-z-]+)(?:/.*)?")
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
-
-
-@cache
-def deny_list() -> dict[str, Any]:
-    return tomllib.loads(DENY_LIST.read_text(encoding="utf-8"))
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -30,22 +25,21 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def public_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yields the public functions, arguments, classes and attributes of a module or class."""
+def defined_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Yields the functions, arguments, classes and attributes of a module or public class."""
     for node in body:
-        if isinstance(node, FUNCTIONS):
-            if node.name.startswith("_") and not node.name.startswith("__"):
-                continue
-            yield node.name
-            arguments = [arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)]
-            yield from (name for name in arguments if not name.startswith("_"))
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield node.name
-            yield from public_names(node.body)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            ids = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            yield from (name for name in ids if not name.startswith("_"))
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                if not name.startswith("_") or name.startswith("__"):
+                    yield name
+                    yield from (arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg))
+            case ast.ClassDef(name=name) if not name.startswith("_"):
+                yield name
+                yield from defined_names(node.body)
+            case ast.Assign(targets=[*targets]) | ast.AnnAssign(target=targets):
+                parts = targets if isinstance(targets, list) else [targets]
+                ids = (part for target in parts for part in ast.walk(target))
+                yield from (part.id for part in ids if isinstance(part, ast.Name))
 
 
 def options(tree: ast.Module) -> Iterator[str]:
@@ -59,36 +53,28 @@ def options(tree: ast.Module) -> Iterator[str]:
 
 def denied_name(name: str) -> str | None:
     """Returns the reason why a public name is denied, or None."""
-    replacement = deny_list()["replaced"].get(name)
+    replacement = DENIED["replaced"].get(name)
     if replacement is not None:
         return f"`{name}`: use `{replacement}`"
     parts = set(name.lower().strip("_").split("_"))
-    if parts and parts <= set(deny_list()["vague_words"].split()):
+    if parts and parts <= set(DENIED["vague_words"].split()):
         return f"`{name}`: name the thing that it holds or does"
     return None
-
-
-def denied_docstrings(tree: ast.Module) -> Iterator[str]:
-    starts = tuple(start + " " for start in deny_list()["docstring_starts"].strip().split("|"))
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED):
-            text = ast.get_docstring(node) or ""
-            if text.startswith(starts):
-                yield text.splitlines()[0]
 
 
 def problems(path: str, tree: ast.Module) -> dict[str, str]:
     """Returns the reason for each denied name or docstring."""
     reasons = {}
-    names = list(public_names(tree.body))
-    if path.startswith("cli/"):
-        names += options(tree)
-    for name in names:
-        reason = denied_name(name)
+    for name in (*defined_names(tree.body), *(options(tree) if path.startswith("cli/") else ())):
+        reason = None if name.startswith("_") else denied_name(name)
         if reason is not None:
             reasons[name] = f"{path}: {reason}"
-    for line in denied_docstrings(tree):
-        reasons[line] = f"{path}: begin with a verb or a noun: {line!r}"
+    starts = tuple(start + " " for start in DENIED["docstring_starts"].strip().split("|"))
+    for node in ast.walk(tree):
+        text = (ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None) or ""
+        if text.startswith(starts):
+            line = text.splitlines()[0]
+            reasons[line] = f"{path}: begin with a verb or a noun: {line!r}"
     return reasons
 
 
@@ -96,11 +82,8 @@ def test_public_names_and_docstrings_avoid_deny_list() -> None:
     trees = dict(modules())
     assert len(trees) > 150
     reasons = {key: why for path in trees for key, why in problems(path, trees[path]).items()}
-    listed = deny_list()["exceptions"]
-    new = [
-        why for key, why in reasons.items() if key not in (*listed["names"], *listed["docstrings"])
-    ]
-    assert not new, "\n".join(new)
+    listed = {*DENIED["exceptions"]["names"], *DENIED["exceptions"]["docstrings"]}
+    assert not reasons.keys() - listed, [reasons[key] for key in reasons.keys() - listed]
 
 
 BAD = '''
