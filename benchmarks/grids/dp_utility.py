@@ -41,12 +41,13 @@ def settings_for(
     dataset: str,
     mechanism: str,
     budget: dict[str, float],
-    clip: float,
-    rate: float,
+    tuned: tuple[float, float],
     seed: int,
     cell: Cell,
 ) -> RunSettings:
-    """Returns the settings of one run; `clip` and `rate` multiply the mechanism's own."""
+    """Returns the settings of one run; a clip and a rate, in `tuned`, multiply the mechanism's
+    own."""
+    clip, rate = tuned
     local = mechanism == "dp-sgd"
     method = dict(METHODS[mechanism])
     method["lr" if local else "image_lr"] *= rate
@@ -70,7 +71,7 @@ def chosen(cell: Cell, rows: Rows) -> tuple[float, float] | None:
     tried = {}
     for pair in product(CLIPS, RATES):
         name = "{} tune {} clip={} rate={}".format(TUNE_ON, cell.mechanism, *pair)
-        settings = settings_for(TUNE_ON, cell.mechanism, BUDGETS["ε = 3"], *pair, TUNING_SEED, cell)
+        settings = settings_for(TUNE_ON, cell.mechanism, BUDGETS["ε = 3"], pair, TUNING_SEED, cell)
         tried[pair] = rows.run(name, settings, partial(tuning_data, TUNE_ON))
     return best(tried)
 
@@ -84,12 +85,7 @@ GRID = Grid(
     },
     key="{dataset} {mechanism}, {budget} seed={seed}",
     settings=lambda cell: settings_for(
-        cell.dataset,
-        cell.mechanism,
-        BUDGETS[cell.budget],
-        *cell.chosen,
-        cell.seed,
-        cell,
+        cell.dataset, cell.mechanism, BUDGETS[cell.budget], cell.chosen, cell.seed, cell
     ),
     choose=chosen,
     include=lambda cell: cell.budget != "noiseless" or cell.mechanism == "features",

@@ -92,12 +92,12 @@ def network(cell: Cell) -> RunSettings:
     """Returns the settings of DP-FedAvg with the ConvNet, at the clip and the rate that were best
     in `dp_utility`."""
     rows = by_key("dp_utility")
-    clip, rate = max(
+    tuned = max(
         product(dp_utility.CLIPS, dp_utility.RATES),
         key=lambda pair: rows[f"{TUNE_ON} tune dp-sgd clip={pair[0]} rate={pair[1]}"]["accuracy"],
     )
     budget = {"epsilon": 1.0}
-    run = dp_utility.settings_for(cell.dataset, "dp-sgd", budget, clip, rate, cell.seed, cell)
+    run = dp_utility.settings_for(cell.dataset, "dp-sgd", budget, tuned, cell.seed, cell)
     return replace(run, partition=replace(run.partition, alpha=NAMES[cell.name][1]))
 
 
