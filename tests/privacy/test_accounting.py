@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 
-from fedsynth.privacy import accounting
+from fedsynth.privacy import accounting, audit
 from fedsynth.privacy.accounting import (
     Merged,
     Totals,
@@ -29,14 +29,6 @@ from fedsynth.privacy.accounting import (
     gaussian_delta,
     merge,
     totals,
-)
-from fedsynth.privacy.audit import (
-    attack_success,
-    best_guess,
-    epsilon_lower_bound,
-    guesses_for,
-    p_value,
-    right_guesses,
 )
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
@@ -129,12 +121,12 @@ def test_empty_and_unaccounted_ledgers_have_extreme_epsilons() -> None:
     leak = replace(row(3.0), unaccounted="real images were sent")
     assert epsilon([], DELTA) == epsilon_rdp([], DELTA) == 0.0
     assert [delta_of(merged([]), e) for e in (0.0, 1.0)] == [0.0, 0.0]
-    assert attack_success([]) == pytest.approx({0.001: 0.001, 0.01: 0.01})
+    assert audit.attack_success([]) == pytest.approx({0.001: 0.001, 0.01: 0.01})
     for unprotected in (leak, row(0.0)):
         assert math.isinf(epsilon([row(3.0), unprotected], DELTA))
         assert math.isinf(epsilon_rdp([unprotected], DELTA))
-        assert attack_success([unprotected]) == {0.001: 1.0, 0.01: 1.0}
-        assert best_guess([unprotected]) == 1.0
+        assert audit.attack_success([unprotected]) == {0.001: 1.0, 0.01: 1.0}
+        assert audit.best_guess([unprotected]) == 1.0
         assert math.isinf(epsilon(totals([row(3.0)]) + totals([unprotected]).times(3), DELTA))
         unspent = totals([row(3.0)]) + totals([unprotected]).times(0)
         assert epsilon(unspent, DELTA) == epsilon([row(3.0)], DELTA)
@@ -159,9 +151,9 @@ def test_renyi_epsilon_matches_opacus(sigma: float, q: float, steps: int) -> Non
 
 def test_attack_success_of_gaussian_is_tight() -> None:
     exact = {a: norm.cdf(norm.ppf(a) + 1.0) for a in (0.001, 0.01)}
-    assert attack_success([row(1.0)]) == pytest.approx(exact)
+    assert audit.attack_success([row(1.0)]) == pytest.approx(exact)
     # through the PLD and the search over ε: an upper bound, and a close one
-    searched = attack_success([row(1.0, 1 - 1e-9)])
+    searched = audit.attack_success([row(1.0, 1 - 1e-9)])
     for rate, power in exact.items():
         assert power <= searched[rate] <= power * 1.01
 
@@ -171,12 +163,12 @@ def test_best_guess_matches_optimal_test() -> None:
     for sigma, steps in ((1.0, 1), (5.0, 40)):
         mu = math.sqrt(steps) / sigma
         exact = norm.cdf(mu / 2)  # the likelihood ratio's test at even odds
-        assert best_guess([row(sigma, 1.0, steps)]) == pytest.approx(exact)
+        assert audit.best_guess([row(sigma, 1.0, steps)]) == pytest.approx(exact)
     for q in (0.01, 0.4):
         exact = (1 + q * (2 * norm.cdf(0.5) - 1)) / 2
-        assert exact <= best_guess([row(1.0, q)]) <= exact + 1e-4
-    assert best_guess([]) == 0.5
-    assert best_guess([row(1.0)], "replace-one") == pytest.approx(norm.cdf(1.0))
+        assert exact <= audit.best_guess([row(1.0, q)]) <= exact + 1e-4
+    assert audit.best_guess([]) == 0.5
+    assert audit.best_guess([row(1.0)], "replace-one") == pytest.approx(norm.cdf(1.0))
 
 
 def test_epsilon_by_round_is_cumulative() -> None:
@@ -270,7 +262,9 @@ def test_sampled_replace_one_epsilon_matches_dp_accounting(
     assert epsilon(rows, 1e-5) < computed < doubled * 1.001
     assert epsilon_rdp(rows, 1e-5, "replace-one") is None
     assert delta_of(merged(rows, "replace-one"), computed) == pytest.approx(1e-5, rel=1e-3)
-    assert attack_success(rows, adjacency="replace-one")[0.01] > attack_success(rows)[0.01]
+    assert (
+        audit.attack_success(rows, adjacency="replace-one")[0.01] > audit.attack_success(rows)[0.01]
+    )
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -331,22 +325,22 @@ def test_slack_covers_fft_rounding_error() -> None:
 def test_epsilon_lower_bound_matches_manual_computation() -> None:
     """For 3 guesses, all correct: P[W = 3] = p³; with δ, the worst i is searched."""
     p = math.e / (1 + math.e)
-    assert p_value(3, 3, 10, 1.0, 0.0) == pytest.approx(p**3)
+    assert audit.p_value(3, 3, 10, 1.0, 0.0) == pytest.approx(p**3)
     pmf = [math.comb(3, k) * p**k * (1 - p) ** (3 - k) for k in range(4)]
     worst = max(sum(pmf[3 - i : 3]) / i for i in (1, 2, 3))
-    assert p_value(3, 3, 10, 1.0, 1e-3) == pytest.approx(p**3 + 2 * 10 * 1e-3 * worst)
-    bound = epsilon_lower_bound(100, 100, 1000, 0.0, 0.999)
+    assert audit.p_value(3, 3, 10, 1.0, 1e-3) == pytest.approx(p**3 + 2 * 10 * 1e-3 * worst)
+    bound = audit.epsilon_lower_bound(100, 100, 1000, 0.0, 0.999)
     assert bound == pytest.approx(-math.log(0.001 ** (-1 / 100) - 1), abs=1e-3)  # p¹⁰⁰ = 0.001
-    assert epsilon_lower_bound(50, 100, 1000, DELTA, 0.999) == 0
+    assert audit.epsilon_lower_bound(50, 100, 1000, DELTA, 0.999) == 0
     with pytest.raises(PrivacySettingError):
-        p_value(5, 4, 10, 1.0, 0.0)
+        audit.p_value(5, 4, 10, 1.0, 0.0)
 
 
 def test_guesses_use_both_extremes_of_scores() -> None:
     scores, included = np.array([0.3, -1.0, 2.0, 0.1, 5.0]), np.array([1, 1, 1, 0, 0], dtype=bool)
-    assert right_guesses(scores, included, 2) == 0  # "in" for 5.0, "out" for −1.0
-    assert right_guesses(scores, included, 4) == 2  # and "in" for 2.0, "out" for 0.1
-    assert [guesses_for(m) for m in (2, 10, 1000, 1001, 5000)] == [2, 4, 400, 400, 2000]
+    assert audit.right_guesses(scores, included, 2) == 0  # "in" for 5.0, "out" for −1.0
+    assert audit.right_guesses(scores, included, 4) == 2  # and "in" for 2.0, "out" for 0.1
+    assert [audit.guesses_for(m) for m in (2, 10, 1000, 1001, 5000)] == [2, 4, 400, 400, 2000]
 
 
 def test_large_epsilon_is_finite_and_increasing() -> None:

@@ -16,16 +16,6 @@ from fedsynth.models.convnet import ConvNet, channels_last
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.dpsgd import (
-    DpSgdSettings,
-    ExampleGradients,
-    check_example_gradients,
-    check_model,
-    cross_entropies,
-    dp_sgd,
-    example_gradients,
-    group_norm_twin,
-)
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd
@@ -50,8 +40,8 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
     defaults = {"noise_multiplier": 1e-9, "sensitivity": 1.0, "dimension": len(start)}
     options = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
     charged = series(**{**defaults, **values})
-    settings = DpSgdSettings(MomentumSgd(lr), 8.0, **options)
-    dp_sgd(model, lambda i: x[i], y, charged, settings)
+    settings = dpsgd.DpSgdSettings(MomentumSgd(lr), 8.0, **options)
+    dpsgd.dp_sgd(model, lambda i: x[i], y, charged, settings)
     assert charged.steps_left == 0
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
     return (flatten(model) - start).detach()
@@ -83,14 +73,14 @@ def test_large_networks_use_small_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     """The number of parameters limits the per-example gradients in memory."""
     x, y, sizes = X8[:7, :, :2, :2], torch.arange(7) % 3, []
     full = trained(linear(), x, y)
-    original = ExampleGradients.__call__
+    original = dpsgd.ExampleGradients.__call__
 
-    def recorded(self: ExampleGradients, x: Tensor, y: Tensor) -> Tensor:
+    def recorded(self: dpsgd.ExampleGradients, x: Tensor, y: Tensor) -> Tensor:
         sizes.append(len(x))
         return original(self, x, y)
 
     monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
-    monkeypatch.setattr(ExampleGradients, "__call__", recorded)
+    monkeypatch.setattr(dpsgd.ExampleGradients, "__call__", recorded)
     split = trained(linear(), x, y)
     assert sizes == [2, 2, 2, 2]  # a power of two within the bound, the last one filled up
     torch.testing.assert_close(full, split)
@@ -122,9 +112,9 @@ def test_nan_example_does_not_affect_others() -> None:
 def test_group_norm_twin_is_trainable_and_keeps_weights() -> None:
     model = ConvNet((1, 8, 8), 10, width=8, depth=2, norm="batch")
     with pytest.raises(ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*group_norm_twin"):
-        check_model(model)
-    twin: Any = group_norm_twin(model)
-    check_model(twin)
+        dpsgd.check_model(model)
+    twin: Any = dpsgd.group_norm_twin(model)
+    dpsgd.check_model(twin)
     assert twin(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert torch.equal(twin.classifier.weight, model.classifier.weight)
     assert isinstance(model.features[1], nn.BatchNorm2d)  # the model is unchanged
@@ -161,7 +151,9 @@ def test_custom_loss_is_clipped_per_example() -> None:
     torch.testing.assert_close(step, -0.5 * total / 8, atol=1e-5, rtol=1e-3)
 
 
-def loop_gradients(network: nn.Module, x: Tensor, y: Tensor, loss: Any = cross_entropies) -> Tensor:
+def loop_gradients(
+    network: nn.Module, x: Tensor, y: Tensor, loss: Any = dpsgd.cross_entropies
+) -> Tensor:
     """Returns the gradient of each example by autograd, [N, P]."""
     weights = [p.requires_grad_() for p in network.train().parameters()]
     rows = []
@@ -228,7 +220,9 @@ def test_rows_equal_example_gradients(name: str) -> None:
         network = build_model(settings, shape, 10, seed=0)
     y = torch.arange(4)
     expected = loop_gradients(network, x, y)
-    torch.testing.assert_close(example_gradients(network, x, y), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        dpsgd.example_gradients(network, x, y), expected, atol=1e-5, rtol=1e-4
+    )
 
 
 def faulty(layer: nn.Module, use: Callable[[Any, Tensor], Tensor]) -> nn.Module:
@@ -259,11 +253,11 @@ SCALE = Uses(lambda layer, x: x.mul_(layer.factor), factor=nn.Parameter(torch.li
 def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
     """Covers layers with constant inputs, whose rows are no examples."""
     with pytest.raises(ForbiddenLayerError, match=message):
-        check_example_gradients(faulty(layer, use), X4)
+        dpsgd.check_example_gradients(faulty(layer, use), X4)
     plain = faulty(nn.Linear(4, 4), lambda layer, x: layer(x.flatten(1)))
-    check_example_gradients(plain, X4)
+    dpsgd.check_example_gradients(plain, X4)
     with torch.autocast("cpu", torch.bfloat16):
-        check_example_gradients(plain, X4)
+        dpsgd.check_example_gradients(plain, X4)
 
 
 def test_other_layers_than_for_public_images_are_refused() -> None:
@@ -274,7 +268,7 @@ def test_other_layers_than_for_public_images_are_refused() -> None:
         h = layer(x.flatten(1))
         return layer(h) if bool((x > 5).all()) else h
 
-    gradients = ExampleGradients(faulty(nn.Linear(4, 4), use))
+    gradients = dpsgd.ExampleGradients(faulty(nn.Linear(4, 4), use))
     gradients(X4, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(PrivacyError, match="other layers"):
         gradients(10 + X4, torch.zeros(4, dtype=torch.int64))

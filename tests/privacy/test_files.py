@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fedsynth.privacy.files import (
-    MAX_DEPTH,
-    decode_json,
-    load_json,
-    load_toml,
-    plain_files,
-    read_regular,
-    write_whole,
-)
+from fedsynth.privacy import files
 from tests.special_files import SPECIAL_KINDS, make_special_file
 
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)
-@pytest.mark.parametrize("read", [read_regular, load_json, load_toml])
+@pytest.mark.parametrize("read", [files.read_regular, files.load_json, files.load_toml])
 def test_special_files_are_rejected(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
@@ -32,9 +24,9 @@ def test_special_files_are_rejected(
 def test_size_limit_is_exact(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 1000)
-    assert read_regular(path, 1000) == b"x" * 1000
+    assert files.read_regular(path, 1000) == b"x" * 1000
     with pytest.raises(OSError, match="1,000 bytes, but at most 999 are allowed"):
-        read_regular(path, 999)
+        files.read_regular(path, 999)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +35,7 @@ def test_size_limit_is_exact(tmp_path: Path) -> None:
         ("x = " + "[" * 100_000, "levels deep"),
         (".".join("a" * 100_000) + " = 1", "levels deep"),
         ("x = {" + " . ".join(['"a"'] * 100_000) + " = 1}", "levels deep"),
-        ("x = " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "levels deep"),
+        ("x = " + "[" * (files.MAX_DEPTH + 1) + "]" * (files.MAX_DEPTH + 1), "levels deep"),
         ("x = 9223372036854775808", "64 bits"),
         ("x = " + "9" * 5000, "digits"),
         ("\x00", "TOML|Invalid"),
@@ -54,31 +46,31 @@ def test_malformed_toml_is_rejected_quickly(tmp_path: Path, text: str, message: 
     path.write_text(text)
     start = time.monotonic()
     with pytest.raises(ValueError, match=message):
-        load_toml(path)
+        files.load_toml(path)
     assert time.monotonic() - start < 5
     path.write_text(f'# {"." * 100}\nmean = [{"0.5, " * 500}]\nname = "{"." * 200}"\n')
-    assert len(load_toml(path)["mean"]) == 500  # dots that nest nothing
+    assert len(files.load_toml(path)["mean"]) == 500  # dots that nest nothing
 
 
 @pytest.mark.parametrize(("opening", "close"), ["[]", ('{"a":', "}")])
 def test_json_depth_is_limited(opening: str, close: str) -> None:
-    decode_json(opening * MAX_DEPTH + "0" + close * MAX_DEPTH)
-    for depth in (MAX_DEPTH + 1, 900, 100_000):
+    files.decode_json(opening * files.MAX_DEPTH + "0" + close * files.MAX_DEPTH)
+    for depth in (files.MAX_DEPTH + 1, 900, 100_000):
         with pytest.raises(ValueError, match="levels deep"):
-            decode_json(opening * depth + "0" + close * depth)
-    assert len(decode_json(f"[{'[0],' * 1000}0]")) == 1001
+            files.decode_json(opening * depth + "0" + close * depth)
+    assert len(files.decode_json(f"[{'[0],' * 1000}0]")) == 1001
 
 
 def test_links_are_not_listed_as_plain_files(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("x")
     (tmp_path / "left").symlink_to("/dev/zero")
-    assert plain_files(tmp_path, leave_out=("left",)) == ["a/b"]
+    assert files.plain_files(tmp_path, leave_out=("left",)) == ["a/b"]
     for target in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "nothing"):
         link = tmp_path / "a" / "link"
         link.symlink_to(target)
         with pytest.raises(OSError, match="a/link is neither"):
-            plain_files(tmp_path, leave_out=("left",))
+            files.plain_files(tmp_path, leave_out=("left",))
         link.unlink()
 
 
@@ -86,5 +78,5 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "full").touch()
     with pytest.raises(OSError, match=r"irectory"):
-        write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
+        files.write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

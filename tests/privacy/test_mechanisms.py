@@ -24,25 +24,10 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import normalise
-from fedsynth.privacy.errors import (
-    BudgetExceededError,
-    LedgerError,
-    PrivacyError,
-    PrivacySettingError,
-    UnplannedReleaseError,
-)
+from fedsynth.privacy import errors, plans
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, clipped_sums
 from fedsynth.privacy.passes import Units
-from fedsynth.privacy.plans import (
-    FIRST,
-    MAIN,
-    ReleaseBudget,
-    ReleasePlan,
-    UnaccountedNoise,
-    charge_round,
-    check_plans,
-)
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from tests.conftest import NO_CUDA
@@ -101,15 +86,15 @@ def test_series_is_limited_to_charged_releases() -> None:
     s = GaussianSumMechanism(release(steps=2), 3, guard(ledger), SecretGenerator())
     assert [row.steps for row in ledger.releases] == [2]  # charged before any draw
     for _ in range(2):
-        with pytest.raises(PrivacyError, match="no step is open"):
+        with pytest.raises(errors.PrivacyError, match="no step is open"):
             s.add(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
         s.sample(5)
-        with pytest.raises(PrivacyError, match="still open"):
+        with pytest.raises(errors.PrivacyError, match="still open"):
             s.sample(5)
         s.release()
-        with pytest.raises(PrivacyError, match="no step is open"):
+        with pytest.raises(errors.PrivacyError, match="no step is open"):
             s.release()
-    with pytest.raises(PrivacyError, match="all 2 charged steps"):
+    with pytest.raises(errors.PrivacyError, match="all 2 charged steps"):
         s.sample(5)
 
 
@@ -117,7 +102,7 @@ def test_cap_rejects_before_charge_and_draw() -> None:
     ledger = Ledger("c")
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     capped = BudgetEnforcer(ledger, 1e-5, 1.0)
-    with pytest.raises(BudgetExceededError):
+    with pytest.raises(errors.BudgetExceededError):
         GaussianSumMechanism(release(noise_multiplier=0.5), 3, capped, secret)
     assert ledger.releases == ()
     assert secret._generator.random() == np.random.default_rng(0).random()
@@ -217,10 +202,10 @@ def test_widths_must_match_charged_dimension() -> None:
     """Narrower noise would be broadcast, so that coordinates share a draw."""
     s = series(3, dimension=3)
     s.sample(2)
-    with pytest.raises(PrivacyError, match="rows_ND must have shape"):
+    with pytest.raises(errors.PrivacyError, match="rows_ND must have shape"):
         s.add(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
     ledger = Ledger("c")
-    with pytest.raises(PrivacyError, match="equal width"):
+    with pytest.raises(errors.PrivacyError, match="equal width"):
         GaussianSumMechanism(release(dimension=19), 10, guard(ledger), SecretGenerator())
     assert ledger.releases == ()
 
@@ -269,9 +254,9 @@ def test_forked_series_and_memory_ledgers_are_rejected() -> None:
 
     def check_rejected() -> bytes:
         for use in (forked.release, partial(forked.sample, 0)):
-            with pytest.raises(PrivacyError, match="another process"):
+            with pytest.raises(errors.PrivacyError, match="another process"):
                 use()
-        with pytest.raises(LedgerError, match="memory of another process"):
+        with pytest.raises(errors.LedgerError, match="memory of another process"):
             GaussianSumMechanism(release(), 3, charged, SecretGenerator())
         return b"refused"
 
@@ -374,7 +359,7 @@ def test_users_are_sampled_independently_as_a_whole() -> None:
 
 def test_shares_of_user_sum_to_one() -> None:
     mechanism = users_series()
-    with pytest.raises(PrivacyError, match="no step is open"):
+    with pytest.raises(errors.PrivacyError, match="no step is open"):
         mechanism.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64))
     sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(mechanism)
     assert sample.records.tolist() == [1, 4, 0, 2, 3]
@@ -382,7 +367,7 @@ def test_shares_of_user_sum_to_one() -> None:
     assert sample.users.tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
     for invalid_sample in (None, replace(sample, users=None), replace(sample, shares=None)):
-        with pytest.raises(PrivacyError, match="protects users"):
+        with pytest.raises(errors.PrivacyError, match="protects users"):
             mechanism.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), invalid_sample)
 
 
@@ -390,11 +375,11 @@ def test_ledger_has_single_unit() -> None:
     ledger = Ledger("c")
     BudgetEnforcer(ledger, 1e-5, None, unit=USER).charge(release())
     assert ledger.releases[0].unit == USER
-    with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
+    with pytest.raises(errors.LedgerError, match=r"privacy\.unit=user"):
         BudgetEnforcer(ledger, 1e-5, None)
     record_enforcer = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
     record_enforcer.ledger.charge(replace(release(), unit=USER))  # by another process
-    with pytest.raises(LedgerError, match=r"charged with privacy\.unit=user"):
+    with pytest.raises(errors.LedgerError, match=r"charged with privacy\.unit=user"):
         record_enforcer.charge(release())
 
 
@@ -410,19 +395,22 @@ COUNTS = plan(
     groups=10,
     relative_noise_multiplier=4.0,
 )
-LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", phase=FIRST)
+LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", phase=plans.FIRST)
 PLANS = (IMAGES, COUNTS, LOGITS)
 DATA = digits(np.arange(20) % 10)
 
 
 def budget(
-    ledger: Ledger, phase: str = MAIN, plans: tuple[ReleasePlan, ...] = PLANS, cap: float = 1e6
-) -> ReleaseBudget[GaussianSumMechanism]:
+    ledger: Ledger,
+    phase: str = plans.MAIN,
+    planned: tuple[plans.ReleasePlan, ...] = PLANS,
+    cap: float = 1e6,
+) -> plans.ReleaseBudget[GaussianSumMechanism]:
     capped = BudgetEnforcer(ledger, 1e-5, cap)
-    return charge_round(plans, 4, 3.0, capped, SecretGenerator(), phase=phase)
+    return plans.charge_round(planned, 4, 3.0, capped, SecretGenerator(), phase=phase)
 
 
-def group(*budgets: ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
+def group(*budgets: plans.ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
     parts = list(torch.arange(20).tensor_split(len(budgets)))
     return PrivateClientView(range(len(budgets)), DATA, parts, budgets)
 
@@ -436,9 +424,9 @@ def test_exchange_is_charged_for_planned_releases() -> None:
     assert (row.quantity, row.steps, row.dimension) == ("counts", 1, 10)
     assert (row.sampler, row.sample_rate, row.unaccounted) == ("poisson", 0.5, None)
     assert replace(COUNTS, sample_rate=1.0).release(4, 3.0).sampler == "full"
-    with pytest.raises(BudgetExceededError):
-        budget(ledger, FIRST, cap=0.1)
-    budget(ledger, FIRST)
+    with pytest.raises(errors.BudgetExceededError):
+        budget(ledger, plans.FIRST, cap=0.1)
+    budget(ledger, plans.FIRST)
     assert [release.quantity for release in ledger.releases[2:]] == ["sums of logits"]
 
 
@@ -448,13 +436,13 @@ def test_series_are_taken_by_name_once() -> None:
     assert [mechanism.steps_left for mechanism in images] == [3, 3]
     assert [mechanism.noise_std for mechanism in images] == [6.0, 6.0]
     assert clients.series("counts")[0].noise_std == 12.0
-    with pytest.raises(UnplannedReleaseError, match="release 'images' only once"):
+    with pytest.raises(errors.UnplannedReleaseError, match="release 'images' only once"):
         clients.series("images")
     for name in ("weights", "logits"):
-        with pytest.raises(UnplannedReleaseError, match=f"'{name}' .*main exchange"):
+        with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' .*main exchange"):
             clients.series(name)
-    first = group(budget(Ledger("a"), FIRST))
-    with pytest.raises(UnplannedReleaseError, match="first exchange"):
+    first = group(budget(Ledger("a"), plans.FIRST))
+    with pytest.raises(errors.UnplannedReleaseError, match="first exchange"):
         first.series("images")
     assert first.series("logits")[0].steps_left == 1
 
@@ -463,7 +451,7 @@ def test_mechanism_taken_by_client_is_taken_for_group() -> None:
     clients = group(budget(Ledger("a")), budget(Ledger("b")))
     (taken_mechanism,) = clients.select(1).series("images")
     for view in (clients.select(1), clients):
-        with pytest.raises(UnplannedReleaseError, match="only once a round"):
+        with pytest.raises(errors.UnplannedReleaseError, match="only once a round"):
             view.series("images")
     (other,) = clients.select(0).series("images")  # the rejected call consumed nothing
     assert taken_mechanism is not other
@@ -471,24 +459,26 @@ def test_mechanism_taken_by_client_is_taken_for_group() -> None:
 
 def test_step_reads_charged_plan() -> None:
     shortened = replace(IMAGES, steps=1)
-    clients = group(budget(Ledger("a")), budget(Ledger("b"), plans=(shortened, COUNTS, LOGITS)))
+    clients = group(budget(Ledger("a")), budget(Ledger("b"), planned=(shortened, COUNTS, LOGITS)))
     assert clients.plan("counts") == COUNTS
     assert [clients.select(k).plan("images").steps for k in (0, 1)] == [3, 1]
     assert [mechanism.steps_left for mechanism in clients.series("images")] == [3, 1]
-    with pytest.raises(UnplannedReleaseError, match="different plans for release 'images'"):
+    with pytest.raises(errors.UnplannedReleaseError, match="different plans for release 'images'"):
         clients.plan("images")
 
 
 def test_unaccounted_noise_is_taken_once() -> None:
     records = [0], DATA, [torch.arange(20)]
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
-    unaccounted = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
+    unaccounted = plans.ReleaseBudget(
+        plans.MAIN, [(IMAGES, plans.UnaccountedNoise(row, SecretGenerator()))]
+    )
     clients = ExactClientView(*records, [unaccounted])
     assert clients.noise("images")[0].noise_std == 6.0
-    with pytest.raises(UnplannedReleaseError, match="only once a round"):
+    with pytest.raises(errors.UnplannedReleaseError, match="only once a round"):
         clients.noise("images")
     for take in (PrivateClientView(*records, []).series, ExactClientView(*records).noise):
-        with pytest.raises(UnplannedReleaseError, match="not charged to any client"):
+        with pytest.raises(errors.UnplannedReleaseError, match="not charged to any client"):
             take("images")
 
 
@@ -511,7 +501,7 @@ def test_client_view_references_no_ledger_or_guard() -> None:
     """A release outside the plan cannot be charged."""
     ledger = Ledger("a")
     enforcer = guard(ledger)
-    clients = group(charge_round(PLANS, 4, 3.0, enforcer, SecretGenerator()))
+    clients = group(plans.charge_round(PLANS, 4, 3.0, enforcer, SecretGenerator()))
     assert reachable(clients, (Ledger, BudgetEnforcer)) == []
     assert reachable([clients, enforcer], (Ledger, BudgetEnforcer)) == [enforcer, ledger]
 
@@ -524,7 +514,7 @@ def test_release_budgets_cannot_be_copied() -> None:
             copier(charged)
     shallow_copy = copy.copy(charged)
     charged.take("images")
-    with pytest.raises(UnplannedReleaseError):
+    with pytest.raises(errors.UnplannedReleaseError):
         shallow_copy.take("images")
 
 
@@ -538,12 +528,12 @@ def test_release_budgets_cannot_be_copied() -> None:
     ],
 )
 def test_invalid_plans_are_rejected(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivacySettingError, match=message):
+    with pytest.raises(errors.PrivacySettingError, match=message):
         replace(IMAGES, **change)
-    check_plans(PLANS)
-    for plans in ((IMAGES, COUNTS, IMAGES), ()):
-        with pytest.raises(PrivacySettingError):
-            check_plans(plans)
+    plans.check_plans(PLANS)
+    for planned in ((IMAGES, COUNTS, IMAGES), ()):
+        with pytest.raises(errors.PrivacySettingError):
+            plans.check_plans(planned)
 
 
 def test_signal_to_noise_matches_sampled_noise() -> None:

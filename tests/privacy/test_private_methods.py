@@ -25,15 +25,25 @@ from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from tests.digits import digits, private_clients, round_context
 
+START = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+FEDDM = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
+FEDAVG = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
 
-def updates(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any) -> list[Tensor]:
-    """Returns a client's updates of `start`: exact, and private at 4 times its size."""
+
+@pytest.mark.parametrize(
+    ("method", "privacy", "memory"),
+    [
+        *((FEDDM, {"mechanism": name}, {"images": START}) for name in ("residual", "gradient")),
+        (FEDAVG, {}, {}),
+    ],
+)
+def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memory: Any) -> None:
+    """Compares an exact client with a private one at 4 times its size."""
     data = digits(np.arange(60) % 10)
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
     results = []
@@ -41,26 +51,14 @@ def updates(method: Method, memory: dict[str, Tensor], start: Any, **privacy: An
         clients: Group = ExactClientView([0], data, [torch.arange(60)])
         if ctx.privacy is not None:
             clients = private_clients(method, ctx, data)
-        message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
+        weights = ctx.architecture.state_dict()
+        message = method.broadcast(method.initial_state(weights), ctx)
         ((upload, _),) = method.client_step(message, clients, [memory], ctx)
         arrays = dict(upload.arrays())
-        first = start or {f"parameters.{k}": v for k, v in ctx.architecture.state_dict().items()}
-        results.append(torch.cat([(arrays[name] - first[name]).flatten() for name in first]))
-    return results
-
-
-@pytest.mark.parametrize("mechanism", ["residual", "gradient"])
-def test_feddm_divides_by_nominal_size(mechanism: str) -> None:
-    start = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    method = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
-    exact, private = updates(method, {"images": start}, {"images": start}, mechanism=mechanism)
+        start = memory or {f"parameters.{name}": value for name, value in weights.items()}
+        results.append(torch.cat([(arrays[name] - start[name]).flatten() for name in start]))
+    exact, private = results
     torch.testing.assert_close(private, exact * 60 / 240, atol=1e-5, rtol=1e-3)
-
-
-def test_fedavg_divides_by_nominal_size() -> None:
-    method = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
-    exact, private = updates(method, {}, None)
-    torch.testing.assert_close(private, exact * 60 / 240, atol=1e-6, rtol=1e-3)
 
 
 def private_run(method: str = "feddm", **privacy: Any) -> Any:
@@ -78,33 +76,8 @@ def private_run(method: str = "feddm", **privacy: Any) -> Any:
 
 
 def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken versions would skip empty clients, miscount steps or derive q from len(train)."""
-    released: list[float] = []
-    original = GaussianSumMechanism.release
-
-    def spy(self: GaussianSumMechanism) -> Any:
-        released.append(1)
-        return original(self)
-
-    monkeypatch.setattr(GaussianSumMechanism, "release", spy)
-    for method, steps, rate, privacy in (
-        ("feddm", 2, 30 / 359.5, {}),
-        ("feddm", 2 + 1, 1.0, {"mechanism": "features"}),  # two networks, and the counts
-        ("fedavg", 4, 100 / 359.5, {}),
-        ("fedfm", 4 + 2, 100 / 359.5, {}),  # and the anchors' sums and counts
-    ):
-        released.clear()
-        run_settings, data = private_run(method, **privacy)
-        assert (
-            min(map(len, partition(data.labels.numpy(), run_settings.resolved_partition, 10))) == 0
-        )
-        report: Any = simulate(run_settings, data=(data, data)).privacy
-        assert len(released) == 4 * 2 * steps
-        assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
-
-
-def test_clients_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken version would use one key for all clients of a run."""
+    """Broken versions would skip empty clients, miscount steps, derive q from len(train) or use one
+    key for all clients of a run."""
     draws: list[tuple[int, Tensor]] = []
     original = SecretGenerator.normal
 
@@ -114,12 +87,23 @@ def test_clients_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         return noise
 
     monkeypatch.setattr(SecretGenerator, "normal", spy)
-    run_settings, data = private_run()
-    simulate(run_settings, data=(data, data))
-    assert len({key for key, _ in draws}) == 4
-    noises = torch.stack([noise for _, noise in draws])
-    correlations = torch.corrcoef(noises) - torch.eye(len(draws))
-    assert correlations.abs().max() < 0.4  # independent draws of 260 numbers: 5 deviations are 0.31
+    for method, steps, rate, privacy in (
+        ("feddm", 2, 30 / 359.5, {}),
+        ("feddm", 2 + 1, 1.0, {"mechanism": "features"}),  # two networks, and the counts
+        ("fedavg", 4, 100 / 359.5, {}),
+        ("fedfm", 4 + 2, 100 / 359.5, {}),  # and the anchors' sums and counts
+    ):
+        draws.clear()
+        run_settings, data = private_run(method, **privacy)
+        parts = partition(data.labels.numpy(), run_settings.resolved_partition, 10)
+        assert min(map(len, parts)) == 0
+        report: Any = simulate(run_settings, data=(data, data)).privacy
+        assert len(draws) == 4 * 2 * steps
+        assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
+        assert len({key for key, _ in draws}) == 4
+        wide = torch.stack([noise for _, noise in draws if len(noise) > 200][:32])
+        correlations = torch.corrcoef(wide) - torch.eye(len(wide))
+        assert correlations.abs().max() < 0.4  # of 260 numbers: 5 deviations are 0.31
 
 
 def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
@@ -153,7 +137,12 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
-def test_request_norm_covers_all_tensors() -> None:
+@dataclass(frozen=True)
+class Proximal(Message):
+    mu: float
+
+
+def test_numbers_of_requests_are_checked() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
     check_numbers(arrays, 10.0)  # sqrt(36 + 64)
     with pytest.raises(RequestRefusedError, match="got 10"):
@@ -163,14 +152,6 @@ def test_request_norm_covers_all_tensors() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
             check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
-
-
-@dataclass(frozen=True)
-class Proximal(Message):
-    mu: float
-
-
-def test_scalars_of_messages_are_checked() -> None:
     with pytest.raises(RequestRefusedError, match=r"mu .*not finite"):
         check_numbers(Proximal(mu=float("nan")).numbers(), None)
 

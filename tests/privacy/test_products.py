@@ -45,7 +45,7 @@ def targets(labels: Tensor) -> Tensor:
     return F.one_hot(labels, CLASSES).float() - 1 / CLASSES
 
 
-def products(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None) -> Products:
+def vectors_of(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None) -> Products:
     left = targets(labels) if factors is None else factors
     vectors: dict[str, Products] = {
         "rows": Rows(z, CLIP),
@@ -71,7 +71,7 @@ def test_sensitivity_of_sums_is_at_most_bound(
     """Compares D and D + x, for huge, constant, NaN and infinite x and factors, and an empty D."""
     z = torch.tensor([*data, extra], dtype=torch.float32)
     labels = torch.tensor([0] * len(data) + [label])
-    vectors_sum = products(kind, z, labels, torch.tensor([factor] * len(z)))
+    vectors_sum = vectors_of(kind, z, labels, torch.tensor([factor] * len(z)))
     difference = vectors_sum.sums() - vectors_sum.part(slice(len(data))).sums()
     assert float(difference.norm()) <= vectors_sum.bound * (1 + 1e-9) + 1e-9 * len(data)
     assert bool(torch.isfinite(difference).all())
@@ -82,7 +82,7 @@ def test_sensitivity_bound_is_reached(kind: str) -> None:
     """An example in the worst direction shows that a smaller sensitivity would be wrong."""
     z = 5 * F.normalize(torch.tensor([[1.0, -2.0, 0.5]]))
     factors = torch.tensor([[1.0, -1.0, 0.0, 0.0]])
-    extreme = products(kind, z, torch.tensor([2]), factors)
+    extreme = vectors_of(kind, z, torch.tensor([2]), factors)
     assert float(extreme.sums().norm()) == pytest.approx(extreme.bound, rel=1e-6)
 
 
@@ -130,7 +130,7 @@ def test_layer_gradients_equal_numpy(clip: float) -> None:
 def test_factored_sums_equal_explicit_sums(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, D, generator=generator)
-    factored = products(kind, z, torch.arange(50) % CLASSES)
+    factored = vectors_of(kind, z, torch.arange(50) % CLASSES)
     rows = factored.rows()
     assert rows.shape == (50, factored.width)
     torch.testing.assert_close(factored.sums(), rows.sum(0))

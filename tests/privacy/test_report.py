@@ -23,16 +23,8 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
-from fedsynth.privacy.report.figures import (
-    Access,
-    Event,
-    LedgerStart,
-    RunFacts,
-    Unit,
-    Verdict,
-    schema_problems,
-)
 from fedsynth.privacy.report.file import read_ledger_rows, read_report, sound_report
 from fedsynth.privacy.report.formatting import (
     format_epsilon,
@@ -62,14 +54,14 @@ def row(number: int = 0, sigma: float = 5.0, q: float = 1.0, **values: Any) -> R
     return release(round=number, noise_multiplier=sigma, sample_rate=q, **fields)
 
 
-STARTS = {"b": LedgerStart(rows=1, chain=None)}
+STARTS = {"b": figures.LedgerStart(rows=1, chain=None)}
 ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for n in range(4)]}
 
 
 def built(rows: Mapping[str, Sequence[Release]], **values: Any) -> Report:
     histories = [History(name, tuple(releases)) for name, releases in rows.items()]
     report: Report = json.loads(json.dumps(build_report(facts(**values), histories, STARTS)))
-    assert schema_problems(report) == []
+    assert figures.schema_problems(report) == []
     return report
 
 
@@ -118,13 +110,13 @@ def check_no_epsilon(report: Report) -> None:
         assert not re.search(r"ε|\bepsilon", remaining)
 
 
-SENT = Access(access="class list", status="unaccounted", note="sent as it is")
+SENT = figures.Access(access="class list", status="unaccounted", note="sent as it is")
 
 
 @pytest.mark.parametrize(
     ("values", "rows", "reason"),
     [
-        ({"verdict": Verdict(reasons=["it clips the mean"])}, [row()], "it clips the mean"),
+        ({"verdict": figures.Verdict(reasons=["it clips the mean"])}, [row()], "it clips the mean"),
         ({}, [row(), row(1, unaccounted="real images")], "real images"),
         ({}, [row(0, sigma=0.0)], "without noise"),
         ({"scope": [SENT]}, [row()], "sent as it is"),
@@ -145,7 +137,7 @@ def test_no_epsilon_is_reported_without_guarantee(
 
 
 def test_guarantee_requires_ledger_and_valid_settings() -> None:
-    check_no_epsilon(build({}, verdict=Verdict(reasons=["a reason"]), epsilon_cap=None))
+    check_no_epsilon(build({}, verdict=figures.Verdict(reasons=["a reason"]), epsilon_cap=None))
     for values, rows, message in (
         ({}, {}, "ledger"),
         ({"max_records": 10**7}, ROWS, "max_records"),
@@ -161,7 +153,7 @@ def test_guarantee_requires_ledger_and_valid_settings() -> None:
         ({}, 0.4, "This ε is above 10"),
         ({"max_records": None}, 5.0, "δ was not checked"),
         ({"abandoned": True, "rounds_done": 1}, 5.0, "This run did not finish"),
-        ({"verdict": Verdict(reasons=["a reason"], warnings=["a doubt"])}, 5.0, "a doubt"),
+        ({"verdict": figures.Verdict(reasons=["a reason"], warnings=["a doubt"])}, 5.0, "a doubt"),
     ],
 )
 def test_report_contains_warnings(values: dict[str, Any], sigma: float, message: str) -> None:
@@ -233,7 +225,7 @@ def page_report(*rows: Release, clients: int = 2, **values: Any) -> Report:
     fields = {
         "mechanism": "features",
         "public_items": {"data set": "scans: the operator's own"},
-        "run": RunFacts(**RUN),
+        "run": figures.RunFacts(**RUN),
         "files": {"model.safetensors": "ab" * 32},
         **values,
     }
@@ -252,16 +244,18 @@ def test_first_page_describes_run() -> None:
         f"| model.safetensors | the trained model | `{'ab' * 32}` |",
     ):
         assert expected in text, expected
-    assert "| responsible | not stated |" in render_markdown(page_report(run=RunFacts(), files={}))
+    assert "| responsible | not stated |" in render_markdown(
+        page_report(run=figures.RunFacts(), files={})
+    )
     solo = render_markdown(
-        page_report(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"}))
+        page_report(clients=1, run=figures.RunFacts(sites={"client-000": "Mitte, Nord"}))
     )
     assert "a computation of one data owner with method feddm" in solo
     assert "a federation" not in solo
 
 
 def test_user_level_reports_name_persons() -> None:
-    person = Unit(kind=USER, person="patient", user_records=4)
+    person = figures.Unit(kind=USER, person="patient", user_records=4)
     by_person = replace(ROW, unit=USER, clipped="residual of each example")
     report = page_report(by_person, unit=person)
     text = render_markdown(report)
@@ -286,10 +280,10 @@ def test_printed_figures_are_rounded_up(epsilon: float) -> None:
 
 def test_events_and_audit_are_reported() -> None:
     events = [
-        Event(kind="absent", client="2", why="it is ill"),
-        Event(kind="resumed", rounds_done=1),
-        Event.ended(1, ("client-000", 3.0511, 4.6), "in words"),
-        Event.ended(1, None, "its owner's cap"),
+        figures.Event(kind="absent", client="2", why="it is ill"),
+        figures.Event(kind="resumed", rounds_done=1),
+        figures.Event.ended(1, ("client-000", 3.0511, 4.6), "in words"),
+        figures.Event.ended(1, None, "its owner's cap"),
     ]
     text = render_markdown(page_report(events=events, epsilon_cap=4.0, abandoned=True))
     for expected in (
@@ -333,7 +327,7 @@ def test_html_page_is_self_contained() -> None:
     assert not re.search(loaded, text)
     assert text.count("<svg") == 2
     assert "Trust model" in page.text
-    assert "<svg" not in render_html(page_report(verdict=Verdict(reasons=["no noise"])))
+    assert "<svg" not in render_html(page_report(verdict=figures.Verdict(reasons=["no noise"])))
 
 
 HOSTILE = (
@@ -354,14 +348,14 @@ def text_report(text: str) -> Report:
         {"client-000": [row], text: [row]},
         **dict.fromkeys(("method", "mechanism", "randomness"), text),
         public_items={"data set": text, text: text},
-        verdict=Verdict(reasons=[], warnings=[text]),
-        events=[Event(kind="absent", client=text, why=text)],
+        verdict=figures.Verdict(reasons=[], warnings=[text]),
+        events=[figures.Event(kind="absent", client=text, why=text)],
         published=[{"a": text, "b": text}],
-        scope=[Access(access=text, status="public", note=text)],
-        unit=Unit(kind=USER, person=text),
+        scope=[figures.Access(access=text, status="public", note=text)],
+        unit=figures.Unit(kind=USER, person=text),
         provenance={text: "1.0"},
         own_code=[text],
-        run=RunFacts(**run, sites={"client-000": text}),
+        run=figures.RunFacts(**run, sites={"client-000": text}),
         files={text: "ab" * 32},
     )
 
@@ -395,7 +389,7 @@ def test_random_texts_are_escaped(text: str) -> None:
 
 
 def problems(report: Any) -> list[str]:
-    if shape := schema_problems(report):
+    if shape := figures.schema_problems(report):
         return shape
     ledger_rows = read_ledger_rows(report, None, exact=False)
     return ledger_rows.problems + report_problems(report, facts(**FACTS), ledger_rows, STARTS)
@@ -482,7 +476,7 @@ def test_hostile_reports_are_reported_as_problems(path: str, value: Any, tmp_pat
         reported = [str(error)]
     assert reported
     assert all(len(problem) < 2000 for problem in reported)
-    if not schema_problems(report):
+    if not figures.schema_problems(report):
         page_problems(report, tmp_path)
 
 
