@@ -181,18 +181,17 @@ def test_unusable_files_raise_one_line_errors(
         load_file(tmp_path / "empty.npz")
 
 
-def test_expanding_arrays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays that are not larger than their file have any size."""
+def test_expanding_arrays_and_tables_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays that are not larger than their file have any size. The declared sizes of a table are
+    checked before the columns are read, and the real sizes after it."""
     monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**16)
     np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
     assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
     with pytest.raises(DataError, match=r"'x' in .* at most 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
-
-
-def test_expanding_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The declared sizes are checked before the columns are read, and the real sizes after it."""
     monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**19)
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         options = {"compression": "zstd", "use_dictionary": repeats}

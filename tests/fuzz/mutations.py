@@ -235,11 +235,6 @@ class Fuzzer:
         self.accepted += 1
         return result
 
-    def require(self, correct: bool, case: object, problem: str) -> None:
-        """Records a problem unless the result is right."""
-        if not correct:
-            self.faults.append(f"{case}: {problem}")
-
     def check(self, refused: float, accepted: float) -> None:
         """Asserts no problem, no missing case, and at least these shares of refused and accepted."""
         assert self.faults == [], f"{len(self.faults)} faults:\n" + "\n".join(self.faults[:40])
