@@ -36,9 +36,12 @@ def digits(labels: Any, extra: np.ndarray | None = None, device: torch.device = 
     return from_arrays(images, np.asarray(labels), SPEC).to(device)
 
 
-def convnet(norm: str = "instance", seed: int = 0) -> nn.Module:
-    """Returns a network with embeddings of 16 numbers and ten logits."""
-    return build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, seed)
+def convnet(norm: str = "instance", seed: int = 0, weights: Any = None) -> Any:
+    """Returns a network with embeddings of 16 numbers and ten logits, with these weights."""
+    settings = ModelSettings(width=4, depth=2, norm=norm)
+    network = build_model(settings, SPEC.image_shape, 10, seed)
+    network.load_state_dict(weights or network.state_dict())
+    return network
 
 
 def round_context(

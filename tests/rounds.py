@@ -1,9 +1,11 @@
-"""Rounds between a server and clients without an engine."""
+"""Rounds between a server and clients without an engine, and steps of optimisers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+
+import torch
 
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
@@ -50,3 +52,10 @@ def play_round(
         assert server.check(phase, replies, context)[1] == {}
         server.receive(phase, replies, context)
     return replies
+
+
+def take_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """Steps along the gradient of the loss."""
+    optimiser.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimiser.step()

@@ -1,11 +1,13 @@
-"""The baselines: their rounds on tiny networks against NumPy, special cases and refusals."""
+"""Methods with local training: rounds on tiny networks against NumPy, groups of clients, private
+penalties, and refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -13,13 +15,24 @@ import torch
 from torch import Tensor, nn
 
 import fedsynth as fs
-from fedsynth.errors import SettingError
+from fedsynth.core.client import ExactClientView
+from fedsynth.core.context import RoundContext
+from fedsynth.errors import DivergedError, SettingError
+from fedsynth.federation.server import Server
+from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fednova import update_norm
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.methods.qffl import TINY, FairModel
+from fedsynth.methods.shared.aggregation import AveragingState
+from fedsynth.models.registry import ModelSettings, build_model, parameter_count
+from fedsynth.models.small import Linear
 from fedsynth.privacy.errors import UnaccountedReleaseError
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
+from fedsynth.training.many_clients import train_together
+from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context
 from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, Array, TwoLayers, descend
+from tests.rounds import play_round
 
 X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
 
@@ -29,16 +42,13 @@ def network() -> nn.Module:
 
 
 def weight_matrix(parameters: dict[str, Array]) -> Array:
-    """Returns [3, 5]: weights and bias."""
     return np.column_stack([parameters["classifier.weight"], parameters["classifier.bias"]])
 
 
 START = weight_matrix(tiny.as_arrays(network().state_dict()))
 
 
-def run_rounds(
-    method: Any, device: torch.device, active: Sequence[tuple[int, ...]] = (ALL, ALL)
-) -> list[Array]:
+def run_rounds(method: Any, device: Any, active: Any = (ALL, ALL)) -> list[Array]:
     """Returns the global model after each round; training clients in one pass changes nothing."""
     with patch("fedsynth.training.many_clients.FEW", 1):
         runs = [tiny.run_rounds(method, network, device, active, g) for g in (True, False)]
@@ -48,7 +58,6 @@ def run_rounds(
 
 
 def gradient(W: Array, examples: Tensor) -> Array:
-    """Returns the gradient of these examples' mean loss."""
     x, y = X[examples.numpy()], LABELS[examples.numpy()]
     return np.asarray((tiny.softmax(x @ W.T) - np.eye(3)[y]).T @ x / len(x))
 
@@ -74,7 +83,6 @@ def fedavg_rounds(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
 
 
 def test_special_cases_equal_fedavg(device: torch.device) -> None:
-    """Methods weight clients by n_k or uniformly."""
     by_size, even = fedavg_rounds(SIZES), fedavg_rounds((1, 1, 1))
     for method, expected in (
         (fs.FedAvg(**FULL), by_size),
@@ -171,7 +179,6 @@ def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
 
 
 def test_fedgkd_equals_numpy(device: torch.device) -> None:
-    """The teacher is the average of the last two global models."""
     W, past, expected = START, [START], []
     for _ in range(3):
         teacher = sum(past[-2:]) / len(past[-2:])
@@ -210,9 +217,8 @@ def test_moon_equals_numpy(device: torch.device) -> None:
         def loss(w: Array, k: int, w_t: Array = w_t, last: Any = tuple(last)) -> float:
             x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             z = tiny.embeddings(w, x)
-            to_global, to_last = (
-                np.exp(cosine(z, tiny.embeddings(v, x)) / 0.5) for v in (w_t, last[k])
-            )
+            to_global = np.exp(cosine(z, tiny.embeddings(w_t, x)) / 0.5)
+            to_last = np.exp(cosine(z, tiny.embeddings(last[k], x)) / 0.5)
             contrast = float(np.log(to_global / (to_global + to_last)).mean())
             return tiny.cross_entropy(w, x, y) - 2.0 * contrast
 
@@ -226,8 +232,7 @@ def test_moon_equals_numpy(device: torch.device) -> None:
 
 
 def test_fedbn_equals_numpy(device: torch.device) -> None:
-    """Batch norm of the inputs makes their statistics constants. γ, β and the statistics stay with
-    each client; all other parameters are averaged by 1/K."""
+    """Clients keep γ, β and the statistics, which are constants of batch-normed inputs."""
     shared, norms, expected = tiny.START, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
     for _ in range(2):
         trained = []
@@ -258,7 +263,6 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
 
 
 def test_solo_clients_keep_their_models(device: torch.device) -> None:
-    """Clients continue with their models; the global model stays unchanged."""
     models, _, memories = tiny.run_rounds(fs.Solo(**FULL), TwoLayers, device)
     for k in ALL:
         w = tiny.START
@@ -268,17 +272,134 @@ def test_solo_clients_keep_their_models(device: torch.device) -> None:
     np.testing.assert_allclose(tiny.flat(models[1]), tiny.START, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("run", "privacy", "message"),
-    [
+def test_unsupported_settings_and_divergence_are_refused() -> None:
+    for run, privacy, message in (
         ({"method": "qffl"}, {"epsilon": 8.0}, "qffl"),
         ({"method": "fedbn"}, {"epsilon": 8.0}, "fedbn"),
         ({"method": "solo"}, {"epsilon": 8.0}, "solo"),
         ({"sampling": "size", "participation": 0.5}, {"epsilon": 8.0}, "sampling"),
         ({"sampling": "size"}, {}, "participation"),
-    ],
-)
-def test_unsupported_settings_are_refused(run: Any, privacy: Any, message: str) -> None:
-    sections = {"run": {"method": "fedprox", "rounds": 1, **run}, "model": {"norm": "batch"}}
-    with pytest.raises((SettingError, UnaccountedReleaseError), match=message):
-        fs.simulate(fs.resolve({**sections, "privacy": privacy}))
+    ):
+        sections = {"run": {"method": "fedprox", "rounds": 1, **run}, "model": {"norm": "batch"}}
+        with pytest.raises((SettingError, UnaccountedReleaseError), match=message):
+            fs.simulate(fs.resolve({**sections, "privacy": privacy}))
+    solo = {"run": {"method": "solo", "rounds": 1}, "model": {"name": "linear"}}
+    with pytest.raises(DivergedError, match="client 0"):
+        fs.simulate(fs.resolve({**solo, "method": {"lr": 1e38, "local_epochs": 3}}))
+
+
+BLOCKS = torch.arange(40).split([8, 1, 15, 5, 11])
+LOCAL: dict[str, Any] = {"batch": 4, "lr": 0.2, "momentum": 0.0, "local_epochs": 2}
+PLAIN = (fs.FedAvg, fs.FedAvgM, fs.FedProx, fs.FedNova, fs.FedDyn, fs.Scaffold, fs.QFFL, fs.Solo)
+LINEAR = Linear(SPEC.image_shape, 10)
+DATA = digits(np.random.default_rng(0).integers(0, 3, 40))
+
+
+def context(number: int = 1, clients: int = 5, **changes: Any) -> RoundContext:
+    sizes = tuple(len(part) for part in BLOCKS[:clients])
+    federation = {"nominal": 8.0, "network": LINEAR, "sizes": sizes, **changes}
+    return round_context(federation.pop("privacy", None), number, clients=clients, **federation)
+
+
+def group(clients: int = 5) -> ExactClientView:
+    return ExactClientView(range(clients), DATA, BLOCKS[:clients])
+
+
+def vectors(uploads: list[Any]) -> list[Tensor]:
+    return [torch.cat([value.flatten() for value in u.parameters.values()]) for u in uploads]
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_clients_that_train_in_turn_upload_what_they_upload_alone(kind: Any) -> None:
+    """One network trains for all; no client may start from the weights of another."""
+    method, network = kind(**LOCAL), convnet()
+    together = client_uploads(method, context(network=network), group())
+    for number, upload in enumerate(together):
+        (alone,) = client_uploads(method, context(network=network), group().select(number))
+        for (name, tensor), (_, other) in zip(upload.arrays(), alone.arrays(), strict=True):
+            assert torch.equal(tensor, other), name
+
+
+def test_dense_networks_train_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (*PLAIN, fs.FedGKD):
+        spy = Mock(wraps=train_together)
+        monkeypatch.setattr("fedsynth.methods.shared.client_training.train_together", spy)
+        client_uploads(kind(**LOCAL, stragglers=0.4), context(), group())
+        passes = [len(call.args[0]) for call in spy.call_args_list]
+        assert passes == ([] if kind is fs.FedGKD else [5]), kind
+    private = PrivacySettings(noise_multiplier=1.0)
+    for name in METHODS:
+        cls: Any = method_class(name)
+        if issubclass(cls, fs.TrainsLocally):
+            assert (cls().client_bytes(context()) is not None) == (cls in PLAIN), name
+            assert cls().client_bytes(context(privacy=private)) is None
+    in_turn = fs.FedAvg().client_bytes(context(network=convnet()))
+    assert in_turn == 16 * parameter_count(convnet())
+    assert fs.FedAvg().client_bytes(context(client_architectures=(LINEAR,) * 5)) is None
+    largest_batch = 2**15 // 64
+    in_turn = 16 * parameter_count(LINEAR)
+    assert fs.FedAvg(batch=largest_batch).client_bytes(context()) > in_turn
+    assert fs.FedAvg(batch=largest_batch + 1).client_bytes(context()) == in_turn
+
+
+@pytest.mark.parametrize("kind", [*PLAIN[:-1], fs.FedGKD, fs.FedGen])
+def test_rounds_without_counted_clients_change_nothing(kind: Any) -> None:
+    method = kind(**LOCAL)
+    server, memories = Server(method, LINEAR.state_dict()), dict[int, Any]()
+    for number in (1, 2):
+        uploads = play_round(server, [group()], memories, context(number))
+    dropped = {k: replace(u, weight=0.0) for k, u in uploads.items()}
+    next_state = method.server_step(server.state, dropped, context(3))
+    old, new = dict(server.state.numbers()), dict(next_state.numbers())
+    assert set(old) == set(new)
+    assert all(torch.equal(new[name], value) for name, value in old.items())
+
+
+def test_local_steps_are_equal_for_all_clients() -> None:
+    settings = {**LOCAL, "local_steps": 3}
+    assert [u.norm for u in client_uploads(fs.FedNova(**settings), context(), group())] == [3.0] * 5
+    one_step = fs.FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
+    clients, net = group(1), context().load(LINEAR.state_dict())
+    (uploaded,) = vectors(client_uploads(one_step, context(clients=1), clients))
+    x, y = clients.images(BLOCKS[0]), clients.labels(BLOCKS[0])
+    nn.functional.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters()])
+    torch.testing.assert_close(uploaded, expected.detach(), atol=1e-6, rtol=1e-5)
+    control = {name: torch.ones_like(value) for name, value in LINEAR.state_dict().items()}
+    empty = ExactClientView((0,), DATA, [torch.arange(0)])
+    scaffold = fs.Scaffold(**settings)
+    message = scaffold.broadcast(scaffold.initial_state(LINEAR.state_dict()), context())
+    ((empty_upload, memory),) = scaffold.client_step(message, empty, [control], context(clients=1))
+    assert all(torch.equal(memory[name], control[name]) for name in control)
+    assert empty_upload.weight == 0  # type: ignore[attr-defined]
+
+
+def test_large_q_does_not_overflow() -> None:
+    """Compares the formula in numbers of 80 bits: F^q is at least 10^602."""
+    q, start = 1000.0, dict(LINEAR.state_dict())
+    models = [{n: v + 0.01 * (k + 1) for n, v in start.items()} for k in range(3)]
+    uploads = {k: FairModel(model, 1, 4 + k / 100) for k, model in enumerate(models)}
+    method = fs.QFFL(lr=0.5, q=q)
+    next_state = method.server_step(AveragingState(start), uploads, context(clients=3))
+    F = np.array([u.loss for u in uploads.values()], dtype=np.longdouble) + TINY
+    delta = [2.0 * -0.01 * (k + 1) * np.ones(650) for k in range(3)]
+    h = sum(q * f ** (q - 1) * (d**2).sum() + 2.0 * f**q for f, d in zip(F, delta, strict=True))
+    step = sum(f**q * d for f, d in zip(F, delta, strict=True)) / h
+    for name, value in next_state.parameters.items():
+        np.testing.assert_allclose(value - start[name], -float(step[0]), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [fs.Scaffold, fs.FedDyn])
+def test_private_clients_have_separate_penalties(kind: type[fs.TrainsLocally]) -> None:
+    method = kind(**LOCAL)
+    exact = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)
+    ctx = context(clients=3, privacy=exact)
+    ones = {name: torch.ones_like(value) for name, value in LINEAR.state_dict().items()}
+    memories = [{name: 0.3 * (k - 1) * one for name, one in ones.items()} for k in range(3)]
+    clients = private_clients(method, ctx, DATA, BLOCKS[:3])
+    together = vectors(client_uploads(method, ctx, clients, memories))
+    for k in range(3):
+        single_client = private_clients(method, ctx, DATA, [BLOCKS[k]])
+        (single,) = vectors(client_uploads(method, ctx, single_client, [memories[k]]))
+        torch.testing.assert_close(together[k], single, atol=1e-4, rtol=1e-4)
+    assert float((together[0] - together[2]).norm()) > 0.1

@@ -4,7 +4,7 @@ pictures, noisy steps and covariances."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,6 @@ from tests.quick_settings import verified
 PIXELS = fs.FedStats(features="pixels", second_moments="yes")
 PICTURES = fs.FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
 WHITE = fs.FedStats(features="scattering", whitening="yes")
-RELEASES = (  # a method, the round and exchange of a release, its name, and its field of an upload
-    (PIXELS, 1, FIRST, CENTRE, "sums"),
-    (PIXELS, 1, MAIN, MOMENTS, "sums"),
-    (PIXELS, 2, MAIN, STEP, "sums"),
-    (PICTURES, 1, MAIN, MOMENTS, "sums"),  # without second moments
-    (PICTURES, 1, FIRST, PICTURE, "pictures"),
-    (WHITE, 1, FIRST, COVARIANCES, COVARIANCES),
-)
-each_release = pytest.mark.parametrize(("method", "number", "phase", "name", "field"), RELEASES)
 PRIVATE = fs.PrivacySettings(noise_multiplier=1.0)
 ALL_RECORDS = list(range(20))
 
@@ -63,9 +54,7 @@ def network(method: fs.FedStats = PIXELS) -> FeatureLinear:
     return net  # type: ignore[no-any-return]
 
 
-def context(
-    number: int = 1, sigma: float | None = None, method: fs.FedStats = PIXELS, **other: Any
-) -> RoundContext:
+def context(number: int = 1, sigma: Any = None, method: Any = PIXELS, **other: Any) -> RoundContext:
     privacy = None if sigma is None else fs.PrivacySettings(noise_multiplier=sigma)
     federation = {"rounds": 3, "clients": 2, "nominal": 20.0, **other}
     return round_context(privacy, number, network=network(method), **federation)
@@ -81,112 +70,108 @@ def packed(z: np.ndarray) -> np.ndarray:
     return np.asarray(z[:, i] * z[:, j] * np.where(i == j, 1, 2**0.5))
 
 
-def step(
-    method: fs.FedStats, clients: Group, number: int, phase: str, field: str, ctx: Any = None
-) -> Tensor:
-    """Returns the clients' uploads of one release, [clients, D]."""
-    message = ModelParameters(network(method).state_dict(), 1.0)
-    take = method.first_step if phase == FIRST else method.client_step
-    # without privacy nothing is whitened, and no covariances are sent
-    call_context = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
-    replies = take(message, clients, [{} for _ in clients.ids], call_context)
-    return torch.stack([getattr(reply, field).double() for reply, _ in replies])
+@dataclass(frozen=True)
+class Case:
+    """A release: its method, round, exchange and name, and its field of an upload."""
+
+    method: fs.FedStats
+    number: int
+    phase: str
+    name: str
+    field: str = "sums"
+
+    def plan(self, **other: Any) -> ReleasePlan:
+        ctx = context(self.number, method=self.method, **other)
+        return next(p for p in self.method.release_plans(PRIVATE, ctx) if p.name == self.name)
+
+    def step(self, clients: Group, ctx: Any = None) -> Tensor:
+        """Returns the clients' uploads, [clients, D]."""
+        message = ModelParameters(network(self.method).state_dict(), 1.0)
+        take = self.method.first_step if self.phase == FIRST else self.method.client_step
+        # without privacy nothing is whitened, and no covariances are sent
+        sigma = 1.0 if self.field == COVARIANCES else None
+        ctx = ctx or context(self.number, sigma, self.method)
+        replies = take(message, clients, [{} for _ in clients.ids], ctx)
+        return torch.stack([getattr(reply, self.field).double() for reply, _ in replies])
+
+    def sums(self, images: Any, *parts: list[int]) -> Tensor:
+        """Returns the noiseless uploads of clients with these records."""
+        part_tensors = [torch.tensor(part).long() for part in parts]
+        return self.step(ExactClientView(range(len(parts)), images, part_tensors))
+
+    def release(self, part: Tensor, ctx: Any) -> tuple[Tensor, Ledger]:
+        """Returns the upload of a private client and its ledger."""
+        ledger, generator = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
+        allowances = charge_for(self.method, ctx, [0], [guard(ledger)], [generator], self.phase)
+        clients = PrivateClientView([0], data(), [part], allowances, nominal_size=20.0)
+        return self.step(clients, ctx)[0], ledger
 
 
-def sums(
-    method: fs.FedStats, data: Any, parts: list[list[int]], number: int, phase: str, field: str
-) -> Tensor:
-    """Returns the noiseless uploads of clients with these records."""
-    clients = ExactClientView(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
-    return step(method, clients, number, phase, field)
-
-
-def plan_of(method: fs.FedStats, number: int, name: str, **other: Any) -> ReleasePlan:
-    plans = method.release_plans(PRIVATE, context(number, method=method, **other))
-    return next(plan for plan in plans if plan.name == name)
+RELEASES = (
+    Case(PIXELS, 1, FIRST, CENTRE),
+    Case(PIXELS, 1, MAIN, MOMENTS),
+    Case(PIXELS, 2, MAIN, STEP),
+    Case(PICTURES, 1, MAIN, MOMENTS),  # without second moments
+    Case(PICTURES, 1, FIRST, PICTURE, "pictures"),
+    Case(WHITE, 1, FIRST, COVARIANCES, COVARIANCES),
+)
+each_release = pytest.mark.parametrize("case", RELEASES)
 
 
 @each_release
-def test_sensitivity_is_at_most_the_clip(
-    method: fs.FedStats, number: int, phase: str, name: str, field: str
-) -> None:
-    """Examples include a black and a white one; the plan charges the clip."""
-    plan = plan_of(method, number, name)
-    images = data()
+def test_sensitivity_is_at_most_the_clip(case: Case) -> None:
+    plan, images = case.plan(), data()
     images.images[10], images.images[11] = 0, 255
-    total = sums(method, images, [ALL_RECORDS], number, phase, field)
+    total = case.sums(images, ALL_RECORDS)
     assert total.shape[1] == plan.dimension
     for removed in range(8, 20):
         remaining = [n for n in ALL_RECORDS if n != removed]
-        change = float((total - sums(method, images, [remaining], number, phase, field)).norm())
+        change = float((total - case.sums(images, remaining)).norm())
         assert change <= plan.clip * (1 + 1e-5)
         # of a black image all scattering coefficients are 0
-        assert change > 0.02 * plan.clip or (name == COVARIANCES and removed == 10)
+        assert change > 0.02 * plan.clip or (case.name == COVARIANCES and removed == 10)
 
 
 @each_release
-def test_client_sums_equal_pooled_sums(
-    method: fs.FedStats, number: int, phase: str, name: str, field: str
-) -> None:
-    """Any partition gives the same sums; a client without records sends zeros."""
-    pooled = sums(method, data(), [ALL_RECORDS], number, phase, field).sum(0)
+def test_client_sums_equal_pooled_sums(case: Case) -> None:
+    pooled = case.sums(data(), ALL_RECORDS).sum(0)
     by_class = [[n for n in ALL_RECORDS if n % 10 == c] for c in range(10)]
     for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
-        actual = sums(method, data(), parts, number, phase, field).sum(0)
+        actual = case.sums(data(), *parts).sum(0)
         torch.testing.assert_close(actual, pooled, rtol=1e-6, atol=1e-6)
 
 
-def release(
-    method: fs.FedStats, number: int, phase: str, field: str, part: Tensor, ctx: Any
-) -> tuple[Tensor, Ledger]:
-    """Returns the upload of a private client and its ledger."""
-    ledger, generator = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
-    allowances = charge_for(method, ctx, [0], [guard(ledger)], [generator], phase)
-    clients = PrivateClientView([0], data(), [part], allowances, nominal_size=20.0)
-    return step(method, clients, number, phase, field, ctx)[0], ledger
-
-
 @each_release
-def test_private_sums_are_open_sums_plus_noise(
-    method: fs.FedStats, number: int, phase: str, name: str, field: str, without_noise: None
-) -> None:
-    ctx = context(number, 1.0, method)
-    actual, ledger = release(method, number, phase, field, torch.arange(20), ctx)
-    expected = sums(method, data(), [ALL_RECORDS], number, phase, field)[0]
+def test_private_sums_are_open_sums_plus_noise(case: Case, without_noise: None) -> None:
+    actual, ledger = case.release(torch.arange(20), context(case.number, 1.0, case.method))
+    expected = case.sums(data(), ALL_RECORDS)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
+    assert case.plan().quantity in [row.quantity for row in ledger.releases]
 
 
 @each_release
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_clients_without_records_send_noise(
-    method: fs.FedStats, number: int, phase: str, name: str, field: str, aggregation: str
-) -> None:
+def test_clients_without_records_send_noise(case: Case, aggregation: str) -> None:
     """The upload must not reveal that the client has no records."""
-    method = replace(method, aggregation=aggregation)
-    plan = plan_of(method, number, name, clients=5)
-    ctx = context(number, 3.0, method, clients=5)
-    actual, _ = release(method, number, phase, field, torch.arange(0), ctx)
-    expected = (
-        3.0 * plan.relative_noise_multiplier * plan.clip / (2 if aggregation == "secure" else 1)
-    )
+    case = replace(case, method=replace(case.method, aggregation=aggregation))
+    plan = case.plan(clients=5)
+    actual, _ = case.release(torch.arange(0), context(case.number, 3.0, case.method, clients=5))
+    shares = 4 if aggregation == "secure" else 1
+    expected = 3.0 * plan.relative_noise_multiplier * plan.clip / shares**0.5
     assert float(actual.std()) == pytest.approx(expected, rel=0.2)
 
 
 def test_clip_rate_and_participation_are_fixed() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
-            PIXELS.release_plans(fs.PrivacySettings(epsilon=1.0, **wrong), context(1))  # type: ignore[arg-type]
+            PIXELS.release_plans(replace(PRIVATE, **wrong), context(1))  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="participation"):
-        fs.simulate(
-            fs.RunSettings(PIXELS, participation=0.5, privacy=fs.PrivacySettings(epsilon=1.0))
-        )
+        fs.simulate(fs.RunSettings(PIXELS, participation=0.5, privacy=PRIVATE))
     with pytest.raises(SettingError, match="moment_share"):
         fs.FedStats(centre_share=0.5, moment_share=0.5)
 
 
 def test_closed_form_is_ridge_regression() -> None:
-    """Compares NumPy's solver on moments that were packed, summed and unpacked."""
     draws = np.random.default_rng(0)
     z = draws.normal(size=(200, 5))
     z /= np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
@@ -200,9 +185,8 @@ def test_closed_form_is_ridge_regression() -> None:
     expected = np.linalg.solve(z.T @ z / 200 + ridge * np.eye(5), (e.T @ z / 200).T).T
     np.testing.assert_allclose(spectrum.solve(moments.crossed), expected, atol=1e-9)
     # negative eigenvalues become the ridge
-    moments = cm.ClassMoments(
-        torch.diag(torch.tensor([-2.0, 1.0])).double(), torch.zeros(2, 2), 1.0
-    )
+    second = torch.diag(torch.tensor([-2.0, 1.0])).double()
+    moments = cm.ClassMoments(second, torch.zeros(2, 2), 1.0)
     spectrum = cm.Spectrum.of(moments, ridge=0.1)
     assert spectrum.values.tolist() == pytest.approx([0.1 * 2**0.5, 1 + 0.1 * 2**0.5])
     step = spectrum.step(torch.tensor([[1.0, 0.0]]).double(), floor=4.0)
@@ -210,15 +194,11 @@ def test_closed_form_is_ridge_regression() -> None:
 
 
 def test_features_that_are_not_finite_are_dropped() -> None:
-    """Uses a feature map that fails on some images."""
-
     def broken(x: Tensor) -> Tensor:
-        features = x.flatten(1) - 0.5
-        return torch.where(x.mean(dim=(1, 2, 3))[:, None] > 0.4, torch.nan, features)
+        return torch.where(x.mean(dim=(1, 2, 3))[:, None] > 0.4, torch.nan, x.flatten(1) - 0.5)
 
-    register_features(
-        "broken", lambda shape: FeatureMap("broken", shape, 64, 4.0, 2.0, "a test", broken)
-    )
+    failing = FeatureMap("broken", SPEC.image_shape, 64, 4.0, 2.0, "a test", broken)
+    register_features("broken", lambda shape: failing)
     train, test = fs.load_dataset("digits")
     few = train.subset(torch.arange(200))
     run = fs.RunSettings(fs.FedStats(features="broken"), rounds=2)
@@ -229,8 +209,7 @@ def test_features_that_are_not_finite_are_dropped() -> None:
 @pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_releases_of_a_run_spend_the_whole_budget(method: fs.FedStats, rounds: int) -> None:
-    """Shares of μ², which are 1/ratio², add up to 1. Without second moments, moments have a step's
-    share."""
+    """Shares of μ², which are 1/ratio², add up to 1."""
     plans = method.release_plans(PRIVATE, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.relative_noise_multiplier**-2 for plan in plans}
     step = shares.get(STEP, 0.0)
@@ -262,15 +241,13 @@ def test_class_means_equal_numpy(second: str) -> None:
         sums = 0.5**0.5 * np.concatenate([packed(z).sum(0), sums])
     method = fs.FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
     upload, ctx = StatisticSums(torch.from_numpy(sums).float()), context(rounds=1)
-    state = method.at_end(method.server_step(initial_state(), {0: upload}, ctx), ctx)
+    state: Any = method.at_end(method.server_step(initial_state(), {0: upload}, ctx), ctx)
     means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
-    assert state.class_means is not None
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
 
 
 def test_images_depend_only_on_the_last_server_state() -> None:
-    """Equal sums give equal images without clients or their data. Drawn images follow a class's
-    optimised images, which stay unchanged; all differ."""
+    """Drawn images follow optimised images, which stay unchanged."""
     draws = torch.Generator().manual_seed(0)
     upload, ctx = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}, context(rounds=1)
 
@@ -292,26 +269,18 @@ def test_images_depend_only_on_the_last_server_state() -> None:
     assert method.synthetic(early_state, ctx) is None
 
 
-def test_export_states_the_trust_model_of_epsilon(tmp_path: Path) -> None:
-    """An ε of shared noise needs the assumption next to it."""
-    method = replace(QUICK, aggregation="secure")
-    settings = fs.RunSettings(method, rounds=1, privacy=fs.PrivacySettings(epsilon=8.0))
-    run = verified(fs.simulate(settings, output=tmp_path, quiet=True))
-    text = (fs.export_run(str(run), tmp_path / "share") / "README.md").read_text()
-    assert "because clients shared noise: assumed, not executed." in text
-
-
 def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:
-    """Images are post-processing: they cost no budget and may be exported."""
-    privacy = fs.PrivacySettings(noise_multiplier=3.0, epsilon=1.2)
-    run = fs.simulate(fs.RunSettings(QUICK, rounds=6, privacy=privacy), output=tmp_path, quiet=True)
+    """An ε of shared noise needs the assumption next to it."""
+    method, privacy = replace(QUICK, aggregation="secure"), replace(PRIVATE, noise_multiplier=3.0)
+    settings = fs.RunSettings(method, rounds=6, privacy=replace(privacy, epsilon=1.2))
+    run = fs.simulate(settings, output=tmp_path, quiet=True)
     assert 1 <= len(run.metrics) < 6
     share = fs.export_run(str(verified(run)), tmp_path / "share")
     actual = fs.load_synthetic(share)
-    assert len(actual.labels) == 20
-    assert actual.soft_labels is not None
+    assert len(actual.labels) == len(actual.soft_labels) == 20
     text = (share / "README.md").read_text()
     assert "classifier, which was not trained on them" in text
+    assert "because clients shared noise: assumed, not executed." in text
 
 
 @pytest.mark.parametrize(("second", "aggregation"), [("no", "own"), ("yes", "secure")])
@@ -340,8 +309,6 @@ def test_signal_to_noise_equals_a_simulation(second: str, aggregation: str) -> N
 
 
 WIDTH = 65  # 8×8 cells and the constant
-
-
 VALUES = st.one_of(st.floats(-9, 9, width=32), st.sampled_from(HOSTILE))
 
 
@@ -353,24 +320,29 @@ def test_hostile_vectors_respect_the_sensitivity(u: list[float], label: int) -> 
     assert bool(torch.isfinite(sums).all())
 
 
-def test_colour_images_start_from_random_processes() -> None:
-    """By default nothing is released for them; "yes" and "no" override this."""
+def test_pictures_and_whitening_depend_on_public_shapes() -> None:
     colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
     for pictures, released in {"auto": [True, False], "yes": [True] * 2, "no": [False] * 2}.items():
         method = fs.FedStats(ipc=1, pictures=pictures)
         assert [method.releases_pictures(spec) for spec in (grey, colour)] == released
     vectors = replace(grey, height=1, width=64)
     assert not fs.FedStats(ipc=1).releases_pictures(vectors)
+    shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
+    specs = [
+        replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
+        for c, h, w in shapes
+    ]
+    choices = {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+    for choice, whitens in choices.items():
+        assert [replace(WHITE, whitening=choice).whitens(spec) for spec in specs] == whitens
 
 
-def test_means_and_covariance_equal_numpy() -> None:
-    """Classes have different sizes, and their counts come with the sums."""
+def test_means_and_directions_above_the_noise_equal_numpy() -> None:
     draws = np.random.default_rng(0)
     x = draws.random((60, 1, 8, 8)).astype(np.float32)
     labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
-    sums = cm.pixel_rows(
-        low_pass((1, 8, 8))(torch.from_numpy(x)), torch.from_numpy(labels), 10
-    ).sums()
+    pixels = low_pass((1, 8, 8))(torch.from_numpy(x))
+    sums = cm.pixel_rows(pixels, torch.from_numpy(labels), 10).sums()
     actual = cm.PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
     v = x.reshape(60, -1)
     v = v / np.linalg.norm(v, axis=1, keepdims=True)
@@ -378,12 +350,8 @@ def test_means_and_covariance_equal_numpy() -> None:
     np.testing.assert_allclose(actual.means, means, atol=1e-5)
     about = v - means[labels]
     np.testing.assert_allclose(actual.roots @ actual.roots.T, about.T @ about / 60, atol=1e-5)
-
-
-def test_directions_below_the_noise_are_dropped() -> None:
-    """Pure noise leaves a few of 65 directions."""
-    draws = torch.Generator().manual_seed(0)
-    noise = torch.randn(cm.pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
+    # directions below the noise are dropped
+    noise = torch.from_numpy(draws.normal(size=cm.pixel_width(WIDTH, 10)))
     actual = cm.PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
     assert bool(torch.isfinite(actual.means).all())
     assert actual.roots.shape[1] < 22
@@ -396,14 +364,12 @@ def test_images_are_drawn_around_class_means() -> None:
     moments = cm.PixelMoments(means, roots)
     images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
     assert images.shape == (10, 50, 1, 8, 8)
-    assert float(images.min()) >= 0
-    assert float(images.max()) <= 1
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
     assert images.flatten(2).mean(dim=1).argmax(dim=1).tolist() == list(range(10))
     assert float(images[:, -10:].std(dim=1).mean()) > float(images[:, :10].std(dim=1).mean())
 
 
 def test_steps_have_momentum() -> None:
-    """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), at the rate that noise allows."""
     method = fs.FedStats(features="pixels", second_moments="no", momentum=0.25)
     settings_of_run = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
     rate, state = method.rate(context(3, **settings_of_run)), initial_state()
@@ -471,20 +437,18 @@ BLOCKS = ((3, 2),)
 MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), BLOCKS)
 
 
-def pool_of(z_Nd: np.ndarray, noise_std: float) -> Pool:
-    sums = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
-    return Pool(sums, noise_std, len(z_Nd))
+def exact_pool(Z: np.ndarray) -> Pool:
+    z = torch.from_numpy(Z.reshape(-1, 6) / MAP.norm_bound)
+    return Pool(Grams(z, BLOCKS, whitening.CELLS_PART).sums(), 0.0, len(z))
 
 
 def test_roots_are_covariance_powers_of_equal_trace() -> None:
-    """Compares NumPy on examples with a mean other than 0, without noise."""
     rng = np.random.default_rng(0)
     spread = np.array([1.0, 0.3, 0.1])[:, None] * np.array([1.0, 0.5])
     Z = 0.3 + 0.3 * spread * rng.normal(size=(400, 3, 2))
-    z = Z.reshape(400, 6)
-    assert np.linalg.norm(z, axis=1).max() < MAP.norm_bound
-    centre = torch.from_numpy(z.mean(0))
-    actual = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
+    assert np.linalg.norm(Z, axis=(1, 2)).max() < MAP.norm_bound
+    centre = torch.from_numpy(Z.mean(0).ravel())
+    actual = released_roots(exact_pool(Z), centre, 0.0, MAP)
     about = (Z - Z.mean(0)) / MAP.norm_bound
     for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
         covariance = np.einsum(pattern, about, about) / 400
@@ -496,28 +460,23 @@ def test_roots_are_covariance_powers_of_equal_trace() -> None:
 
 
 def test_noise_of_the_centre_is_subtracted() -> None:
-    """A noisy centre's outer product flattens the covariance. With its deviation, roots are nearer
-    those of the true centre."""
+    """A noisy centre's outer product would flatten the covariance."""
     rng = np.random.default_rng(1)
     spread = np.array([1.0, 0.5, 0.3])[:, None] * np.array([1.0, 0.5])
-    z = (0.5 * spread * rng.normal(size=(4000, 3, 2))).reshape(4000, 6)
-    pool = pool_of(z, 0.0)
+    pool = exact_pool(0.5 * spread * rng.normal(size=(4000, 3, 2)))
     exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
     errors = []
     for deviation in (0.1, 0.0):
         draws = np.random.default_rng(2)
-        actual = [
-            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), deviation, MAP)
-            for _ in range(200)
-        ]
-        mean = torch.stack([roots["channels_root_0"] for roots in actual]).mean(0)
+        centres = torch.from_numpy(0.1 * draws.normal(size=(200, 6)))
+        roots = [released_roots(pool, centre, deviation, MAP) for centre in centres]
+        mean = torch.stack([root["channels_root_0"] for root in roots]).mean(0)
         errors.append(float((mean - exact).norm()))
     assert errors[0] < 0.75 * errors[1]
 
 
 def test_noisy_covariances_give_roots_near_identity() -> None:
-    """Single eigenvalues of pure noise exceed the edge by up to a quarter by chance. Regression: a
-    trace of both signs in the scale."""
+    """Regression: a trace of both signs in the scale."""
     draws = torch.Generator().manual_seed(0)
     for size in (3, 9, 41, 98):
         for signal in (0.0, 3.0):  # one direction just above the noise
@@ -532,16 +491,11 @@ def test_noisy_covariances_give_roots_near_identity() -> None:
 
 
 def test_embedding_transforms_vectors_by_blocks() -> None:
-    """The embedding is channels·Z·cells, before the clip."""
     rng = np.random.default_rng(3)
     Z = 0.05 * rng.normal(size=(4, 3, 2))
-    channel_root = rng.normal(size=(3, 3))
-    cell_root = rng.normal(size=(2, 2))
-    parameters = {
-        "centre": torch.zeros(6, dtype=torch.float64),
-        "channels_root_0": torch.from_numpy(channel_root),
-        "cells_root_0": torch.from_numpy(cell_root),
-    }
+    channel_root, cell_root = rng.normal(size=(3, 3)), rng.normal(size=(2, 2))
+    arrays = {"centre": np.zeros(6), "channels_root_0": channel_root, "cells_root_0": cell_root}
+    parameters = {name: torch.from_numpy(array) for name, array in arrays.items()}
     actual = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
     expected = (channel_root @ Z @ cell_root).reshape(4, 6)
     expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
@@ -559,17 +513,7 @@ def test_only_private_runs_whiten() -> None:
     assert result.accuracy > 0.7
 
 
-def test_whitening_depends_on_public_shapes() -> None:
-    shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
-    specs = [
-        replace(SPEC, channels=c, height=h, width=w, mean=(0.5,) * c, std=(0.5,) * c)
-        for c, h, w in shapes
-    ]
-    actual = {
-        choice: [replace(WHITE, whitening=choice).whitens(spec) for spec in specs]
-        for choice in ("auto", "yes", "no")
-    }
-    assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+def test_unsupported_whitening_is_refused() -> None:
     assert not fs.FedStats().whitens(SPEC)
     assert WHITE.whitens(SPEC)
     with pytest.raises(SettingError, match="channels and spatial cells"):

@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import sqrt
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedsynth import resolve, simulate
+from fedsynth import FedDM, FedSum, ModelSettings, PrivacySettings, resolve, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
-from fedsynth.methods.feddm import FedDM, perturbed
-from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
+from fedsynth.methods.feddm import perturbed
+from fedsynth.methods.fedsum import CondensedState, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
 from fedsynth.methods.shared.noise_shares import summed
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.registry import build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.settings import PrivacySettings
-from tests.digits import (
-    HOSTILE,
-    SPEC,
-    charge_for,
-    client_uploads,
-    convnet,
-    digits,
-    private_clients,
-    round_context,
-)
+from tests import digits as setup
+from tests.digits import HOSTILE, SPEC, client_uploads, convnet, digits, private_clients
 from tests.privacy.support import guard
+from tests.quick_settings import quick_sections
 
 WIDTH = 4 * 4 + 10
+RELEASE = GaussianSumMechanism.release
 TINY: dict[str, Any] = {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 2}
-
-
-def data(n: int = 60) -> ImageData:
-    return digits(np.arange(n) % 10)
+DATA = digits(np.arange(60) % 10)
 
 
 def context(privacy: PrivacySettings | None = None, **other: Any) -> RoundContext:
-    return round_context(privacy, nominal=60.0, **other)
-
-
-def linear() -> nn.Module:
-    return build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0)
+    return setup.round_context(privacy, nominal=60.0, **other)
 
 
 def initial_state(ctx: RoundContext) -> CondensedState:
     return CondensedState(ctx.architecture.state_dict())
 
 
-def uploads(
-    method: FedSum, ctx: RoundContext, images: ImageData, parts: Sequence[Tensor]
-) -> dict[int, NetworkSums]:
-    """Returns the uploads of open clients with these records, in one group."""
-    clients = ExactClientView(range(len(parts)), images, parts)
-    results = method.client_step(
-        method.broadcast(initial_state(ctx), ctx), clients, [{}] * len(parts), ctx
-    )
-    return {k: upload for k, (upload, _) in enumerate(results)}
+def uploads(method: FedSum, ctx: RoundContext, *parts: Tensor) -> dict[int, NetworkSums]:
+    return dict(enumerate(client_uploads(method, ctx, clients(*parts))))
+
+
+def clients(*parts: Tensor) -> ExactClientView:
+    return ExactClientView(range(len(parts)), DATA, parts)
 
 
 def test_one_round_equals_numpy() -> None:
-    """Softmax regression has features [x; b·(Wx + c)]. Checks sums, pooled means, and two steps of
-    the images, by networks that alternate."""
+    """Softmax regression has features [x; b·(Wx + c)]. The networks alternate."""
     b, lr, ipc = 0.5, 0.3, 2
-    method = FedSum(
-        networks=2, ipc=ipc, iterations=2, image_lr=lr, logit_weight=b, server_epochs=0, radius=1.0
-    )
-    ctx = context(network=linear())
-    images = data()
-    parts = [torch.arange(13), torch.arange(13, 60)]
-    upload = uploads(method, ctx, images, parts)
+    two = {"networks": 2, "iterations": 2, "server_epochs": 0, "radius": 1.0}
+    method = FedSum(ipc=ipc, image_lr=lr, logit_weight=b, **two)
+    ctx = context(network=build_model(ModelSettings("linear"), SPEC.image_shape, 10, 0))
+    parts = torch.arange(60).split([13, 47])
+    upload = uploads(method, ctx, *parts)
     state = method.server_step(initial_state(ctx), upload, ctx)
 
     drawn = perturbed(ctx.architecture, 1.0, "sphere", ctx)
@@ -95,8 +72,8 @@ def test_one_round_equals_numpy() -> None:
         layer: Any = next(drawn).classifier
         W, c = layer.weight.detach().numpy().copy(), layer.bias.detach().numpy().copy()
         maps.append((np.vstack([np.eye(64), b * W]), np.concatenate([np.zeros(64), b * c])))
-    x = ExactClientView([0], images, [torch.arange(60)]).images(torch.arange(60)).flatten(1).numpy()
-    y = images.labels.numpy()
+    x = clients(torch.arange(60)).images(torch.arange(60)).flatten(1).numpy()
+    y = DATA.labels.numpy()
     S = method.broadcast(initial_state(ctx), ctx).images.view(10, ipc, 64).numpy().copy()
     targets = []
     for m, (A, a) in enumerate(maps):
@@ -117,12 +94,11 @@ def test_one_round_equals_numpy() -> None:
 @given(owners=st.lists(st.integers(0, 4), min_size=60, max_size=60))
 @settings(max_examples=10, deadline=None)
 def test_client_sums_equal_pooled_sums(owners: list[int]) -> None:
-    """Any partition agrees to 1e-6, also with empty clients."""
     method, ctx, owner = FedSum(**TINY), context(), torch.tensor(owners)
     parts = [torch.nonzero(owner == k).flatten() for k in range(5)]
-    client_sums = uploads(method, ctx, data(), parts)
+    client_sums = uploads(method, ctx, *parts)
     pooled = summed(client_sums)
-    separate = summed(uploads(method, ctx, data(), [torch.arange(60)]))
+    separate = summed(uploads(method, ctx, torch.arange(60)))
     assert torch.equal(pooled.counts, separate.counts)
     assert float((pooled.sums - separate.sums).norm()) < 1e-6 * float(separate.sums.norm())
     assert client_sums[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
@@ -145,27 +121,20 @@ def test_server_and_clients_use_the_same_networks(perturbation: str, augment: st
 
 def test_noiseless_private_sums_equal_open_sums() -> None:
     method, ctx = FedSum(**TINY), context(PrivacySettings(noise_multiplier=1e-12, clip=1e6))
-    (upload,) = client_uploads(method, ctx, private_clients(method, ctx, data()))
-    exact = uploads(method, context(), data(), [torch.arange(60)])[0]
+    (upload,) = client_uploads(method, ctx, private_clients(method, ctx, DATA))
+    (exact,) = client_uploads(method, context(), clients(torch.arange(60)))
     torch.testing.assert_close(upload.sums, exact.sums, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(upload.counts, exact.counts, atol=1e-4, rtol=0)
 
 
-def test_round_charges_exactly_its_releases(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_round_charges_exactly_its_releases() -> None:
     """μ² = M/σ² + M/(count_noise·σ)², and ε equals one Gaussian's with this μ."""
     method, sigma, ledger = FedSum(**TINY, count_noise=2.0), 3.0, Ledger("0")
     ctx = context(PrivacySettings(noise_multiplier=sigma))
-    released: list[float] = []
-    original = GaussianSumMechanism.release
-
-    def spy(self: GaussianSumMechanism) -> Any:
-        released.append(self.noise_std)
-        return original(self)
-
-    monkeypatch.setattr(GaussianSumMechanism, "release", spy)
-    client_uploads(method, ctx, private_clients(method, ctx, data(), ledgers=[ledger]))
+    release = patch.object(GaussianSumMechanism, "release", autospec=True, side_effect=RELEASE)
+    with release as spy:
+        client_uploads(method, ctx, private_clients(method, ctx, DATA, ledgers=[ledger]))
+    released = [call.args[0].noise_std for call in spy.call_args_list]
     rows = {row.quantity: row for row in ledger.releases}
     sums, counts = rows["class sums of features"], rows["class counts"]
     assert (sums.steps, sums.dimension) == (3, 10 * WIDTH)
@@ -176,24 +145,18 @@ def test_round_charges_exactly_its_releases(
     assert epsilon(ledger.releases, 1e-5) == pytest.approx(epsilon([combined], 1e-5), rel=1e-3)
 
 
-def released_sums(
-    method: Any, images: ImageData, part: Sequence[int], clip: float
-) -> list[tuple[Tensor, bool]]:
-    """Returns a client's sums before noise: each network's [classes, D] and the counts [classes],
-    with a flag for counts."""
+def released_sums(method: Any, images: Any, part: Any, clip: float) -> list[tuple[Tensor, bool]]:
+    """Returns a client's sums before noise, with a flag for counts."""
     sums: list[tuple[Tensor, bool]] = []
 
-    class Spy(GaussianSumMechanism):
-        def release(self) -> Any:
-            assert self._sums is not None
-            sums.append((self._sums.clone(), self._sums.numel() == 10))
-            return super().release()
+    def record(mechanism: Any) -> Any:
+        sums.append((mechanism._sums.clone(), mechanism._sums.numel() == 10))
+        return RELEASE(mechanism)
 
     mechanism = "features" if isinstance(method, FedDM) else ""
     ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip, mechanism=mechanism))
-    part_N = torch.tensor(part, dtype=torch.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.digits.charge_round", partial(charge_round, make_series=Spy))
+    with patch.object(GaussianSumMechanism, "release", record):
+        part_N = torch.tensor(part, dtype=torch.int64)
         client_uploads(method, ctx, private_clients(method, ctx, images, [part_N]))
     return sums
 
@@ -208,8 +171,7 @@ SUMMING = (
 @given(extra=st.integers(0, 2), label=st.integers(0, 9), records=st.integers(0, 12))
 @settings(max_examples=10, deadline=None)
 def test_sensitivity_of_sums_and_counts(method: Any, extra: int, label: int, records: int) -> None:
-    """Compares D and D + x (x black, white or noise): one class's sum moves by at most the clip
-    (here by all of it), and one count by one."""
+    """Adding a record moves one class's sum by at most the clip, and its count by one."""
     images, clip = digits([*(np.arange(12) % 10), label], HOSTILE[extra]), 0.05
     sums_D = released_sums(method, images, range(records), clip)
     sums_Dx = released_sums(method, images, [*range(records), 12], clip)
@@ -234,9 +196,7 @@ def test_classes_below_the_noise_floor_are_excluded() -> None:
     client_sums = {i: NetworkSums(torch.zeros(3, 10, WIDTH), counts) for i in range(k)}
     state = method.server_step(initial_state(ctx), client_sums, ctx)
     assert state.condensed.tolist() == [True] + [False] * 9
-    synthetic = method.synthetic(state, ctx)
-    assert synthetic is not None
-    assert synthetic[1].tolist() == [0, 0]
+    assert method.synthetic(state, ctx)[1].tolist() == [0, 0]  # type: ignore[index]
     start_images = method.broadcast(initial_state(ctx), ctx).images
     assert torch.equal(state.images[2:], start_images[2:])  # missing classes are unchanged
     assert method.facts(state, ctx) == {"condensed_classes": 1}
@@ -254,7 +214,7 @@ def test_secure_aggregation_shares_noise_of_honest_clients() -> None:
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
         assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
-        (allowance,) = charge_for(method, ctx, [0], [guard()], [SecretGenerator()])
+        (allowance,) = setup.charge_for(method, ctx, [0], [guard()], [SecretGenerator()])
         expected = sigma * plans[0].clip / sqrt(shares)
         assert allowance.take(IMAGES).noise_std == pytest.approx(expected)
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
@@ -267,14 +227,11 @@ def test_secure_aggregation_shares_noise_of_honest_clients() -> None:
         replace(method, honest=5).release_plans(privacy, ctx)
 
 
-def test_shared_noise_needs_more_participants_than_shares() -> None:
+def test_few_participants_bad_requests_and_batch_norm_are_refused() -> None:
     """Two of four clients take part, too few for complete noise of two or three."""
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"method": "fedsum", "rounds": 1, "participation": 0.5},
-        "model": {"width": 4, "depth": 2},
-        "partition": {"clients": 4},
-        "privacy": {"noise_multiplier": 0.5},
-    }
+    run, partition = {"rounds": 1, "participation": 0.5}, {"clients": 4}
+    noise = {"noise_multiplier": 0.5}
+    sections = quick_sections("fedsum", run=run, partition=partition, privacy=noise)
     for honest in (0, 2, 3):
         sections["method"] = {**TINY, "aggregation": "secure", "honest": honest}
         with pytest.raises(SettingError, match="selects only 2 clients"):
@@ -283,9 +240,7 @@ def test_shared_noise_needs_more_participants_than_shares() -> None:
     sections["run"]["participation"] = 0.75
     rows: Any = simulate(resolve(sections)).privacy["ledger"]  # type: ignore[index]
     assert {row["shares"] for row in rows} == {2}
-
-
-def test_malformed_requests_and_batch_norm_are_refused() -> None:
+    # malformed requests and batch norm
     method, ctx = FedSum(**TINY), context()
     request = method.broadcast(initial_state(ctx), ctx)
     method.check_request(request, ctx)
@@ -302,8 +257,7 @@ def test_start_images_depend_only_on_the_seed(start_from: str) -> None:
     images = method.broadcast(initial_state(ctx), ctx).images
     assert torch.equal(images, method.broadcast(initial_state(ctx), ctx).images)
     assert not torch.equal(images, method.broadcast(initial_state(other), other).images)
-    stepped = replace(
-        initial_state(ctx), images=images + 1, condensed=torch.ones(10, dtype=torch.bool)
-    )
+    all_classes = torch.ones(10, dtype=torch.bool)
+    stepped = replace(initial_state(ctx), images=images + 1, condensed=all_classes)
     assert torch.equal(method.broadcast(stepped, ctx).images, images + 1)
     assert torch.equal(replace(method, restart=True).broadcast(stepped, ctx).images, images)

@@ -24,21 +24,14 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.scaffold import ControlState, ControlUp, Scaffold
 from fedsynth.methods.shared import aggregation as robust
-from fedsynth.methods.shared.aggregation import (
-    AveragingState,
-    average,
-    robust_uploads,
-    update_cache,
-)
 from tests.digits import round_context
 from tests.families import by_family
+from tests.quick_settings import quick_sections
 
 FloatArray = npt.NDArray[np.float64]
 
 
-def context_with(
-    rule: str, network: nn.Module, clients: int = 5, share: float = 0.2
-) -> RoundContext:
+def context_with(rule: str, network: Any, clients: int = 5, share: float = 0.2) -> RoundContext:
     return round_context(network=network, clients=clients, robust=rule, robust_share=share)
 
 
@@ -58,7 +51,6 @@ def random_uploads(network: nn.Module, count: int, seed: int = 0) -> dict[int, M
 
 
 def expected_aggregate(rule: str, rows: FloatArray, center: FloatArray, percent: int) -> FloatArray:
-    """Aggregates rows [m, P]: `clip` by their norms about `center`, other rules by coordinates."""
     if rule == "median":
         return np.asarray(np.median(rows, axis=0))
     if rule == "trimmed":
@@ -73,7 +65,6 @@ def expected_aggregate(rule: str, rows: FloatArray, center: FloatArray, percent:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 49))
 def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
-    """Sorting in blocks of two columns changes nothing."""
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     uploads, start = random_uploads(network, count, seed), network.state_dict()
     trained = [name for name, _ in network.named_parameters()]
@@ -84,7 +75,7 @@ def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
     for rule in ("median", "trimmed", "clip"):
         context = context_with(rule, network, share=percent / 100)
         with patch.object(robust, "BLOCK", 2 * count if seed % 2 else robust.BLOCK):
-            aggregated = robust_uploads(uploads, start, context)
+            aggregated = robust.robust_uploads(uploads, start, context)
         assert list(aggregated) == list(uploads)
         assert all(u is aggregated[0] for u in aggregated.values())
         assert aggregated[0].weight == 1.0
@@ -102,12 +93,11 @@ def test_exact_share_of_clients_is_not_rounded_up() -> None:
     rows = torch.arange(100.0).square()
     uploads = {k: ModelParameters({"weight": row.view(1, 1)}, 1.0) for k, row in enumerate(rows)}
     context = context_with("trimmed", nn.Linear(1, 1), clients=100, share=0.07)
-    aggregated = robust_uploads(uploads, {"weight": torch.zeros(1, 1)}, context)
+    aggregated = robust.robust_uploads(uploads, {"weight": torch.zeros(1, 1)}, context)
     assert float(aggregated[0].parameters["weight"]) == pytest.approx(float(rows[7:93].mean()))
 
 
 def test_rules_apply_to_all_parts_of_uploads() -> None:
-    """SCAFFOLD's controls, FedNova's norms, and the average of all clients."""
     network = nn.Linear(2, 1)
     start = network.state_dict()
     control = [torch.full((1, 2), x) for x in (1.0, 2.0, 3.0, 4.0, 1e9)]
@@ -116,21 +106,21 @@ def test_rules_apply_to_all_parts_of_uploads() -> None:
         for k, c in enumerate(control)
     }
     context = context_with("median", network)
-    assert robust_uploads(uploads, start, context)[4].control["weight"].tolist() == [[3.0, 3.0]]
+    assert robust.robust_uploads(uploads, start, context)[4].control["weight"].tolist() == [
+        [3.0, 3.0]
+    ]
     state = Scaffold().server_step(ControlState(start), uploads, context)
     assert isinstance(state, ControlState)
     assert state.control["weight"].tolist() == [[3.0, 3.0]]  # 5 of 5 clients: their rule's mean
     norms = {k: NormalisedModel(start, 1.0, norm) for k, norm in enumerate((1.0, 2.0, 1e9))}
-    assert robust_uploads(norms, start, context)[0].norm == 2.0
-    models, all_models = random_uploads(network, 5), AveragingState(start)
-    for name, value in update_cache(all_models, all_models, models, context).overall.items():
+    assert robust.robust_uploads(norms, start, context)[0].norm == 2.0
+    models, all_models = random_uploads(network, 5), robust.AveragingState(start)
+    for name, value in robust.update_cache(all_models, all_models, models, context).overall.items():
         values = np.stack([u.parameters[name].double().numpy() for u in models.values()])
         np.testing.assert_allclose(value.numpy(), np.median(values, axis=0), rtol=1e-5)
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operation returns."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
@@ -148,30 +138,26 @@ def test_averaging_needs_memory_of_one_tensor() -> None:
     network.register_buffer("batches", torch.tensor(3))
     uploads = {k: replace(u, weight=k + 1.0) for k, u in random_uploads(network, 50).items()}
     with _LargestTensor() as largest:
-        averaged = average(uploads)
+        averaged = robust.average(uploads)
     assert largest.bytes == 8 * 200  # in float64
     assert averaged["batches"] == uploads[0].parameters["batches"]
     shares = np.arange(1, 51) / np.arange(1, 51).sum()
     values = np.stack([u.parameters["weight"].double().numpy() for u in uploads.values()])
     np.testing.assert_allclose(averaged["weight"], np.tensordot(shares, values, 1), rtol=1e-6)
-    start = AveragingState(network.state_dict())
+    start = robust.AveragingState(network.state_dict())
     with _LargestTensor() as largest:
-        update_cache(start, start, uploads, context_with("none", network, clients=50))
+        robust.update_cache(start, start, uploads, context_with("none", network, clients=50))
     assert largest.bytes == 4 * 50 * 200  # the cache itself, in its precision
 
 
 @pytest.mark.parametrize("name", by_family(METHODS))
 def test_methods_support_or_refuse_robust_rules(name: str) -> None:
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"method": name, "rounds": 1, "robust": "clip"},
-        "partition": {"clients": 3, "alpha": 10.0},
-        "model": {"width": 4, "depth": 2, **({"norm": "batch"} if name == "fedbn" else {})},
-    }
+    sections = quick_sections(name, run={"rounds": 1, "robust": "clip"})
     if method_class(name).robust_refusal:
         with pytest.raises(SettingError, match=rf"run.robust must be .none. with {name}"):
             resolve(sections)
         return
-    result = simulate(resolve({**sections, "method": {"local_steps": 2, "batch": 64}}))
+    result = simulate(resolve(sections))
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
 
 

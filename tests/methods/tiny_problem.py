@@ -15,7 +15,6 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.server import Server
-from fedsynth.methods.shared.local import TrainsLocally
 from tests.digits import CPU
 from tests.rounds import play_round
 
@@ -35,25 +34,15 @@ def clients(device: torch.device, ids: Sequence[int] = ALL) -> ExactClientView:
     return ExactClientView(ids, data, [PARTS[k] for k in ids])
 
 
-def context(
-    number: int, device: torch.device = CPU, network: nn.Module | None = None, active: Any = ALL
-) -> RoundContext:
+def context(number: int, device: Any = CPU, network: Any = None, active: Any = ALL) -> RoundContext:
     model, federation = network or TwoLayers(), {"clients": 3, "sizes": SIZES}
     return RoundContext(number, 0, device, SPEC, model, 3.0, participants=active, **federation)
 
 
 def run_rounds(
-    method: TrainsLocally,
-    network: Callable[[], nn.Module],
-    device: torch.device,
-    active: Sequence[tuple[int, ...]] = (ALL, ALL),
-    grouped: bool = True,
-) -> tuple[list[dict[str, Array]], Any, dict[int, Any]]:
-    """Returns the global model after each round, the last state, and the clients' memories.
-
-    Args:
-        grouped: trains all clients of a round in one group, or each separately if false.
-    """
+    method: Any, network: Any, device: Any, active: Any = (ALL, ALL), grouped: bool = True
+) -> Any:
+    """Returns models after each round, the last state and memories; groups may be of one client."""
     server = Server(method, {n: v.to(device) for n, v in network().state_dict().items()})
     memories: dict[int, Any] = {}
     models = []
@@ -111,7 +100,6 @@ def softmax(z: Array) -> Array:
 
 
 def label_losses(z: Array, y: npt.NDArray[np.int64]) -> Array:
-    """Returns the cross-entropy of each row of logits."""
     return -np.log(softmax(z)[np.arange(len(y)), y])
 
 
@@ -120,7 +108,6 @@ def cross_entropy(w: Array, x: Array, y: npt.NDArray[np.int64]) -> float:
 
 
 def descend(w: Array, loss: Callable[[Array], float], steps: int = 3) -> Array:
-    """Takes steps of gradient descent at a rate of 0.5, by central differences."""
     for _ in range(steps):
         unit = np.eye(len(w)) * 1e-5
         w = w - 0.5 * np.array([(loss(w + e) - loss(w - e)) / 2e-5 for e in unit])

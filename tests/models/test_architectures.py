@@ -1,5 +1,5 @@
-"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps,
-refusals."""
+"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps, refusals,
+batch norm in condensation, and memory formats."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
 
+from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.models.convnet import WIDE, ConvNet, InstanceNorm
+from fedsynth.models import registry
+from fedsynth.models.convnet import WIDE, InstanceNorm, channels_last
 from fedsynth.models.flat import flatten
-from fedsynth.models.registry import (
-    ModelSettings,
-    build_client_models,
-    build_model,
-    model_names,
-    parameter_count,
-)
+from fedsynth.models.layers import SharedStatistics, batch_statistics, with_grouped_statistics
+from fedsynth.models.registry import ModelSettings, build_model, model_names, parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.sgd import MomentumSgd
+from tests.digits import digits
 from tests.families import by_family
 from tests.privacy.support import series
 
@@ -41,9 +42,8 @@ def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "classes", "settings", "count"),
-    [
+def test_parameter_counts() -> None:
+    for name, shape, classes, settings, count in (
         ("convnet", MNIST, 10, {}, 317_706),  # FedDM's Table 3
         ("convnet", CIFAR, 10, {}, 320_010),
         ("convnet", CIFAR, 100, {}, 504_420),
@@ -55,12 +55,8 @@ def random_tensor(*shape: int) -> torch.Tensor:
         ("lenet5", MNIST, 26, {}, 63_066),
         # convolutions, shortcuts, norms, classifier
         ("resnet8", CIFAR, 10, {}, 9 * 8_240 + 16 * 32 + 32 * 64 + 2 * 336 + 650),
-    ],
-)
-def test_parameter_counts(
-    name: str, shape: Shape, classes: int, settings: dict[str, Any], count: int
-) -> None:
-    assert parameter_count(network(name, shape, classes, **settings)) == count
+    ):
+        assert parameter_count(network(name, shape, classes, **settings)) == count
 
 
 @pytest.mark.parametrize("name", by_family(TORCHVISION, ("resnet18", "googlenet")))
@@ -75,12 +71,11 @@ def test_networks_equal_torchvision(name: str) -> None:
 
 def test_alexnet_has_convolutions_of_torchvision() -> None:
     net, reference = network("alexnet", LARGE), torchvision.models.alexnet(num_classes=10)
-    convolutions = [
-        [layer for layer in part.modules() if isinstance(layer, nn.Conv2d)]
+    ours, theirs = (
+        [(m.weight.shape, m.stride, m.padding) for m in part.modules() if isinstance(m, nn.Conv2d)]
         for part in (net, reference.features)
-    ]
-    for a, b in zip(*convolutions, strict=True):
-        assert (a.weight.shape, a.stride, a.padding) == (b.weight.shape, b.stride, b.padding)
+    )
+    assert ours == theirs
     norms = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)
     dense = (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
     assert parameter_count(net) == parameter_count(reference.features) + norms + dense
@@ -93,21 +88,18 @@ def test_alexnet_has_convolutions_of_torchvision() -> None:
     assert net.layer1(x)[0].numel() == net.largest_activation
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
+def test_classifier_of_embedding_gives_logits() -> None:
+    for name, shape in (
         *((name, MNIST) for name in ("convnet", "lenet5", "linear", "cnn1", "resnet18")),
         *((name, CIFAR) for name in ("resnet8", "cnn2")),
         ("googlenet", (1, 15, 15)),
-    ],
-)
-def test_classifier_of_embedding_gives_logits(name: str, shape: Shape) -> None:
-    net, x = network(name, shape, 7), random_tensor(3, *shape)
-    with torch.no_grad():
-        h, z = net.embed(x), net(x)
-        torch.testing.assert_close(net.classifier(h), z)
-        torch.testing.assert_close(net(x[:1]), z[:1], atol=1e-5, rtol=1e-4)
-    assert h.shape == (3, net.embedding_size)
+    ):
+        net, x = network(name, shape, 7), random_tensor(3, *shape)
+        with torch.no_grad():
+            h, z = net.embed(x), net(x)
+            torch.testing.assert_close(net.classifier(h), z)
+            torch.testing.assert_close(net(x[:1]), z[:1], atol=1e-5, rtol=1e-4)
+        assert h.shape == (3, net.embedding_size)
 
 
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "linear"])
@@ -122,21 +114,19 @@ def test_projection_head_replaces_the_last_layer(name: str) -> None:
         torch.testing.assert_close(net.embed(x), z)
         torch.testing.assert_close(net(x), net.classifier(z))
     settings = ModelSettings(name, width=4, projection=12, clients="cnn1")
-    clients: Any = build_client_models(settings, MNIST, 10, 0, 1)
+    clients: Any = registry.build_client_models(settings, MNIST, 10, 0, 1)
     assert clients[0].classifier.in_features == 12
 
 
-@pytest.mark.parametrize(
-    "name",
-    by_family(model_names(), set(model_names()) - {"resnet18", "resnet50", "alexnet"}),
-)
+LARGE_NETWORKS = {"resnet18", "resnet50", "alexnet"}
+
+
+@pytest.mark.parametrize("name", by_family(model_names(), set(model_names()) - LARGE_NETWORKS))
 def test_architectures_support_private_steps(name: str) -> None:
-    """DP-SGD excludes in-place activations, which break its hooks, and dropout, whose masks depend
-    on the position in the batch."""
+    """DP-SGD excludes in-place activations and dropout."""
     norm = "group" if ModelSettings(name).norm == "batch" else ""
-    side = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}.get(
-        name, 28
-    )
+    sides = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}
+    side = sides.get(name, 28)
     model = network(name, (1, side, side), width=4, norm=norm).train()
     check_model(model)
     groups = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
@@ -149,31 +139,29 @@ def test_architectures_support_private_steps(name: str) -> None:
     assert 0 < float((flatten(model) - start).norm()) <= 0.1 * 1.01
 
 
-def test_dropout_is_refused_with_differential_privacy() -> None:
-    with pytest.raises(ForbiddenLayerError, match="masks depend on"):
-        check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
-    check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "settings", "message"),
-    [
+def test_invalid_settings_and_dropout_are_refused() -> None:
+    for name, shape, settings, message in (
         ("alexnet", (3, 62, 64), {}, "63×63"),
-        # torch would raise "Output size is too small"
-        ("googlenet", (1, 14, 14), {}, "15×15"),
+        ("googlenet", (1, 14, 14), {}, "15×15"),  # torch would raise "Output size is too small"
         ("convnet", (1, 8, 8), {"depth": 4}, "depth"),
         ("convnet", (1, 8, 8), {"width": 0}, "width"),
         ("convnet", (1, 8, 8), {"norm": "bach"}, "did you mean batch"),
         ("convnet", (1, 8, 8), {"projection": -1}, "projection"),
+        ("convnet", (1, 8, 8), {"features": "pixels"}, "'linear' or 'mlp'"),
+        ("mlp", (1, 8, 8), {"features": "pixels", "projection": 8}, "projection"),
+        ("linear", (1, 8, 8), {"features": "whitened-scatering"}, "whitened-scattering"),
         ("resnet18", CIFAR, {"norm": "instance"}, "instance"),
         ("resnet-18", CIFAR, {}, "did you mean resnet18"),
-    ],
-)
-def test_invalid_settings_are_rejected(
-    name: str, shape: Shape, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((SettingError, UnknownNameError), match=message):
-        network(name, shape, **settings)
+        ("timm:test_resnet", (2, 20, 20), {}, "1 or 3 channels"),
+        ("timm:../net", CIFAR, {}, "must be timm: and the name"),
+        ("timm:test_efficientnet", (1, 64, 64), {"norm": "group"}, "Use a network with layer norm"),
+        ("torchvision:nothing", CIFAR, {}, "is not a classifier of torchvision"),
+    ):
+        with pytest.raises((SettingError, UnknownNameError), match=message):
+            network(name, shape, **settings)
+    with pytest.raises(ForbiddenLayerError, match="masks depend on"):
+        check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
@@ -210,27 +198,15 @@ def test_torchvision_is_imported_only_for_its_networks() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def random_network(shape: Shape, width: int, depth: int, norm: str = "instance") -> ConvNet:
-    """Returns a network with affine weights of both signs, so that every term of the VJP matters."""
-    settings = ModelSettings(width=width, depth=depth, norm=norm)
-    net = build_model(settings, shape, 10, 0).requires_grad_(False)
-    assert isinstance(net, ConvNet)
-    generator = torch.Generator().manual_seed(0)
+def random_network(shape: Shape, width: int, depth: int, norm: str = "instance") -> Any:
+    net = network("convnet", shape, width=width, depth=depth, norm=norm).requires_grad_(False)
     for p in net.parameters():
-        p.add_(0.5 * torch.randn(p.shape, generator=generator))
+        p.add_(0.5 * random_tensor(*p.shape))
     return net
 
 
-def autograd_vjp(net: ConvNet, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = x.clone().requires_grad_()
-    h = net.embed(leaf)
-    rows = [torch.autograd.grad(h, leaf, v, retain_graph=True)[0] for v in vectors]
-    return h.detach(), torch.stack(rows)
-
-
 @pytest.mark.parametrize(
-    ("shape", "width", "depth"),
-    [((1, 28, 28), 6, 3), ((6, 8, 16), 3, 3), ((1, 8, 8), 1, 1)],
+    ("shape", "width", "depth"), [((1, 28, 28), 6, 3), ((6, 8, 16), 3, 3), ((1, 8, 8), 1, 1)]
 )
 def test_embedding_and_vjp_equal_autograd(
     shape: Shape, width: int, depth: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -239,22 +215,15 @@ def test_embedding_and_vjp_equal_autograd(
     net = random_network(shape, width, depth).to(device)
     x = random_tensor(5, *shape).to(device)
     vectors = random_tensor(3, 5, net.embedding_size).to(device)
-    vjp = net.embed_vjp(x)
-    assert vjp is not None
-    h, expected = autograd_vjp(net, x, vectors)
-    torch.testing.assert_close(vjp[0], h, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(vjp[1](vectors), expected, atol=1e-4, rtol=1e-3)
-    assert vjp[1](vectors[:1]).shape == (1, 5, *shape)
-
-
-def test_reduced_precision_rounds_only_the_vectors() -> None:
-    net, x = random_network((1, 28, 28), 16, 3), random_tensor(4, 1, 28, 28)
-    vectors = random_tensor(2, 4, net.embedding_size)
-    vjp = net.embed_vjp(x, torch.bfloat16)
-    assert vjp is not None
-    h, expected = autograd_vjp(net, x, vectors)
-    torch.testing.assert_close(vjp[0], h, atol=2e-5, rtol=1e-4)
-    pulled = vjp[1](vectors)
+    leaf = x.clone().requires_grad_()
+    h = net.embed(leaf)
+    (expected,) = torch.autograd.grad(h, leaf, vectors, is_grads_batched=True)
+    (actual, pull), (of_half, half_pull) = net.embed_vjp(x), net.embed_vjp(x, torch.bfloat16)
+    for embedded in (actual, of_half):
+        torch.testing.assert_close(embedded, h.detach(), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(pull(vectors), expected, atol=1e-4, rtol=1e-3)
+    assert pull(vectors[:1]).shape == (1, 5, *shape)
+    pulled = half_pull(vectors)  # only the vectors are rounded
     assert pulled.dtype == torch.float32
     assert 0 < (pulled - expected).norm() < 0.02 * expected.norm()
 
@@ -266,3 +235,120 @@ def test_reduced_precision_rounds_only_the_vectors() -> None:
 def test_unsupported_networks_have_no_vjp(shape: Shape, norm: str) -> None:
     """Other norms have none, nor a 12×12 image, whose third block would pool a row of three."""
     assert random_network(shape, 4, 3, norm).embed_vjp(random_tensor(2, *shape)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.BatchNorm2d, (7, 4, 5, 5)), (nn.BatchNorm1d, (7, 4))]
+)
+def test_groups_are_normalised_separately(kind: Any, shape: tuple[int, ...]) -> None:
+    """Compares torch's batch norm per interleaved group, for images and vectors."""
+    layer, draws = kind(4), torch.Generator().manual_seed(0)
+    for p in layer.parameters():
+        p.data.normal_(generator=draws)
+    group = torch.tensor([0, 1, 0, 2, 1, 0, 2])
+    grouped = with_grouped_statistics(nn.Sequential(layer))
+    SharedStatistics.of(grouped).assign(group, 3)
+    x = (torch.randn(shape, generator=draws) * 3 + 10).requires_grad_()
+    expected = torch.empty(shape)
+    for g in range(3):
+        expected[group == g] = layer(x[group == g])
+    actual = grouped(x)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    v = torch.randn(shape, generator=draws)
+    gradients = [torch.autograd.grad(output, x, v) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_real_and_synthetic_images_never_share_statistics(precision: torch.dtype) -> None:
+    """In plain torch, each client has two passes in training mode."""
+    net, S = random_network((1, 8, 8), 6, 2, "batch"), random_tensor(4, 3, 1, 8, 8)
+    running = [b.clone() for b in net.buffers()]
+    parts = [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
+    clients = ExactClientView([0, 1], digits(np.arange(60) % 10), parts)
+    segments = clients.segments(1)
+    exact = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
+    converted, positions = with_grouped_statistics(net), segments.position
+    maps = NetworkFeatures(converted, 0.7, None, precision, statistics_S=positions)
+    actual, expected = exact.gradient(0, maps, S), []
+    assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
+    net.train()
+
+    def u(x: Tensor) -> Tensor:
+        h = net.embed(x)
+        return torch.cat([h, 0.7 * net.classifier(h)], dim=1)
+
+    for position, (zeros, ones) in enumerate((([0, 10, 20], [1, 11]), ([30], [31, 41, 51]))):
+        real = u(clients.images(torch.tensor(zeros + ones)))
+        leaf = S[2 * position : 2 * position + 2].clone().requires_grad_()
+        fake = u(leaf.flatten(0, 1)).view(2, 3, -1).mean(dim=1)
+        means = torch.stack([real[: len(zeros)].mean(0), real[len(zeros) :].mean(0)])
+        expected.append(torch.autograd.grad((fake - means).square().sum(), leaf)[0])
+    error = (actual - torch.cat(expected)).norm() / torch.cat(expected).norm()
+    assert error < (1e-5 if precision == torch.float32 else 0.05)
+
+
+def nonlinear_sum(mean: Tensor, variance: Tensor) -> Tensor:
+    weights = torch.arange(1.0, len(mean) + 1, device=mean.device, dtype=mean.dtype)
+    return (weights * mean**3).sum() + (variance / weights).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("shape", "last", "dtype", "tolerance"),
+    [
+        ((5, 3), False, torch.float64, {}),
+        ((4, 3, 2, 5), True, torch.float64, {}),
+        ((64, 3, 8, 8), False, torch.bfloat16, {"atol": 1e-4, "rtol": 1e-4}),
+    ],
+)
+def test_statistics_equal_torch(
+    shape: Any, last: bool, dtype: torch.dtype, tolerance: Any, device: torch.device
+) -> None:
+    """The statistics of bfloat16 values are sums in float32."""
+    draws = torch.Generator().manual_seed(1)
+    x = (torch.randn(shape, generator=draws, dtype=torch.float64) * 2 + 1).to(device, dtype)
+    leaf = (channels_last(x) if last else x).clone().requires_grad_()
+    mean, variance = batch_statistics(leaf)
+    reference = x.to(mean.dtype).requires_grad_()
+    axes = [0, *range(2, x.dim())]
+    true_variance, true_mean = torch.var_mean(reference, dim=axes, unbiased=False)
+    assert mean.dtype == (torch.float32 if tolerance else dtype)
+    torch.testing.assert_close((mean, variance), (true_mean, true_variance), **tolerance)
+    nonlinear_sum(mean, variance).backward()
+    nonlinear_sum(true_mean, true_variance).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, reference.grad.to(dtype))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_last_keeps_values(channels: int) -> None:
+    """Also checks vmap over examples, which per-example gradients need."""
+    x = torch.arange(2.0 * channels * 6).view(2, channels, 2, 3).requires_grad_()
+    converted = channels_last(x)
+    assert torch.equal(converted, x)
+    assert converted.stride() == (channels * 6, 1, 3 * channels, channels)
+    assert channels_last(converted).data_ptr() == converted.data_ptr()  # no second copy
+    assert channels_last(x[:0]).shape == (0, channels, 2, 3)
+    assert torch.equal(torch.vmap(channels_last)(x[None]), x[None])
+    (gradient,) = torch.autograd.grad((converted * x.detach()).sum(), x)
+    assert torch.equal(gradient, x)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("lenet5", 1), ("cnn1", 3)])
+def test_max_pool_networks_equal_the_usual_order(
+    name: str, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = build_model(ModelSettings(name), (channels, 28, 28), 10, seed=0).double().train()
+    x = torch.randn(5, channels, 28, 28, generator=torch.Generator().manual_seed(1)).double()
+
+    def logits_and_gradients() -> list[Tensor]:
+        logits = network(x.requires_grad_())
+        loss = nn.functional.cross_entropy(logits, torch.arange(len(x)))
+        return [logits, *torch.autograd.grad(loss, [x, *network.parameters()])]
+
+    actual = logits_and_gradients()
+    monkeypatch.setattr("fedsynth.models.small.channels_last", lambda x_NCHW: x_NCHW)
+    for layer in network.modules():
+        if isinstance(layer, nn.MaxPool2d):
+            layer.register_forward_pre_hook(lambda _, inputs: (torch.relu(inputs[0]),))
+    torch.testing.assert_close(actual, logits_and_gradients())

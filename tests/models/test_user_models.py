@@ -1,39 +1,42 @@
-"""Models of users: registered or given as modules, and checked before runs."""
+"""Models of users and libraries, and models on fixed feature maps: checks, training and refusals."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fedsynth import (
-    FedAvg,
-    FedDM,
-    ModelSettings,
-    PrivacySettings,
-    RunSettings,
-    register_model,
-    resolve,
-    simulate,
-)
+import fedsynth as fs
+from fedsynth.core.client import ExactClientView
+from fedsynth.core.feature_cache import feature_table
+from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.evaluation.accuracy import correct
+from fedsynth.features import feature_map, register_features
+from fedsynth.methods import METHODS, method_class
 from fedsynth.models.flat import flatten
-from fedsynth.models.layers import check_embedding
-from fedsynth.models.registry import build_model, has_given_weights, model_names
+from fedsynth.models.layers import check_embedding, has_batch_norm
+from fedsynth.models.registry import build_model, build_network, has_given_weights, model_names
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
+from tests.digits import SPEC, digits
+from tests.families import by_family
+from tests.quick_settings import quick_settings
 
 Shape = tuple[int, int, int]
 
 
 class Net(nn.Module):
-    """A network with an embedding."""
-
     def __init__(self, image_shape: Shape, classes: int, norm: str = "none") -> None:
         super().__init__()
         norms = [nn.GroupNorm(1, 4)] if norm == "group" else []
@@ -41,83 +44,73 @@ class Net(nn.Module):
         size = self.body(torch.zeros(1, *image_shape)).shape[1]
         self.classifier = nn.Linear(size, classes)
 
-    def embed(self, x: Tensor) -> Tensor:
-        features: Tensor = self.body(x)
-        return features
+    def embed(self, x: Tensor) -> Any:
+        return self.body(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.embed(x))
-        return logits
+    def forward(self, x: Tensor) -> Any:
+        return self.classifier(self.embed(x))
 
 
 def flat(image_shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_shape[1] * image_shape[2], classes))
 
 
+def subclass(**functions: Any) -> type[Net]:
+    return type("Net", (Net,), functions)
+
+
 def test_registered_classes_work_like_built_in_models() -> None:
     rng_state = torch.get_rng_state()
-    settings = register_model("own-net", Net, norms=("none", "group"))
-    assert resolve({"model": {"name": "own-net"}}).model.name == settings.name
+    settings = fs.register_model("own-net", Net, norms=("none", "group"))
+    assert fs.resolve({"model": {"name": "own-net"}}).model.name == settings.name
     first, repeated, other = (build_model(settings, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
     assert torch.equal(flatten(first), flatten(repeated))
     assert not torch.equal(flatten(first), flatten(other))
     assert first.embedding_size == 4 * 3 * 3
     check_embedding("feddm", first)
-    grouped = build_model(ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
+    grouped = build_model(fs.ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
     assert any(isinstance(m, nn.GroupNorm) for m in grouped.modules())
     assert "own-net" not in model_names()
     assert torch.equal(rng_state, torch.get_rng_state())
 
 
 def test_runs_start_from_module_weights_and_keep_the_module() -> None:
-    """A broken version would train the user's module in place, or draw new weights."""
     module = flat((1, 8, 8), 10)
     weights = flatten(module)
-    settings = RunSettings(FedAvg(local_steps=1, lr=0.0), rounds=1, model=module)  # type: ignore[arg-type]
+    settings = fs.RunSettings(fs.FedAvg(local_steps=1, lr=0.0), rounds=1, model=module)  # type: ignore[arg-type]
     assert has_given_weights(settings.model)
-    result = simulate(settings, quiet=True)
+    result = fs.simulate(settings, quiet=True)
     assert torch.equal(flatten(result.model), weights)
-    trained = RunSettings(FedAvg(local_steps=3, lr=0.1), rounds=1, model=module)  # type: ignore[arg-type]
+    trained = fs.RunSettings(fs.FedAvg(local_steps=3, lr=0.1), rounds=1, model=module)  # type: ignore[arg-type]
     assert trained.model.name == settings.model.name  # equal weights, equal name
-    simulate(trained, quiet=True)
+    fs.simulate(trained, quiet=True)
     assert torch.equal(flatten(module), weights)
-    other = RunSettings(FedAvg(), model=flat((1, 8, 8), 10))  # type: ignore[arg-type]
+    other = fs.RunSettings(fs.FedAvg(), model=flat((1, 8, 8), 10))  # type: ignore[arg-type]
     assert other.model.name != settings.model.name
+
+
+def ignore_embed(self: Any, x: Tensor) -> Any:
+    return self.classifier(self.body(x))
 
 
 def failing_builder(image_shape: Shape, classes: int) -> nn.Module:
     raise ValueError("no\nluck")
 
 
-class Mismatched(Net):
-    """A network whose classifier has another input than its embedding."""
-
-    def embed(self, x: Tensor) -> Tensor:
-        features: Tensor = self.body(x)[:, :5]
-        return features
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.body(x))
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
+def test_invalid_models_raise_one_line_errors() -> None:
+    for model, message in (
         (failing_builder, "no luck$"),
-        (lambda image_shape, classes: 3, "torch.nn.Module"),
-        (lambda image_shape, classes: nn.Flatten(), "at least one parameter"),
-        (lambda image_shape, classes: flat(image_shape, 7), r"\[N, 10\].*\[2, 7\]"),
+        (lambda shape, classes: 3, "torch.nn.Module"),
+        (lambda shape, classes: nn.Flatten(), "at least one parameter"),
+        (lambda shape, classes: flat(shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
         (3, "must be a torch.nn.Module, or a function"),
-        (Mismatched, r"but returns \[2, 5\]"),
-    ],
-)
-def test_invalid_models_raise_one_line_errors(model: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message) as error:
-        build_model(register_model("own-wrong", model), (1, 8, 8), 10, 0)
-    assert "\n" not in str(error.value)
-    assert error.value.key == "name"
+        (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=ignore_embed), r"\[2, 5\]"),
+    ):
+        with pytest.raises(SettingError, match=message) as error:
+            build_model(fs.register_model("own-wrong", model), (1, 8, 8), 10, 0)
+        assert "\n" not in str(error.value)
+        assert error.value.key == "name"
 
 
 def with_fault(add_fault: Callable[[Any], object]) -> Any:
@@ -131,8 +124,8 @@ def with_fault(add_fault: Callable[[Any], object]) -> Any:
     return build
 
 
-def with_parameter(value: Tensor) -> Any:
-    return with_fault(lambda self: setattr(self, "odd", nn.Parameter(value, requires_grad=False)))
+def with_attribute(value: Any) -> Any:
+    return with_fault(lambda self: setattr(self, "odd", value))
 
 
 def share_buffers(network: nn.Module) -> None:
@@ -146,9 +139,13 @@ def rename(network: nn.Module) -> None:
     )
 
 
-class ExtraState(Net):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"epoch": 3}
+def constant(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
+def use_weight_outside(self: Any, x: Tensor) -> Tensor:
+    """Uses the last weight outside of its layer, which Opacus does not see."""
+    return nn.functional.linear(self.embed(x), self.classifier.weight, self.classifier.bias)
 
 
 class GrowingBuffers(Net):
@@ -158,93 +155,168 @@ class GrowingBuffers(Net):
         return super().forward(x)
 
 
-class NoGradients(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return super().forward(x)
+CONDENSING, TRAINING = fs.FedDM(ipc=1, iterations=1), fs.FedAvg(local_steps=1)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (with_fault(lambda self: setattr(self, "twin", self.classifier)), "tied weights"),
-        (with_fault(share_buffers), "tied weights"),
-        (ExtraState, "_extra_state"),
-        (with_fault(rename), "saved and loaded"),
-        (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
-        (GrowingBuffers, "change the names"),
-        (NoGradients, "cannot be trained"),
-        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "torch.complex64"),
-        (with_parameter(torch.zeros(2, dtype=torch.float64)), "torch.float64"),
-        (with_parameter(torch.eye(2).to_sparse()), "cannot be copied"),
-        (with_fault(lambda self: setattr(self, "a", nn.Linear(2, 2, device="meta"))), "no values"),
-        (with_parameter(torch.full((2,), float("nan"))), "not finite"),
-        (with_fault(lambda self: setattr(self, "more", nn.LazyLinear(2))), "has no values yet"),
-        (flat, r"embed\(x\)"),  # not an AttributeError in the first step of condensation
-    ],
-)
-def test_faults_are_detected_before_charges(model: Any, message: str, tmp_path: Path) -> None:
+def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
     """Undetected, they end a run with a traceback after its last round, with charged ledgers."""
-    privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
-    settings = RunSettings(FedDM(ipc=1, iterations=1), rounds=1, model=model, privacy=privacy)
-    with pytest.raises(SettingError, match=message) as error:
-        simulate(settings, quiet=True, output=tmp_path / "runs")
-    assert "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-class WeightUsedOutside(Net):
-    """A network that uses its last weight outside of the layer, which Opacus does not see."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        last = self.classifier
-        return nn.functional.linear(self.embed(x), last.weight, last.bias)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (with_fault(lambda self: self.body.requires_grad_(False)), "body.0.weight"),
-        (with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))), "more.weight"),
-        (WeightUsedOutside, "classifier.weight"),
-        (
-            lambda shape, classes: torch.jit.script(flat(shape, classes)),
-            "per-example gradients of the model failed",
-        ),
-    ],
-)
-def test_models_without_per_example_gradients_are_refused(
-    model: Any, message: str, tmp_path: Path
-) -> None:
-    privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
-    settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
-    with pytest.raises(ForbiddenLayerError, match=message):
-        simulate(settings, quiet=True, output=tmp_path / "runs")
-    assert list(tmp_path.iterdir()) == []
+    for method, model, message in (
+        (CONDENSING, with_fault(lambda net: setattr(net, "twin", net.classifier)), "tied weights"),
+        (CONDENSING, with_fault(share_buffers), "tied weights"),
+        (CONDENSING, subclass(get_extra_state=lambda self: {"epoch": 3}), "_extra_state"),
+        (CONDENSING, with_fault(rename), "saved and loaded"),
+        (CONDENSING, with_attribute(threading.Lock()), "cannot be copied"),
+        (CONDENSING, GrowingBuffers, "change the names"),
+        (CONDENSING, subclass(forward=torch.no_grad()(Net.forward)), "cannot be trained"),
+        (CONDENSING, with_attribute(constant(torch.zeros(2).cfloat())), "torch.complex64"),
+        (CONDENSING, with_attribute(constant(torch.zeros(2).double())), "torch.float64"),
+        (CONDENSING, with_attribute(constant(torch.eye(2).to_sparse())), "cannot be copied"),
+        (CONDENSING, with_attribute(nn.Linear(2, 2, device="meta")), "no values"),
+        (CONDENSING, with_attribute(constant(torch.tensor([float("nan")]))), "not finite"),
+        (CONDENSING, with_attribute(nn.LazyLinear(2)), "has no values yet"),
+        (CONDENSING, flat, r"embed\(x\)"),  # not an AttributeError in the first step
+        (TRAINING, with_fault(lambda net: net.body.requires_grad_(False)), "body.0.weight"),
+        (TRAINING, with_attribute(nn.Linear(2, 2)), "odd.weight"),
+        (TRAINING, subclass(forward=use_weight_outside), "classifier.weight"),
+        (TRAINING, lambda *args: torch.jit.script(flat(*args)), "per-example gradients .* failed"),
+    ):
+        privacy = fs.PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
+        settings = fs.RunSettings(method, rounds=1, model=model, privacy=privacy)
+        kind = SettingError if method is CONDENSING else ForbiddenLayerError
+        with pytest.raises(kind, match=message) as error:
+            fs.simulate(settings, quiet=True, output=tmp_path / "runs")
+        assert kind is ForbiddenLayerError or "\n" not in str(error.value)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_unregistered_and_taken_names_are_errors() -> None:
     with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
-        ModelSettings("mynet.py:Net@1234")
-    register_model("mynet.py:Net@5678", Net)
+        fs.ModelSettings("mynet.py:Net@1234")
+    fs.register_model("mynet.py:Net@5678", Net)
     with pytest.raises(SettingError, match="not loaded, or has changed"):
-        ModelSettings("mynet.py:Net@1234")
+        fs.ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="nett"):
-        ModelSettings("nett")
+        fs.ModelSettings("nett")
     for name in ("convnet", ""):
         with pytest.raises(SettingError, match="built-in"):
-            register_model(name, Net)
+            fs.register_model(name, Net)
 
 
-@pytest.mark.parametrize(
-    ("model", "origin"), [(flat((1, 8, 8), 10), "declares public"), (Net, "run's seed")]
-)
-def test_report_names_user_model_and_initial_weights(model: Any, origin: str) -> None:
+def test_report_names_user_model_and_initial_weights() -> None:
     """Given weights may come from any training, so the report must not call them random."""
-    privacy = resolve({"privacy": {"noise_multiplier": 3.0}}).privacy
-    settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
-    report: Any = simulate(settings, quiet=True).privacy
-    assert origin in report["public_items"]["architecture and initial weights"]
-    name = f"the model {settings.model.name}"
-    assert report["own_code"] == [name]
-    assert f"{name}, supplied by the operator" in render_markdown(report)
+    values: Any = {"rounds": 1, "privacy": fs.PrivacySettings(noise_multiplier=3.0)}
+    for model, origin in ((flat((1, 8, 8), 10), "declares public"), (Net, "run's seed")):
+        settings: Any = fs.RunSettings(fs.FedAvg(local_steps=1), model=model, **values)
+        report: Any = fs.simulate(settings, quiet=True).privacy
+        assert origin in report["public_items"]["architecture and initial weights"]
+        name = f"the model {settings.model.name}"
+        assert report["own_code"] == [name]
+        assert f"{name}, supplied by the operator" in render_markdown(report)
+
+
+def test_logits_equal_timm_network(tmp_path: Path) -> None:
+    network = timm.create_model("test_resnet", num_classes=0).eval()
+    save_file(network.state_dict(), tmp_path / "weights.safetensors")
+    settings = fs.ModelSettings("timm:test_resnet", weights=str(tmp_path / "weights.safetensors"))
+    assert has_given_weights(settings)
+    built = build_model(settings, (1, 20, 20), classes=3, seed=0).eval()
+    x = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        embedded = network(x.expand(-1, 3, -1, -1))
+        torch.testing.assert_close(built.embed(x), embedded)
+        torch.testing.assert_close(built(x), built.classifier(embedded))
+    seeded = partial(build_model, fs.ModelSettings("timm:test_resnet"), (3, 20, 20), 3)
+    first, same, other = (seeded(seed).classifier.weight for seed in (0, 0, 1))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_group_norm_replaces_all_batch_norms() -> None:
+    privacy, model = fs.PrivacySettings(epsilon=8.0), fs.ModelSettings("timm:test_resnet")
+    settings: Any = fs.RunSettings(fs.FedAvg(), rounds=1, model=model, privacy=privacy)
+    with pytest.raises(ForbiddenLayerError, match=r"Set model\.norm=group"):
+        fs.simulate(settings, quiet=True)
+    settings = fs.ModelSettings("timm:test_resnet", norm="group")
+    assert not has_batch_norm(build_model(settings, (1, 20, 20), classes=3, seed=0))
+
+
+PIXELS = feature_map("pixels", SPEC.image_shape)
+IMAGES = digits(np.arange(40) % 10)
+Z = PIXELS(IMAGES.images).double().numpy() / PIXELS.radius
+Z /= np.maximum(1, np.linalg.norm(Z, axis=1, keepdims=True))  # clip₁(φ/R) of `pixels`
+
+
+def network(name: str = "linear", **other: Any) -> Any:
+    return build_network(fs.ModelSettings(name, features="pixels", **other), SPEC, 3)
+
+
+def test_images_and_vectors_have_equal_logits() -> None:
+    linear, x = network(), normalise(IMAGES.images, SPEC)
+    w = linear.classifier.weight.detach().double().numpy()
+    with torch.no_grad():
+        np.testing.assert_allclose(linear(x).numpy(), Z @ w.T, atol=1e-5)
+        vectors = torch.tensor(Z, dtype=torch.float32)
+        np.testing.assert_allclose(linear(vectors).numpy(), Z @ w.T, atol=1e-6)
+        small = network("mlp", width=7)
+        parameters = (*small.hidden.parameters(), *small.classifier.parameters())
+        a, b, c, d = (p.double().numpy() for p in parameters)
+        hidden = np.maximum(0, 8 * Z @ a.T + b)
+        np.testing.assert_allclose(small(x).numpy(), hidden @ c.T + d, atol=1e-4)
+    is_correct = (Z @ w.T).argmax(axis=1) == IMAGES.labels.numpy()
+    actual = correct(linear, IMAGES, among=torch.tensor([3, 5]))
+    assert actual.tolist() == is_correct[[3, 5]].tolist()
+
+
+def test_local_training_is_softmax_regression() -> None:
+    method = fs.FedAvg(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
+    parts = fs.PartitionSettings(clients=1, alpha=100.0, min_size=1)
+    model = fs.ModelSettings(features="pixels")
+    settings = fs.RunSettings(method, rounds=1, model=model, partition=parts)
+    result = fs.simulate(settings, data=(IMAGES, None))
+    start: Any = build_network(settings.model, SPEC, settings.seed)
+    w = start.classifier.weight.detach().double().numpy()
+    p = np.exp(Z @ w.T)
+    r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[IMAGES.labels.numpy()]
+    actual = result.model.state_dict()["classifier.weight"].double().numpy()
+    np.testing.assert_allclose(actual, w - 2.0 * r.T @ Z / len(Z), atol=1e-5)
+    clients = ExactClientView([0], IMAGES, [torch.arange(40)], network=start)
+    np.testing.assert_allclose(clients.images(torch.tensor([4])), Z[4:5], atol=1e-6)
+
+
+def test_maps_of_equal_names_do_not_share_vectors() -> None:
+    """A cache by name and dimension would give the second map the first map's vectors."""
+    records = torch.arange(4)
+    for shift in (0.5, 0.25):
+        function = lambda x, shift=shift: x.flatten(1) - shift  # noqa: E731
+        shifted = replace(PIXELS, name="own-shifted", function=function)
+        register_features("own-shifted", lambda shape, shifted=shifted: shifted)  # type: ignore[misc]
+        registered = feature_map("own-shifted", SPEC.image_shape)
+        expected = IMAGES.images[:4].flatten(1) / 255 - shift
+        torch.testing.assert_close(feature_table(IMAGES, registered, records)(records), expected)
+
+
+NEED_LEARNED_EMBEDDING = ("moon", "fedgen", "fedfm", "fedfm-lite")
+"""These methods refuse a linear model, since its embedding is not learned."""
+
+
+def settings_of(method: str, **model: Any) -> Any:
+    partition = {"local_test": 0.2 if method == "solo" else 0.0, "clients": 2}
+    sections = {"run": {"method": method, "rounds": 1}, "partition": partition}
+    values = {"method": quick_settings(method), "model": {"features": "pixels", **model}}
+    return fs.resolve({**sections, **values})
+
+
+@pytest.mark.parametrize("method", by_family(METHODS, ("fedavg", "moon", "feddm")))
+def test_methods_train_on_features_or_refuse_them(method: str) -> None:
+    train, test = fs.load_dataset("digits")
+    few = train.subset(np.arange(200)), test.subset(np.arange(50))
+    cls: Any = method_class(method)
+    if not issubclass(cls, fs.TrainsLocally) or cls.features_refusal:
+        with pytest.raises(SettingError, match=r"model\.features"):
+            settings_of(method)
+        return
+    name = "mlp" if method in NEED_LEARNED_EMBEDDING else "linear"
+    if method in NEED_LEARNED_EMBEDDING:
+        with pytest.raises(SettingError, match=r"model\.name must be 'mlp'"):
+            fs.simulate(settings_of(method), data=few)
+    assert fs.simulate(settings_of(method, name=name), data=few).accuracy is not None

@@ -1,5 +1,5 @@
-"""Losses and generators of data-free distillation, and FedHydra's Eqs. 2 to 11, against numbers,
-plain layers and loops."""
+"""Losses, generators, FedHydra's Eqs. 2 to 11, and epochs of FedHydra's and DENSE's servers, against
+numbers, plain layers and loops."""
 
 from __future__ import annotations
 
@@ -12,59 +12,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth import Dense
 from fedsynth.data.registry import dataset_spec
-from fedsynth.evaluation.generated import generator_tally
+from fedsynth.evaluation.generated import generator_tally, tally
+from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.distillation import stratification
+from fedsynth.synthesizer.distillation import ensemble, losses, stratification
+from fedsynth.synthesizer.distillation.ensemble import Batch, OneShotDistillation, OneShotSettings
 from fedsynth.synthesizer.distillation.generator import DoublingConv2d, make_generator
-from fedsynth.synthesizer.distillation.losses import (
-    activation_loss,
-    adversarial_loss,
-    batch_norm_matching,
-    distillation_loss,
-    generator_loss,
-    has_statistics,
-    information_entropy_loss,
-    one_hot_loss,
-    student_loss,
-)
-from fedsynth.synthesizer.distillation.stratification import (
-    guidance,
-    pair_losses,
-    share_of_clients,
-    stratified_aggregation,
-    stratified_probabilities,
-)
+from tests.rounds import take_step
+
+DIGITS = dataset_spec("digits")
+
+
+def models(device: torch.device, **settings: Any) -> list[Any]:
+    shape = ModelSettings(width=4, depth=2, **settings)
+    networks = [build_model(shape, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]
+    for client in networks[:-1]:
+        client.requires_grad_(False)
+    return networks
 
 
 def logits(*rows: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns logits whose softmax equals these probabilities."""
     return torch.tensor(rows, device=device).log()
 
 
 def test_fedkf_eqs_2_to_6(device: torch.device) -> None:
     p = logits((0.5, 0.5), (0.9, 0.1), device=device)  # mean (0.7, 0.3)
+    q = logits((0.25, 0.75), (0.9, 0.1), device=device)
+    f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
     entropy = -(0.7 * math.log(0.7) + 0.3 * math.log(0.3)) / math.log(2)
     certain = -(math.log(0.5) + math.log(0.9)) / 2
-    f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
-    assert float(information_entropy_loss(p)) == pytest.approx(-entropy)  # Eq. 3, over log C
-    assert float(one_hot_loss(p)) == pytest.approx(certain)  # Eq. 2
-    assert float(activation_loss(f)) == pytest.approx(-(3.0 + 3.5) / 6)  # Eq. 4, of the mean
-    # Eq. 5
-    assert float(generator_loss(f, p, 0.2, 0.1)) == pytest.approx(
-        -entropy + 0.2 * certain - 0.1 * 6.5 / 6
-    )
-    q = logits((0.25, 0.75), (0.9, 0.1), device=device)
     kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
-    assert float(distillation_loss(p, q)) == pytest.approx(kl)  # Eq. 6: KL(teacher ‖ student)
-
-
-def test_information_entropy_is_finite_for_missing_classes() -> None:
-    certain = torch.eye(10)[:1].mul(1000).requires_grad_()
-    loss = information_entropy_loss(certain)
+    for actual, expected in (
+        (losses.one_hot_loss(p), certain),  # Eq. 2
+        (losses.information_entropy_loss(p), -entropy),  # Eq. 3, over log C
+        (losses.activation_loss(f), -(3.0 + 3.5) / 6),  # Eq. 4, of the mean
+        (losses.generator_loss(f, p, 0.2, 0.1), -entropy + 0.2 * certain - 0.1 * 6.5 / 6),  # Eq. 5
+        (losses.distillation_loss(p, q), kl),  # Eq. 6: KL(teacher ‖ student)
+    ):
+        assert float(actual) == pytest.approx(expected)
+    one_class = torch.eye(10)[:1].mul(1000).requires_grad_()
+    loss = losses.information_entropy_loss(one_class)
     assert loss.item() == pytest.approx(0.0)
-    assert torch.isfinite(torch.autograd.grad(loss, certain)[0]).all()
+    assert torch.isfinite(torch.autograd.grad(loss, one_class)[0]).all()
 
 
 def test_fedhydra_eqs_15_and_17_to_19(device: torch.device) -> None:
@@ -72,17 +64,18 @@ def test_fedhydra_eqs_15_and_17_to_19(device: torch.device) -> None:
     q = logits((0.5, 0.5), (0.6, 0.4), device=device)
     kl = [0.8 * math.log(0.8 / 0.5) + 0.2 * math.log(0.2 / 0.5)]
     kl.append(0.3 * math.log(0.3 / 0.6) + 0.7 * math.log(0.7 / 0.4))
-    assert float(adversarial_loss(p, q, only_disagreement=False)) == pytest.approx(-sum(kl) / 2)
+    everywhere = losses.adversarial_loss(p, q, only_disagreement=False)
     q2 = logits((0.9, 0.1), (0.6, 0.4), device=device)  # agrees on the first image only
-    assert float(adversarial_loss(p, q2, only_disagreement=True)) == pytest.approx(-kl[1] / 2)
+    disagreement = losses.adversarial_loss(p, q2, only_disagreement=True)
     ce = -(math.log(0.5) + math.log(0.4)) / 2  # hard labels 0 and 1
-    assert float(student_loss(p, q, 0.5)) == pytest.approx(sum(kl) / 2 + 0.5 * ce)
+    actual = torch.stack([everywhere, disagreement, losses.student_loss(p, q, 0.5)])
+    expected = [-sum(kl) / 2, -kl[1] / 2, sum(kl) / 2 + 0.5 * ce]
+    assert actual.tolist() == pytest.approx(expected)
 
 
 def test_batch_norm_loss_equals_a_loop_over_layers(device: torch.device) -> None:
     """Checks FedHydra's Eq. 14 for two models, and that hooks are removed after an error."""
-    settings = ModelSettings(width=4, depth=2, norm="batch")
-    clients: list[Any] = [build_model(settings, (1, 8, 8), 10, k).to(device) for k in range(2)]
+    clients = models(device, norm="batch")[:2]
     draws = torch.Generator().manual_seed(1)
     x = torch.randn(6, 1, 8, 8, generator=draws).to(device).requires_grad_()
     expected = torch.zeros((), device=device)
@@ -95,20 +88,17 @@ def test_batch_norm_loss_equals_a_loop_over_layers(device: torch.device) -> None
                 expected = expected + (mean - layer.running_mean).norm()  # type: ignore[operator]
                 expected = expected + (variance - layer.running_var).norm()  # type: ignore[operator]
             h = layer(h)
-    with batch_norm_matching(clients) as loss:
+    with losses.batch_norm_matching(clients) as loss:
         for model in clients:
             model(x)
         value: Any = loss()
     torch.testing.assert_close(value, expected / 2)
     assert torch.autograd.grad(value, x)[0].abs().sum() > 0
-    with pytest.raises(RuntimeError, match="on purpose"), batch_norm_matching(clients):
+    with pytest.raises(RuntimeError, match="on purpose"), losses.batch_norm_matching(clients):
         raise RuntimeError("on purpose")
     assert not any(layer._forward_pre_hooks for model in clients for layer in model.modules())
-    other = build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 0)
-    assert (has_statistics(clients[0]), has_statistics(other)) == (True, False)
-
-
-DIGITS = dataset_spec("digits")
+    plain = models(device)[0]
+    assert (losses.has_statistics(clients[0]), losses.has_statistics(plain)) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10", "office-caltech-10"])
@@ -122,13 +112,17 @@ def test_generated_images_have_shape_and_pixel_range(name: str) -> None:
     assert 0 <= float(pixels.min()) <= float(pixels.max()) <= 1
     std, mean = (torch.tensor(values).view(-1, 1, 1) for values in (spec.std, spec.mean))
     torch.testing.assert_close(normal * std + mean, pixels, atol=1e-5, rtol=1e-5)
+    state = torch.get_rng_state()
+    a, b, c = (make_generator(spec, 0, k, width=4).eval() for k in (1, 1, 2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(a(z), b(z))
+    assert not torch.equal(a(z), c(z))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(7, 7), (2, 5), (1, 1)])
 def test_doubling_convolution_equals_two_layers(
     rows: int, columns: int, device: torch.device
 ) -> None:
-    """A broken version would mirror or shift the kernel, miss edges or a weight's gradient."""
     fused = DoublingConv2d(3, 4).double().to(device)
     separate = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, padding=1)).double()
     separate[1].load_state_dict(fused.state_dict())
@@ -145,18 +139,8 @@ def test_doubling_convolution_equals_two_layers(
     torch.testing.assert_close(*gradients)
 
 
-def test_generators_are_reproducible_by_seed() -> None:
-    state = torch.get_rng_state()
-    a, b, c = (make_generator(DIGITS, 0, k, width=4).eval() for k in (1, 1, 2))
-    assert torch.equal(state, torch.get_rng_state())
-    z = torch.randn(2, 100)
-    assert torch.equal(a(z), b(z))
-    assert not torch.equal(a(z), c(z))
-
-
 def test_tally_leaves_networks_unchanged(device: torch.device) -> None:
-    settings = ModelSettings(width=4, depth=2, norm="batch")
-    teacher = build_model(settings, (1, 8, 8), 10, 0).to(device).train()
+    teacher = models(device, norm="batch")[0].train()
     generator = make_generator(DIGITS, 0, latent=5, width=4).to(device)
     old = [v.clone() for net in (teacher, generator) for v in net.state_dict().values()]
     counts = generator_tally(teacher, generator)
@@ -167,40 +151,25 @@ def test_tally_leaves_networks_unchanged(device: torch.device) -> None:
     assert teacher.training
 
 
-def test_stratification_eqs_2_and_3(device: torch.device) -> None:
-    """Two classes, two clients, three steps; also a minimum near zero."""
-    first, second, third = (
-        [[4.0, 2.0], [3.0, 1.0]],
-        [[2.0, 2.0], [2.0, 1.0]],
-        [[1.0, 1.0], [2.5, 1.0]],
-    )
-    losses = torch.tensor([first, second, third], device=device)
-    assert guidance(losses, 1e-3).tolist() == [[3.0, 1.0], [0.5, 0.0]]
-    assert guidance(torch.tensor([[[2.0]], [[0.0]]]), 0.01).tolist() == [[pytest.approx(200.0)]]
-
-
-def test_stratification_eqs_4_to_7_with_zero_rows(device: torch.device) -> None:
+def test_stratification_eqs_2_to_11(device: torch.device) -> None:
+    steps = [[4.0, 2.0], [3.0, 1.0]], [[2.0, 2.0], [2.0, 1.0]], [[1.0, 1.0], [2.5, 1.0]]
+    guidance = stratification.guidance(torch.tensor(steps, device=device), 1e-3)
+    assert guidance.tolist() == [[3.0, 1.0], [0.5, 0.0]]
+    near_zero = stratification.guidance(torch.tensor([[[2.0]], [[0.0]]]), 0.01)
+    assert float(near_zero) == pytest.approx(200.0)
     u = torch.tensor([[3.0, 1.0], [0.0, 0.0], [1.0, 0.0]], device=device)
-    assert share_of_clients(u).tolist() == [[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]
-    assert share_of_clients(u.T).T.tolist() == [[0.75, 1.0], [0.0, 0.0], [0.25, 0.0]]
-
-
-def test_stratification_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
+    assert stratification.share_of_clients(u).tolist() == [[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]
+    assert stratification.share_of_clients(u.T).T.tolist() == [[0.75, 1.0], [0.0, 0.0], [0.25, 0.0]]
     rng = np.random.default_rng(0)
     m, n, c = 3, 5, 4
     logits, y = rng.normal(size=(m, n, c)), rng.integers(0, c, n)
     by_class, by_client = rng.random((c, m)), rng.random((c, m))
     softmax = np.exp(logits) / np.exp(logits).sum(2, keepdims=True)
-    expected, votes = np.zeros((n, c)), np.zeros((n, c))
-    for i in range(n):
-        for k in range(m):
-            for j in range(c):
-                weight = by_class[y[i], k] * by_client[j, k]
-                expected[i, j] += weight * logits[k, i, j]
-                votes[i, j] += weight * softmax[k, i, j]
+    weights = by_class[y][:, :, None] * by_client.T  # [n, m, c]
+    expected, votes = (np.einsum("nmc,mnc->nc", weights, v) for v in (logits, softmax))
     tensors = [torch.tensor(a, device=device) for a in (logits, y, by_class, by_client)]
-    np.testing.assert_allclose(stratified_aggregation(*tensors).cpu(), expected)
-    actual = stratified_probabilities(*tensors).softmax(dim=1).cpu()
+    np.testing.assert_allclose(stratification.stratified_aggregation(*tensors).cpu(), expected)
+    actual = stratification.stratified_probabilities(*tensors).softmax(dim=1).cpu()
     np.testing.assert_allclose(actual, votes / votes.sum(1, keepdims=True))
 
 
@@ -209,14 +178,10 @@ def test_stratification_eqs_8_to_11_equal_a_triple_loop(device: torch.device) ->
 def test_pair_losses_equal_separate_loops(
     batched: bool, pairs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Algorithm 2 per pair, with equal initial weights and noise."""
     monkeypatch.setattr(stratification, "PAIRS", pairs)
-    settings = ModelSettings(width=4, depth=2)
-    clients = [build_model(settings, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]
-    for model in clients:
-        model.requires_grad_(False)
+    clients = [model.requires_grad_(False) for model in models(device)]
     sizes = {"steps": 4, "batch": 5, "latent": 6, "width": 4}
-    losses = pair_losses(clients, DIGITS, 7, device, **sizes, batched=batched)
+    actual = stratification.pair_losses(clients, DIGITS, 7, device, **sizes, batched=batched)
     draws = torch_generator(7, "stratification noise", device=device)
     z = torch.randn(5, 6, generator=draws, device=device)
     for k, model in enumerate(clients):
@@ -226,7 +191,131 @@ def test_pair_losses_equal_separate_loops(
             labels = torch.full((5,), j, device=device)
             for step in range(4):
                 loss = F.cross_entropy(model(generator.normalised(z)), labels)
-                adam.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                adam.step()
-                assert float(losses[step, j, k]) == pytest.approx(float(loss.detach()), rel=5e-3)
+                take_step(adam, loss)
+                assert float(actual[step, j, k]) == pytest.approx(float(loss.detach()), rel=5e-3)
+
+
+RATES: dict[str, Any] = {"generator_lr": 0.05, "server_lr": 0.1}
+SMALL_SETTINGS = {"generator_batch": 6, "generator_width": 4, "latent": 5, **RATES}
+FIELDS = ("generator_reset", "learn_noise", "generator_beta1", "student_images", "replay")
+DENSE: dict[str, Any] = {"hard_weight": 0.0, "server_momentum": 0.9}
+DENSE.update({name: getattr(Dense(), name) for name in FIELDS})
+SEED, ROUND = 3, 2
+
+
+def distil(
+    device: torch.device, epochs: int, steps: int, targets: Any = None, **settings: Any
+) -> Any:
+    """Distils two models into a third; returns the distillation, batches per epoch and student."""
+    *clients, student = models(device)
+    values = {**SMALL_SETTINGS, "server_epochs": epochs, "generator_steps": steps, **settings}
+    fixed: Any = (ensemble.average_of_logits, student, DIGITS, SEED, ROUND)
+    training = OneShotDistillation(OneShotSettings(**values), clients, *fixed, targets=targets)
+    batches = []
+    for epoch in range(epochs):
+        batches.append(training.train_generator(epoch))
+        training.train_student(epoch, batches[-1])
+    return training, batches, student
+
+
+def plain_epochs(device: torch.device, **changes: Any) -> tuple[Any, nn.Module]:
+    """Runs Algorithm 1 in plain torch; returns the tallies of three epochs, and the student."""
+    settings = OneShotSettings(**{**SMALL_SETTINGS, **changes})
+    *clients, student = models(device)
+    draws = torch_generator(SEED, "one-shot draws", ROUND, device=device)
+    shuffle = torch_generator(SEED, "one-shot replay", ROUND)
+    sgd = torch.optim.SGD(student.parameters(), 0.1, settings.server_momentum)
+    past: list[tuple[Tensor, Tensor]] = []
+    tallies = []
+
+    def answer(x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in clients]).mean(dim=0)
+
+    for epoch in range(3):
+        z = torch.randn(6, 5, generator=draws, device=device)
+        labels = torch.randint(10, (6,), generator=draws, device=device)
+        if epoch == 0 or settings.generator_reset:
+            numbers = (SEED, ROUND, epoch) if epoch else (SEED, ROUND)
+            generator = make_generator(DIGITS, *numbers, latent=5, width=4).to(device).train()
+            betas = (settings.generator_beta1, 0.999)
+            adam = torch.optim.Adam([{"params": generator.parameters()}], 0.05, betas=betas)
+        if settings.learn_noise:
+            adam.add_param_group({"params": [z.requires_grad_()]})
+        batches, values = [], []
+        for _ in range(4):
+            x = generator.normalised(z)
+            p = answer(x)
+            disagreement = losses.adversarial_loss(p, student(x), only_disagreement=False)
+            loss = F.cross_entropy(p, labels) + 0.5 * disagreement
+            take_step(adam, loss)
+            batches.append((x.detach(), p.detach()))
+            values.append(float(loss.detach()))
+        if settings.student_images == "last":
+            x = generator.normalised(z).detach()
+            batches = [(x, answer(x))]
+        if settings.student_images == "best":
+            batches = [batches[values.index(min(values))]]
+        past = [*(past if settings.replay else []), *batches]
+        for position in torch.randperm(len(past), generator=shuffle).tolist():
+            x, p = past[position]
+            take_step(sgd, losses.student_loss(p, student(x), settings.hard_weight))
+        with torch.no_grad():
+            tallies.append(sum(tally(p, labels, student(x)) for x, p in batches))
+    return tallies, student
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"student_images": "last"}, {"replay": True}, DENSE],
+    ids=["fedhydra", "last", "replay", "dense"],
+)
+def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device) -> None:
+    training, _, student = distil(device, 3, 4, **settings)
+    tallies, expected = plain_epochs(device, **settings)
+    torch.testing.assert_close(flatten(student), flatten(expected), atol=1e-4, rtol=1e-3)
+    assert torch.equal(training.tallies, torch.stack(tallies))
+    _, other = plain_epochs(device, **{**settings, "hard_weight": 3.0})
+    assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
+
+
+class StudentPasses:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded: list[tuple[Tensor, Tensor]] = []
+        original = OneShotDistillation._images_and_targets
+
+        def record(training: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            self.recorded.append(original(training, batch))
+            return self.recorded[-1]
+
+        monkeypatch.setattr(OneShotDistillation, "_images_and_targets", record)
+
+
+def test_ensemble_labels_new_views_in_each_pass(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Grey images are mirrored for the student but not cropped."""
+    passes = StudentPasses(monkeypatch)
+    frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
+    _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
+    variants = torch.stack([first.images, first.images.flip(3)])
+    views = [x for x, _ in passes.recorded]
+    first_views = [x for x in views if (x == variants).all(dim=(2, 3, 4)).any(dim=0).all()]
+    assert len(views) == 1 + 2 + 3
+    assert len(first_views) == 3  # of the first epoch's images
+    assert not torch.equal(first_views[0], first_views[1])
+    *clients, _ = models(device)
+    for images, answer in passes.recorded:
+        torch.testing.assert_close(answer, torch.stack([m(images) for m in clients]).mean(dim=0))
+
+
+def test_student_learns_custom_targets_on_the_same_images(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The generator is trained on the average; the student learns the first model's logits."""
+    passes = StudentPasses(monkeypatch)
+    distil(device, 2, 2, server_lr=0.0)
+    distil(device, 2, 2, server_lr=0.0, targets=lambda logits, labels: logits[0])
+    first = models(device)[0]
+    for (x, _), (same, answer) in zip(passes.recorded[:4], passes.recorded[4:], strict=True):
+        assert torch.equal(x, same)
+        torch.testing.assert_close(answer, first(x))

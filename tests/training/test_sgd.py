@@ -1,74 +1,307 @@
-"""Training on resident data equals torch's SGD; softmax regression's gradient equals autograd's."""
+"""Training on resident data equals torch's SGD; training of many clients in one pass equals separate
+training; optimisers against NumPy, gradients of softmax regression against autograd."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from fedsynth.data.registry import dataset_spec
-from fedsynth.features.registry import feature_map
-from fedsynth.models.convnet import ConvNet
-from fedsynth.models.flat import flatten
-from fedsynth.models.on_features import OnFeatures, regression_gradients
+from fedsynth.models.flat import flatten, load_flat
+from fedsynth.models.on_features import regression_gradients
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.small import Linear
+from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
+from fedsynth.seeding import forked_rng
 from fedsynth.training import many_clients, sgd
-from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, recorded, train_on
+from fedsynth.training.many_clients import Learner, learner_bytes, train_together
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
+from tests.conftest import NO_CUDA
+from tests.privacy.support import series
+from tests.rounds import take_step
 
 
-def problem(norm: str = "instance") -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # noqa: TID251
-        model = ConvNet((1, 8, 8), 4, width=4, depth=2, norm=norm)
-        return model, torch.randn(30, 1, 8, 8), torch.randint(4, (30,))
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SIZES = (7, 1, 0, 23, 10, 5)
+DRAWS = seeded(0)
+IMAGES, LABELS = torch.randn(60, 1, 4, 4, generator=DRAWS), torch.randint(3, (60,), generator=DRAWS)
+
+
+def dense(*sizes: int) -> nn.Module:
+    with forked_rng(0, "network"):
+        layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return nn.Sequential(nn.Flatten(), layers[0], *(m for x in layers[1:] for m in (nn.ReLU(), x)))
+
+
+def pull(seed: int, size: int, device: torch.device | str = "cpu") -> Pull:
+    center, linear = torch.randn(2, size, generator=seeded(seed)).to(device)
+    return Pull(0.3 * seed, center, 0.1 * linear)
+
+
+def learners(
+    settings: Any, penalties: bool = False, sizes: Any = SIZES, device: Any = "cpu"
+) -> Any:
+    """Returns clients with separate models, as in SOLO, and parts of one tensor of data."""
+    clients, order = [], torch.randperm(60, generator=seeded(1))
+    for k, size in enumerate(sizes):
+        model = dense(16, 5, 3).to(device)
+        weights = flatten(model)
+        load_flat(model, weights + 0.01 * k)
+        examples, order = order[:size].to(device), order[size:]
+        extra = pull(k, len(weights), device) if penalties and k % 2 else None
+        draws = seeded(10 + k)
+        clients.append(Learner(model, examples, settings(k), draws, extra))
+    return clients
+
+
+def train_separately(clients: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
+    for c in clients:
+        x, y = images[c.examples], labels[c.examples]
+        train_on(c.model, x.__getitem__, y, c.settings, c.generator, penalty=c.penalty)
+    return [flatten(client.model) for client in clients]
+
+
+def train(clients: list[Learner], *progress: Any) -> None:
+    train_together(clients, IMAGES.__getitem__, LABELS.__getitem__, *progress)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda k: SgdSettings(3, 5, MomentumSgd(0.1, 0.9, 1e-2)),
+        lambda k: SgdSettings(1 + 2 * k % 5, 5, MomentumSgd(0.1, 0.9)),  # stragglers
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1, 0.9, 1e-2), steps=7),
+        lambda k: SgdSettings(2, 64, MomentumSgd(0.1)),
+    ],
+)
+@pytest.mark.parametrize("few", [1, 4])
+def test_joint_training_equals_separate_training(
+    settings: Any, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = IMAGES.to(device), LABELS.to(device)
+    monkeypatch.setattr(many_clients, "FEW", few)
+    monkeypatch.setattr(many_clients, "BLOCK", 2)
+    clients = learners(settings, True, device=device)
+    starts = [flatten(client.model) for client in clients]
+    train_together(clients, lambda i: images[i], lambda i: labels[i])
+    oracle = train_separately(learners(settings, True, device=device), images, labels)
+    for size, client, start, expected in zip(SIZES, clients, starts, oracle, strict=True):
+        torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
+        assert torch.equal(start, flatten(client.model)) == (size == 0)
+
+
+@pytest.mark.parametrize("few", [1, 4])
+def test_joint_training_reports_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_clients, "FEW", few)
+    monkeypatch.setattr(many_clients, "BLOCK", 1)
+    clients = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), sizes=(0, 0))
+    starts = [flatten(client.model) for client in clients]
+    train(clients)
+    assert all(torch.equal(flatten(c.model), w) for c, w in zip(clients, starts, strict=True))
+    progress: list[tuple[int, int]] = []
+    clients = learners(lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), sizes=(3, 8))
+    train(clients, lambda *step: progress.append(step))
+    assert progress == ([(2, 5), (3, 5), (4, 5), (5, 5), (5, 5)] if few == 1 else [(5, 5)])
+
+
+def test_joint_training_needs_equal_settings_and_dense_networks() -> None:
+    for settings in (
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1 + k)),
+        lambda k: SgdSettings(1, 5 + k, MomentumSgd(0.1)),
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1), radius=1.0),
+    ):
+        with pytest.raises(ValueError, match="must have the same batch size, the same optimiser"):
+            train(learners(settings))
+    client = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
+    fields = (client.model, client.examples, client.settings, client.generator)
+    learner = Learner(*fields, lambda net: torch.zeros(()))
+    with pytest.raises(ValueError, match="must be None or a Pull"):
+        train([learner])
+    layer = nn.Linear(4, 3)
+    projected = build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0)
+    supported = [Linear((1, 4, 4), 3), dense(16, 5, 3), projected]
+    unsupported = [
+        build_model(ModelSettings(width=4, depth=1, projection=8), (1, 8, 8), 3, 0),
+        nn.Sequential(layer, nn.BatchNorm1d(3)),
+        nn.Sequential(layer, nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
+        nn.Sequential(layer, nn.Dropout(0.5)),
+        nn.Sequential(layer, nn.RReLU()),
+        nn.Linear(4, 3).double(),
+        type("Own", (nn.Sequential,), {})(layer, nn.ReLU()),  # a custom forward
+    ]
+    assert all(many_clients.trains_together(model) for model in supported)
+    assert not any(many_clients.trains_together(model) for model in unsupported)
+    assert many_clients.worth_batching(layer, 2**15 // 4, 4)
+    assert not many_clients.worth_batching(layer, 2**15 // 4 + 1, 4)
+
+
+@pytest.mark.parametrize("penalties", [False, True])
+def test_peak_memory_is_at_most_the_estimate(penalties: bool) -> None:
+    clients = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)), penalties, (10,) * 6)
+    estimate = sum(learner_bytes(client.model, 5, 16) for client in clients)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train(clients)
+    allocated = peak = 0
+    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    assert 0 < peak <= estimate
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """A custom optimiser whose state has the number of steps of each network."""
+
+    learning_rate: float = 0.1
+
+    def init(self, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.zeros_like(w), w.new_zeros(*w.shape[:-1], 1)
+
+    def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        mean, steps = state
+        mean.lerp_(gradient, 0.1)
+        w.sub_(self.learning_rate * mean / (1 - 0.9 ** steps.add_(1)))
+
+
+RULES: list[Optimiser] = [MomentumSgd(0.1, 0.9, 1e-2), Adaptive()]
+
+
+def numpy_steps(rule: Optimiser, w: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+    velocity = np.zeros_like(w)
+    for number, g in enumerate(gradients, start=1):
+        if isinstance(rule, MomentumSgd):
+            velocity = rule.momentum * velocity + g + rule.weight_decay * w
+            w = w - rule.learning_rate * velocity
+        if isinstance(rule, Adaptive):
+            velocity = 0.9 * velocity + 0.1 * g
+            w = w - rule.learning_rate * velocity / (1 - 0.9**number)
+    return w
+
+
+def softmax_gradient(w: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    x, y = IMAGES.numpy()[batch].reshape(-1, 16).astype(np.float64), LABELS.numpy()[batch]
+    p = np.exp(x @ w[:48].reshape(3, 16).T + w[48:])
+    r = p / p.sum(axis=1, keepdims=True) - np.eye(3)[y]
+    return np.concatenate([(r.T @ x).ravel(), r.sum(axis=0)]) / len(x)
+
+
+def numpy_training(rule: Optimiser, orders: list[np.ndarray]) -> np.ndarray:
+    w = start = flatten(dense(16, 3)).double().numpy()
+    gradients: list[np.ndarray] = []
+    for batch in orders:
+        gradients.append(softmax_gradient(w, batch))
+        w = numpy_steps(rule, start, gradients)
+    return w
+
+
+@given(
+    rate=st.floats(1e-3, 2.0),
+    momentum=st.floats(0, 1),
+    decay=st.sampled_from([0.0, 1e-3, 0.5]),
+    shape=st.sampled_from([(5,), (2, 5), (2, 1, 3, 2, 2)]),
+)
+def test_momentum_sgd_equals_numpy_on_any_shape(
+    rate: float, momentum: float, decay: float, shape: tuple[int, ...]
+) -> None:
+    """Updates are in place and leave the gradient unchanged."""
+    draws = np.random.default_rng(1)
+    start = draws.standard_normal(shape)
+    gradients = [draws.standard_normal(shape) for _ in range(4)]
+    rule = MomentumSgd(rate, momentum, decay)
+    w = torch.from_numpy(start.copy())
+    state = rule.init(w)
+    addresses = [t.data_ptr() for t in (w, *state)]
+    for g in gradients:
+        gradient = torch.from_numpy(g.copy())
+        rule.update(w, gradient, state)
+        np.testing.assert_array_equal(gradient.numpy(), g)
+    assert [t.data_ptr() for t in (w, *state)] == addresses
+    expected = numpy_steps(rule, start.ravel(), [g.ravel() for g in gradients])
+    np.testing.assert_allclose(w.numpy().ravel(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("few", [1, 3])
+def test_optimisers_train_one_network_or_many(
+    rule: Optimiser, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many_clients, "FEW", few)
+    monkeypatch.setattr(many_clients, "BLOCK", 1)
+    settings, parts = SgdSettings(2, 4, rule), torch.arange(24).split([9, 3, 12])
+    learners = [Learner(dense(16, 3), p, settings, seeded(k)) for k, p in enumerate(parts)]
+    train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
+    single = dense(16, 3)
+    images, labels = IMAGES[parts[2]], LABELS[parts[2]]
+    train_on(single, images.__getitem__, labels, settings, seeded(2))
+    models = (*(learner.model for learner in learners), single)
+    for k, model in zip((0, 1, 2, 2), models, strict=True):
+        order = seeded(k)
+        epochs = [parts[k][torch.randperm(len(parts[k]), generator=order)] for _ in range(2)]
+        expected = numpy_training(rule, [b.numpy() for epoch in epochs for b in epoch.split(4)])
+        np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_optimisers_train_with_dp_sgd(rule: Optimiser) -> None:
+    """With σ → 0, a huge clip and full batches, steps follow the mean gradient."""
+    model = dense(16, 3)
+    noiseless = series(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=51)
+    dp_sgd(model, lambda i: IMAGES[i], LABELS[:24], noiseless, DpSgdSettings(rule, 24.0))
+    expected = numpy_training(rule, [np.arange(24)] * 3)
+    np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@NO_CUDA
 @pytest.mark.parametrize(
-    ("norm", "precision", "tolerance"),
-    [
-        ("instance", torch.float32, 1e-4),
-        ("batch", torch.float32, 1e-4),
-        ("batch", torch.bfloat16, 1e-2),
-    ],
+    ("norm", "precision"),
+    [("instance", torch.float32), ("batch", torch.float32), ("batch", torch.bfloat16)],
 )
 def test_recorded_steps_equal_eager_steps(
-    norm: str, precision: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    norm: str, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares a CUDA graph with eager steps: full and partial batches, projection, running
-    statistics, and the casts of bfloat16."""
     trained = []
     for worth in (1, 10**9):
-        model, x, y = problem(norm)
-        model, x, y = model.cuda(), x.cuda(), y.cuda()
-        monkeypatch.setattr("fedsynth.training.sgd.WORTH_RECORDING", worth)
+        draws = seeded(0)
+        model = build_model(ModelSettings(width=4, depth=2, norm=norm), (1, 8, 8), 4, 0).cuda()
+        x = torch.randn(30, 1, 8, 8, generator=draws).cuda()
+        y = torch.randint(4, (30,), generator=draws).cuda()
+        monkeypatch.setattr(sgd, "WORTH_RECORDING", worth)
         settings = SgdSettings(4, 8, MomentumSgd(0.1, 0.9, 1e-2), radius=1.0)
-        order = torch.Generator().manual_seed(5)
+        order = seeded(5)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train_on(model, x.__getitem__, y, settings, order, precision=precision)
         trained.append(dict(model.state_dict()))
+    tolerance = 1e-4 if precision == torch.float32 else 1e-2
     torch.testing.assert_close(*trained, atol=tolerance, rtol=10 * tolerance)
 
 
-def test_unrecordable_steps_run_eagerly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unrecordable_steps_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.zeros(3)
 
     def refuse(step: Callable[[], None], device: torch.device) -> None:
         step()
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("fedsynth.training.sgd._record", refuse)
+    monkeypatch.setattr(sgd, "_record", refuse)
     with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
-        replay = recorded(lambda indices: state.add_(indices), 3, [state])
+        replay = sgd.recorded(lambda indices: state.add_(indices), 3, [state])
     assert torch.equal(state, torch.zeros(3))
     replay(torch.tensor([1, 2, 3]))
     assert state.tolist() == [1, 2, 3]
@@ -77,28 +310,22 @@ def test_unrecordable_steps_run_eagerly(
 @pytest.mark.parametrize("examples", [5, 1])
 def test_last_batch_of_one_example_is_doubled(examples: int) -> None:
     """Batches of two leave one of 5 examples, whose variance over the batch would not exist."""
-    layers = [nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)]
-    net = nn.Sequential(*layers)
-    x = torch.randn(examples, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    x = torch.randn(examples, 1, 2, 2, generator=seeded(0))
     y, expected = torch.arange(examples) % 3, copy.deepcopy(net)
     settings = SgdSettings(1, 2, MomentumSgd(0.1))
-    train_on(net, x.__getitem__, y, settings, torch.Generator().manual_seed(1))
-    sgd = torch.optim.SGD(expected.parameters(), 0.1)
-    for part in torch.randperm(examples, generator=torch.Generator().manual_seed(1)).split(2):
+    train_on(net, x.__getitem__, y, settings, seeded(1))
+    optimiser = torch.optim.SGD(expected.parameters(), 0.1)
+    for part in torch.randperm(examples, generator=seeded(1)).split(2):
         part = part if len(part) == 2 else torch.cat([part, part])
-        sgd.zero_grad()
-        nn.functional.cross_entropy(expected(x[part]), y[part]).backward()
-        sgd.step()
+        take_step(optimiser, nn.functional.cross_entropy(expected(x[part]), y[part]))
     torch.testing.assert_close(dict(net.state_dict()), dict(expected.state_dict()))
-
-
-SPEC = dataset_spec("digits")
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_regression_gradient_equals_autograd(bias: bool) -> None:
     """Learners have separate weights, batches and shares; a share of 0 excludes an example."""
-    draws = torch.Generator().manual_seed(0)
+    draws = seeded(0)
     layers = [nn.Linear(5, 3, bias=bias) for _ in range(4)]
     x = torch.randn(4, 6, 5, generator=draws)
     labels = torch.randint(3, (4, 6), generator=draws)
@@ -111,44 +338,3 @@ def test_regression_gradient_equals_autograd(bias: bool) -> None:
         (losses @ share[number]).backward()
         expected = torch.cat([p.grad.flatten() for p in layer.parameters()])  # type: ignore[union-attr]
         torch.testing.assert_close(actual[number], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["linear", "features"])
-@pytest.mark.parametrize("together", [False, True])
-def test_closed_form_training_equals_autograd_training(
-    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five clients train on partial batches, with momentum and a pull."""
-    draws = torch.Generator().manual_seed(1)
-    shape = SPEC.image_shape
-    x, y = torch.rand(60, *shape, generator=draws), torch.randint(10, (60,), generator=draws)
-    base: nn.Module = OnFeatures(feature_map("pixels", shape), SPEC)
-    if kind == "linear":
-        base = build_model(ModelSettings("linear"), shape, 10, 0)
-    size = len(flatten(base))
-    pull = Pull(0.1, torch.ones(size), torch.full((size,), 0.01))
-    settings = SgdSettings(3, 4, MomentumSgd(0.1, 0.9))
-    weights = []
-    for closed in (True, False):
-        if not closed:
-            for module in (many_clients, sgd):
-                monkeypatch.setattr(module, "is_softmax_regression", lambda network: False)
-        learners = []
-        for k in range(5):
-            examples, order = torch.arange(k, 60, 5)[: 7 + k], torch.Generator().manual_seed(k)
-            learners.append(Learner(copy.deepcopy(base), examples, settings, order, pull))
-        if together:
-            train_together(learners, x.__getitem__, y.__getitem__)
-        else:
-            for learner in learners:
-                images, labels = x[learner.examples], y[learner.examples]
-                train_on(
-                    learner.model,
-                    images.__getitem__,
-                    labels,
-                    settings,
-                    learner.generator,
-                    penalty=pull,
-                )
-        weights.append(torch.stack([flatten(learner.model) for learner in learners]))
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
