@@ -14,15 +14,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from library.machine import run_cases, timing_options
 
 PROGRAM = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 FEDSTATS = "train --method fedstats --dataset fashion-mnist --dp-epsilon 1 --rounds 32"
-SMALL = "train --method fedavg --model linear --rounds 1 --dp-epsilon 8"
 
 
 def cpu_seconds(*arguments: str) -> float:
@@ -40,40 +37,28 @@ def cpu_seconds(*arguments: str) -> float:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
-def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def start(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the median seconds of commands that train nothing."""
-    cpu_seconds(*SMALL.split(), "--output", str(folder))
-    (run,) = map(str, folder.iterdir())
-    commands = [["--help"], ["methods"], ["runs", run], ["privacy", "report", run]]
+    repeats = range(1 if options.quick else options.repeats)
     times = {}
-    for command in commands:
-        repeats = [cpu_seconds(*command) for _ in range(1 if options.quick else options.repeats)]
-        times[" ".join(command).removesuffix(f" {run}")] = statistics.median(repeats)
+    for command in ("--help", "methods"):
+        times[command] = statistics.median(cpu_seconds(command) for _ in repeats)
     return {"CPU seconds": times}
 
 
-def fedstats(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def fedstats(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of a run that stores its vectors, and of a run that reads them."""
-    command = [*FEDSTATS.split(), "--output", str(folder), "--encoder-cache", str(folder / "cache")]
-    if options.quick:
-        command += ["--subset", "0.01"]
-    return {"CPU seconds": {name: cpu_seconds(*command) for name in ("first run", "second run")}}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*FEDSTATS.split(), "--output", folder, "--encoder-cache", f"{folder}/cache"]
+        if options.quick:
+            command += ["--subset", "0.01"]
+        runs = ("first run", "second run")
+        return {"CPU seconds": {name: cpu_seconds(*command) for name in runs}}
 
 
 CASES = {"start": start, "FedStats on Fashion-MNIST": fedstats}
 
 
-def measure(
-    case: Callable[[argparse.Namespace, Path], dict[str, Any]], options: argparse.Namespace
-) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return case(options, Path(folder))
-
-
-def main() -> None:
-    options = timing_options(__doc__).parse_args()
-    run_cases("commands", options, CASES, measure)
-
-
 if __name__ == "__main__":
-    main()
+    arguments = timing_options(__doc__).parse_args()
+    run_cases("commands", arguments, CASES, lambda case, options: case(options))

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -58,7 +57,9 @@ def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
     """Returns the smallest possible seconds of a step at the machine's peak, and the engine's
     share."""
     context = case.context
-    flops = forward_flops(context.architecture, case.data.spec.image_shape)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        context.architecture(case.images(0)[0][:1])
+    flops = counter.get_total_flops()
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     peaks = {key: peak_flops(kind, context.device) for key, kind in types.items()}
     synthetic = 2 * (real // BATCH * IPC) * flops / peaks["fp32"]
@@ -86,14 +87,6 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     with torch.no_grad():
         times = [seconds(lambda: F.conv2d(x, weight), device) for _ in range(10)]
     return operations / min(times)
-
-
-def forward_flops(network: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Returns the operations of one image's forward pass."""
-    image = torch.zeros(1, *shape, device=next(network.parameters()).device)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(image)
-    return counter.get_total_flops()
 
 
 def main() -> None:

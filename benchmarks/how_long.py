@@ -14,54 +14,63 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fedsynth import ImageData, PrivacySettings, from_arrays, owner_settings, simulate
-from fedsynth.data.registry import dataset_spec
+from fedsynth.data.registry import plain_spec
 from library.machine import run_cases, timing_options
 
 FEW, MANY = 2, 6
 """Releases, and epochs."""
-SIZES = {  # images, pixels a side, classes, width
-    "500 images of 32 pixels": (500, 32, 3, 32),
-    "2,000 images of 32 pixels": (2000, 32, 3, 32),
-    "20,000 images of 32 pixels": (20000, 32, 3, 32),
-    "2,000 images of 64 pixels": (2000, 64, 3, 32),
-    "2,000 images of 128 pixels": (2000, 128, 3, 32),
-    "2,000 images, ten classes": (2000, 32, 10, 32),
-    "2,000 images, width 128": (2000, 32, 3, 128),
+
+
+class Size(NamedTuple):
+    """An owner's images, and the width of the ConvNet."""
+
+    images: int = 2000
+    side: int = 32
+    classes: int = 3
+    width: int = 32
+
+
+CASES = {
+    "500 images of 32 pixels": Size(images=500),
+    "2,000 images of 32 pixels": Size(),
+    "20,000 images of 32 pixels": Size(images=20_000),
+    "2,000 images of 64 pixels": Size(side=64),
+    "2,000 images of 128 pixels": Size(side=128),
+    "2,000 images, ten classes": Size(classes=10),
+    "2,000 images, width 128": Size(width=128),
 }
-NAMES = ("images", "side", "classes", "width")
-CASES = {name: dict(zip(NAMES, sizes, strict=True)) for name, sizes in SIZES.items()}
 
 
-def noise(case: dict[str, int]) -> ImageData:
+def noise(size: Size) -> ImageData:
     """Returns grey images of noise."""
-    rng = np.random.default_rng(0)
-    side, classes = case["side"], case["classes"]
-    names = tuple(str(number) for number in range(classes))
-    size: dict[str, Any] = {"height": side, "width": side, "train_size": case["images"]}
-    spec = replace(dataset_spec("mnist"), classes=classes, class_names=names, **size)
-    images = rng.integers(0, 256, (case["images"], 1, side, side), dtype=np.uint8)
-    return from_arrays(images, np.arange(case["images"]) % classes, spec)
+    names = map(str, range(size.classes))
+    facts = {"train_size": size.images, "source": "noise"}
+    spec = plain_spec("noise", (1, size.side, size.side), names, **facts)
+    shape = (size.images, *spec.image_shape)
+    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return from_arrays(images, np.arange(size.images) % size.classes, spec)
 
 
-def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int) -> float:
+def one_round(size: Size, data: ImageData, releases: int, epochs: int) -> float:
     """Returns the processor's seconds of a round."""
     settings = owner_settings(
         {
             "run": {"rounds": 1, "device": "cpu"},
-            "model": {"width": case["width"]},
+            "model": {"width": size.width},
             "method": {"iterations": releases, "server_epochs": epochs},
         }
     )
     privacy = PrivacySettings(
         noise_multiplier=3.0,
-        nominal_size=case["images"],
-        max_records=min(100_000, 10 * case["images"]),
+        nominal_size=size.images,
+        max_records=min(100_000, 10 * size.images),
         ledger="none: this data set is public",
     )
     started = time.process_time()
@@ -69,16 +78,16 @@ def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int)
     return time.process_time() - started
 
 
-def measure(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(size: Size, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of a release and of an epoch."""
-    chosen = {**case, "width": 4, "images": 500} if options.quick else case
-    data = noise(chosen)
-    one_round(chosen, data, 1, 1)  # the first call of everything
-    few = one_round(chosen, data, FEW, FEW)
-    releases = one_round(chosen, data, MANY, FEW) - few
-    epochs = one_round(chosen, data, FEW, FEW + 10 * (MANY - FEW)) - few
+    size = size._replace(width=4, images=500) if options.quick else size
+    seconds = partial(one_round, size, noise(size))
+    seconds(1, 1)  # the first call of everything
+    few = seconds(FEW, FEW)
+    releases = seconds(MANY, FEW) - few
+    epochs = seconds(FEW, FEW + 10 * (MANY - FEW)) - few
     return {
-        **case,
+        **size._asdict(),
         "seconds_a_release": releases / (MANY - FEW),
         "seconds_an_epoch": epochs / (10 * (MANY - FEW)),
     }

@@ -86,12 +86,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
 def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     """Trains by Opacus with per-example gradients."""
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(
-        torch.optim.SGD(model.parameters(), LR),
-        noise_multiplier=1.0,
-        max_grad_norm=CLIP,
-        expected_batch_size=len(x),
-    )
+    optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), LR), **settings(x))
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(wrapped(x), y, reduction="sum").backward()
@@ -102,18 +97,19 @@ def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
 def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     """Trains by Opacus with ghost clipping."""
     wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP)
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), LR),
-        noise_multiplier=1.0,
-        max_grad_norm=CLIP,
-        expected_batch_size=len(x),
-    )
+    sgd = torch.optim.SGD(model.parameters(), LR)
+    optimizer = DPOptimizerFastGradientClipping(sgd, **settings(x))
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
     for _ in range(steps):
         optimizer.zero_grad()
         criterion(wrapped(x), y).backward()
         optimizer.step()
     wrapped.to_standard_module()
+
+
+def settings(x: Tensor) -> dict[str, Any]:
+    """Returns the settings of Opacus' optimizers."""
+    return {"noise_multiplier": 1.0, "max_grad_norm": CLIP, "expected_batch_size": len(x)}
 
 
 def drawn(clients: int) -> ImageData:
@@ -167,10 +163,10 @@ def round_of_plain_loop(
         for records in torch.arange(len(labels)).split(IMAGES):
             model.load_state_dict(start)
             optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
-            for batch in records[torch.randperm(IMAGES)].split(IMAGES):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-                optimizer.step()
+            batch = records[torch.randperm(IMAGES)]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
             for name, tensor in model.state_dict().items():
                 total[name].add_(tensor, alpha=1 / clients)
         return list(total.values())

@@ -11,8 +11,6 @@ next to `fedsynth/features/random_process.py`. What the dictionary adds was meas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,37 +23,30 @@ from fedsynth.seeding import torch_generator
 SIDE = 32
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Settings of a dictionary; the defaults made the one that the package ships.
+FLOOR = 0.1
+"""Added to the eigenvalues of the normalised patches' covariance, whose mean is near 1."""
+
+
+def learn_dictionary(
+    seed: int = 0, images: int = 2048, patches: int = 60_000, atoms: int = 96, rounds: int = 12
+) -> Dictionary:
+    """Returns a dictionary, on the CPU; the defaults made the one that the package ships.
 
     Args:
         seed: of images, patches and start.
-        images: random-process images, of 32×32 pixels.
+        images: random-process images.
         patches: of these images.
         atoms: K, vectors of the dictionary.
         rounds: of k-means.
-        floor: added to the eigenvalues of the normalised patches' covariance, whose mean is near 1.
     """
-
-    seed: int = 0
-    images: int = 2048
-    patches: int = 60_000
-    atoms: int = 96
-    rounds: int = 12
-    floor: float = 0.1
-
-
-def learn_dictionary(recipe: Recipe) -> Dictionary:
-    """Returns the dictionary of this recipe, on the CPU."""
-    generator = torch_generator(recipe.seed, "random-process dictionary")
-    images = random_images(recipe.images, (3, SIDE, SIDE), generator)
-    patches = normalised(drawn_patches(images, recipe.patches, generator))
-    mean = patches.mean(dim=0)
-    whitening = whitener(patches - mean, recipe.floor)
-    white = F.normalize((patches - mean) @ whitening, dim=1)
-    start = white[torch.randperm(len(white), generator=generator)[: recipe.atoms]]
-    return Dictionary(mean, whitening @ spherical_kmeans(white, start, recipe.rounds).T)
+    generator = torch_generator(seed, "random-process dictionary")
+    drawn = random_images(images, (3, SIDE, SIDE), generator)
+    points = normalised(drawn_patches(drawn, patches, generator))
+    mean = points.mean(dim=0)
+    whitening = whitener(points - mean)
+    white = F.normalize((points - mean) @ whitening, dim=1)
+    start = white[torch.randperm(len(white), generator=generator)[:atoms]]
+    return Dictionary(mean, whitening @ spherical_kmeans(white, start, rounds).T)
 
 
 def drawn_patches(images_NCHW: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -74,11 +65,11 @@ def normalised(patches_NP: Tensor) -> Tensor:
     return about / (about.square().mean(dim=1, keepdim=True) + CONTRAST).sqrt()
 
 
-def whitener(centred_NP: Tensor, floor: float) -> Tensor:
-    """Returns (C + floor)^−½ of the covariance C, symmetric [P, P]."""
+def whitener(centred_NP: Tensor) -> Tensor:
+    """Returns (C + FLOOR)^−½ of the covariance C, symmetric [P, P]."""
     covariance = centred_NP.double().T @ centred_NP.double() / len(centred_NP)
     values, vectors = torch.linalg.eigh(covariance)
-    root: Tensor = (vectors / (values.clamp_min(0) + floor).sqrt()) @ vectors.T
+    root: Tensor = (vectors / (values.clamp_min(0) + FLOOR).sqrt()) @ vectors.T
     return root.float()
 
 
@@ -98,7 +89,7 @@ def spherical_kmeans(points_NP: Tensor, start_KP: Tensor, rounds: int) -> Tensor
 
 def main() -> None:
     torch.set_num_threads(1)
-    dictionary = learn_dictionary(Recipe())
+    dictionary = learn_dictionary()
     save_file({"mean": dictionary.mean, "atoms": dictionary.atoms.contiguous()}, WEIGHTS)
 
 

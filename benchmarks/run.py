@@ -17,8 +17,6 @@ import argparse
 import importlib
 import math
 import pkgutil
-import re
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +25,7 @@ import torch
 
 import grids
 from fedsynth.cli.application import keep_large_allocations
-from library.grid import Grid, Row, Rows
+from library.grid import Grid, Rows
 from library.machine import plain_options, rows_file
 
 NAMES = [module.name for module in pkgutil.iter_modules(grids.__path__)]
@@ -43,25 +41,12 @@ def grid_options(grid: Grid, description: str | None) -> argparse.ArgumentParser
     parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
     folder = Path(tempfile.gettempdir()) / "fedsynth-features"
     parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
-    if grid.settings is None:
-        parser.add_argument("--repeats", type=int, default=grid.repeats, help="rows of each key")
+    parser.add_argument("--repeats", type=int, default=grid.repeats, help="rows of each key")
     for name, values in grid.axes.items():
         parser.add_argument(
             f"--{name}", nargs="+", type=type(values[0]), default=values, help=f"of {list(values)}"
         )
     return parser
-
-
-def show(rows: dict[str, Row]) -> None:
-    """Prints the mean and the standard deviation over seeds of each name, in percent."""
-    values: dict[str, list[float]] = {}
-    for key, row in rows.items():
-        if row.get("accuracy") is not None:
-            values.setdefault(re.sub(r",? seed=\d+.*", "", key), []).append(100 * row["accuracy"])
-    for name, numbers in values.items():
-        deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-        texts = ", ".join(f"{number:.2f}" for number in numbers)
-        print(f"{name:40} {statistics.mean(numbers):6.2f} ± {deviation:.2f}   {texts}")
 
 
 def main() -> None:
@@ -77,8 +62,7 @@ def main() -> None:
     axes = {name: getattr(options, name) for name in grid.axes}
     same = {"device": options.device, "quick": options.quick, "cache": options.cache}
     for cell in grid.cells(axes, **same):
-        grid.make(cell, rows, getattr(options, "repeats", 1))
-    show(rows.finished_rows)
+        grid.make(cell, rows, options.repeats)
 
 
 if __name__ == "__main__":

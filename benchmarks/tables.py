@@ -8,10 +8,10 @@ results/*.jsonl.
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
 In a document a table is between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as a
-whole. A number in a sentence is a `Sentence`: its text with a format for each number. Every other decimal
-number, and every whole number of %, points or times, is an error, unless it is no measurement: in
-code, after a name of a setting or a reference (`FREE`), or between `<!-- given -->` and
-`<!-- end -->`, as papers' numbers are.
+whole. A number in a sentence is a `Sentence`: its text with a format for each number. Every other
+decimal number, and every whole number of %, points or times, is an error, unless it is no
+measurement: in code, after a name of a setting or a reference (`FREE`), or between
+`<!-- given -->` and `<!-- end -->`, as papers' numbers are.
 
 The tables and sentences are declared in `documents/*.py`.
 """
@@ -30,7 +30,7 @@ import documents
 from fedsynth.results.finished import aligned
 from library.machine import plain_options
 from library.pages import SENTENCES, TABLES, Sentence
-from library.rows import LAST_COMMIT, READ, REPRODUCTION, RowsError
+from library.rows import LAST_COMMIT, READ, REMOVED_GRIDS, REPRODUCTION, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -74,17 +74,14 @@ def written(document: str, text: str) -> str:
 
 def differences(document: str, text: str) -> list[str]:
     """Returns the differences between a document and the rows, and its numbers of no row."""
-    messages = []
-    for name, body in BLOCK.findall(text):
-        expected = _table(name)
-        if body.rstrip("\n") != expected:
-            messages.append(f"{document}: table {name} differs from its rows")
-            messages += difflib.unified_diff(
-                body.splitlines(), expected.splitlines(), "document", "rows", lineterm="", n=0
-            )
-    for sentence in sentences_of(document):
-        messages += sentence.check(text)
-    return messages + free_numbers(document, text)
+    missing = [
+        f"{document} does not have the sentence {sentence.text!r}"
+        for sentence in sentences_of(document)
+        if sentence.pattern().search(text) is None
+    ]
+    expected = written(document, text).splitlines()
+    changes = difflib.unified_diff(text.splitlines(), expected, document, "rows", lineterm="", n=0)
+    return [*missing, *changes, *free_numbers(document, text)]
 
 
 def free_numbers(document: str, text: str) -> list[str]:
@@ -125,7 +122,9 @@ def _command(rows: str) -> str:
     if (ROOT / "benchmarks" / "grids" / f"{rows}.py").exists():
         return f"benchmarks/run.py {rows}"
     script = f"benchmarks/{rows}.py"
-    return script if (ROOT / script).exists() else f"git show {LAST_COMMIT}:{script}"
+    if (ROOT / script).exists():
+        return script
+    return f"git show {REMOVED_GRIDS.get(rows, f'{LAST_COMMIT}:{script}')}"
 
 
 def main() -> int:

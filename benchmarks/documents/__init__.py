@@ -1,2 +1,1 @@
-"""Numbers of the documents from committed rows: `TABLES` by name, and `SENTENCES`, each a document,
-a text with {} for every number, and a function that returns the numbers."""
+"""Tables and sentences of the documents, each made of committed rows: a file for each page."""

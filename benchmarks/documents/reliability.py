@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from itertools import product
 
 from library.pages import markdown, pivot, table
@@ -19,14 +20,8 @@ def _robust(alpha: str) -> str:
     return pivot("", RULES, ATTACKS, cell)
 
 
-@table("robust-even")
-def _even() -> str:
-    return _robust("1")
-
-
-@table("robust-skewed")
-def _skewed() -> str:
-    return _robust("0.1")
+table("robust-even")(partial(_robust, "1"))
+table("robust-skewed")(partial(_robust, "0.1"))
 
 
 @table("load-digits")

@@ -127,9 +127,9 @@ ONE_SHOT = {
 }
 
 
-def _one_shot(corner: str, dataset: str, places: dict[str, str]) -> str:
-    """Returns the table of a data set: `places` have a length of the server's training, on which
-    the clients do not depend."""
+def _one_shot(corner: str, dataset: str, *places: str) -> str:
+    """Returns the table of a data set. A length of the server's training may follow a place; the
+    clients do not depend on it."""
 
     def cell(place: str, method: str) -> str:
         where, _, length = place.partition(" ")
@@ -137,21 +137,19 @@ def _one_shot(corner: str, dataset: str, places: dict[str, str]) -> str:
             method += f" {length}"
         return spread_of("one_shot_table", f"{dataset}, {where}, {method},", FIVE)
 
-    return pivot(corner, places, ONE_SHOT, cell)
+    rows = {place.replace(" 200×30", ", 200 epochs"): place for place in places}
+    return pivot(corner, rows, ONE_SHOT, cell)
 
 
 @table("one-shot-fashion-mnist")
 def _one_shot_fashion_mnist() -> str:
-    places = {"Dir(0.5)": "Dir(0.5)", "Dir(0.1)": "Dir(0.1)"}
-    places["Dir(0.1), 200 epochs"] = "Dir(0.1) 200×30"
-    places |= {"2c/c": "2c/c", "heterogeneous": "heterogeneous"}
-    return _one_shot("Fashion-MNIST", "fashion-mnist", places)
+    places = ("Dir(0.5)", "Dir(0.1)", "Dir(0.1) 200×30", "2c/c", "heterogeneous")
+    return _one_shot("Fashion-MNIST", "fashion-mnist", *places)
 
 
 @table("one-shot-mnist")
 def _one_shot_mnist() -> str:
-    places = {name: name for name in ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")}
-    return _one_shot("MNIST", "mnist", places)
+    return _one_shot("MNIST", "mnist", "Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")
 
 
 @table("one-shot-variants")
@@ -207,11 +205,14 @@ BUDGETS = {
 }
 
 
+def _medical(method: str, budget: tuple[str, str], value: str) -> list[float]:
+    return percents("medical", f"{budget[0]} {method} eps={budget[1]}", FIVE, value)
+
+
 @table("medical-auroc")
 def _auroc() -> str:
     def cell(method: str, budget: tuple[str, str]) -> str:
-        key = f"{budget[0]} {method} eps={budget[1]}"
-        return spread_of("medical", key, FIVE, "auroc", 1)
+        return spread(_medical(method, budget, "auroc"), 5, 1)
 
     return pivot("AUROC", MEDICAL, BUDGETS, cell)
 
@@ -219,7 +220,6 @@ def _auroc() -> str:
 @table("medical-balanced-accuracy")
 def _balanced_accuracy() -> str:
     def cell(method: str, budget: tuple[str, str]) -> str:
-        key = f"{budget[0]} {method} eps={budget[1]}"
-        return f"{statistics.mean(percents('medical', key, FIVE, 'balanced_accuracy')):.1f}"
+        return f"{statistics.mean(_medical(method, budget, 'balanced_accuracy')):.1f}"
 
     return pivot("balanced accuracy, mean", MEDICAL, BUDGETS, cell)

@@ -43,11 +43,10 @@ def audit(cell: Cell) -> Row:
 
 GRID = Grid(
     axes={
-        "kind": ("vectors",),
         "name": tuple(MECHANISMS),
         "epsilon": (1.0, 3.0, 10.0),
     },
-    key="{name}, {kind}, ε = {epsilon:g}",
+    key="{name}, vectors, ε = {epsilon:g}",
     work=audit,
     repeats=3,
 )

@@ -6,13 +6,12 @@ rounds of 5 for methods that send models, batches of 32, SGD without momentum, a
 have none. The rate of each is the best on 5,000 held-out training images with seed 0 (rows "rate
 …"), of 0.003, 0.01, 0.03, 0.1 and 0.3, and further ones as long as the best is at an end. FedBN and
 SOLO take FedAvg's, and so do one-shot methods, whose clients train once, 100 passes, until they fit
-their data. Methods that condense take 5 rounds of
-50 steps, ipc 10; FedDM's and FedAF's image rates are found in the same way, of 0.1, 0.3, 1, 3 and
-10. FedAF has the weights that its paper gives for Fashion-MNIST (1e-3 and 2.0). All else that is
-not named here is each paper's, but for generators, which are small. FedBN and SOLO have no common
-model: their figure is AMP, the average over the clients' own models on the clients' own test
-splits, a fifth of their data, which is another, easier question at Dir(0.1). Three seeds, and five
-of one-shot methods.
+their data. Methods that condense take 5 rounds of 50 steps, ipc 10; FedDM's and FedAF's image rates
+are found in the same way, of 0.1, 0.3, 1, 3 and 10. FedAF has the weights that its paper gives for
+Fashion-MNIST (1e-3 and 2.0). All else that is not named here is each paper's, but for generators,
+which are small. FedBN and SOLO have no common model: their figure is AMP, the average over the
+clients' own models on the clients' own test splits, a fifth of their data, which is another, easier
+question at Dir(0.1). Three seeds, and five of one-shot methods.
 """
 
 from __future__ import annotations
@@ -124,18 +123,14 @@ def settings_for(name: str, seed: int, rate: float | None, cell: Cell) -> RunSet
         values = {**values, **{key: few for key, few in FEW.items() if key in values}}
     rounds = 1 if cell.quick or name in SINGLE_ROUND else 5
     run = {"method": method, "rounds": rounds, "seed": seed, "device": cell.device}
-    local_test = {"local_test": 0.2} if name in PERSONAL else {}
+    partition = {"kind": "dirichlet", "alpha": 0.1, "clients": 10, "subset": 0.1}
+    if name in PERSONAL:
+        partition["local_test"] = 0.2
     return resolve(
         {
             "run": {**run, "evaluate_every": 5},
             "data": {"dataset": "fashion-mnist"},
-            "partition": {
-                "kind": "dirichlet",
-                "alpha": 0.1,
-                "clients": 10,
-                "subset": 0.1,
-                **local_test,
-            },
+            "partition": partition,
             "model": {"width": 8, "norm": "batch" if name == "fedbn" else "instance"},
             "method": values,
         }

@@ -19,7 +19,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import ROOT_VARIABLE
-from fedsynth.data.registry import MEAN, STD, custom_spec
+from fedsynth.data.registry import plain_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.simulation.simulate import simulate
@@ -27,13 +27,16 @@ from grids.dp_utility import CLIP, FEDDM
 from library.grid import Cell, Grid, Row
 from library.runs import Data
 
-FILES = {"pneumonia": "pneumoniamnist.npz", "brain-mri": "brain_mri_64.npz"}
+FACTS: dict[str, dict[str, Any]] = {  # the declared number of training images
+    "pneumonia": {"source": "pneumoniamnist.npz", "train_size": 3900},
+    "brain-mri": {"source": "brain_mri_64.npz", "train_size": 5700},
+}
 CLASSES = {
     "pneumonia": ("normal", "pneumonia"),
     "brain-mri": ("glioma", "meningioma", "no tumour", "pituitary"),
 }
-SIZES = {"pneumonia": 3900, "brain-mri": 5700}  # the declared numbers of training images
 CONDENSING: dict[str, Any] = {
+    "run": {"rounds": 2},
     "method": {**FEDDM, "iterations": 40, "networks": 4},
     "model": {"width": 16},
     "privacy": {"clip": CLIP["features"]},
@@ -46,12 +49,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "model": {"features": "whitened-scattering"},
         "privacy": {"clip": 0.5, "sample_rate": 1.0},
     },
-    "feddm": {
-        **CONDENSING,
-        "run": {"rounds": 2},
-        "privacy": {**CONDENSING["privacy"], "mechanism": "features"},
-    },
-    "fedsum": {**CONDENSING, "run": {"rounds": 2}},
+    "feddm": {**CONDENSING, "privacy": {"clip": CLIP["features"], "mechanism": "features"}},
+    "fedsum": CONDENSING,
 }
 
 
@@ -59,11 +58,10 @@ METHODS: dict[str, dict[str, Any]] = {
 def images(dataset: str) -> Data:
     """Returns the training and test images of a file."""
     folder = Path(os.environ[ROOT_VARIABLE], "medical")
-    with np.load(folder / FILES[dataset], allow_pickle=False) as arrays:
+    with np.load(folder / FACTS[dataset]["source"], allow_pickle=False) as arrays:
         stored = dict(arrays)
     shape = (1, *stored["train_images"].shape[1:])
-    facts = {"mean": (MEAN,), "std": (STD,), "source": FILES[dataset], "train_size": SIZES[dataset]}
-    spec = custom_spec(dataset, shape, CLASSES[dataset], **facts)
+    spec = plain_spec(dataset, shape, CLASSES[dataset], **FACTS[dataset])
 
     def part(name: str) -> ImageData:
         return from_arrays(stored[f"{name}_images"], stored[f"{name}_labels"].ravel(), spec)
@@ -74,19 +72,16 @@ def images(dataset: str) -> Data:
 def settings(cell: Cell) -> RunSettings:
     """Returns the settings of one run."""
     stated = METHODS[cell.method]
-    run = {**stated.get("run", {}), "method": cell.method, "seed": cell.seed}
+    run = {**stated["run"], "method": cell.method, "seed": cell.seed, "device": cell.device}
     if cell.quick:
         run["rounds"] = 1
+    privacy = {**stated.get("privacy", {}), "epsilon": cell.epsilon, "ledger": NO_LEDGER}
     return resolve(
         {
             **stated,
-            "run": {**run, "device": cell.device, "evaluate_every": 1000},
+            "run": {**run, "evaluate_every": 1000},
             "partition": {"kind": "dirichlet", "alpha": 0.5, "clients": 3},
-            "privacy": {
-                **stated.get("privacy", {}),
-                "epsilon": cell.epsilon,
-                "ledger": NO_LEDGER,
-            },
+            "privacy": privacy,
         }
     )
 
@@ -102,7 +97,7 @@ def work(cell: Cell) -> Row:
 GRID = Grid(
     axes={
         "seed": range(5),
-        "dataset": tuple(FILES),
+        "dataset": tuple(FACTS),
         "method": tuple(METHODS),
         "epsilon": (1.0, 3.0, 8.0),
     },

@@ -96,7 +96,7 @@ def network(cell: Cell) -> RunSettings:
         product(dp_utility.CLIPS, dp_utility.RATES),
         key=lambda pair: rows[f"{TUNE_ON} tune dp-sgd clip={pair[0]} rate={pair[1]}"]["accuracy"],
     )
-    budget = {"epsilon": 1.0}
+    budget = dp_utility.BUDGETS["ε = 1"]
     run = dp_utility.settings_for(cell.dataset, "dp-sgd", budget, tuned, cell.seed, cell)
     return replace(run, partition=replace(run.partition, alpha=NAMES[cell.name][1]))
 

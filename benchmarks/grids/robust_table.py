@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedsynth import FedAvg, ModelSettings, PartitionSettings, RunSettings
 from fedsynth.core.client import Group
@@ -52,25 +53,29 @@ class LiedTo(FedAvg):
         context: RoundContext,
     ) -> Results:
         honest = super().client_step(message, clients, memories, context)
-        return [
-            (self._lie(upload, message) if client in LIARS else upload, memory)
-            for client, (upload, memory) in zip(clients.ids, honest, strict=True)
-        ]
+        results = []
+        for client, (upload, memory) in zip(clients.ids, honest, strict=True):
+            if client in LIARS:
+                sent: Any = upload
+                parameters = {
+                    name: lie(self.attack, value, message.parameters[name])
+                    for name, value in sent.parameters.items()
+                }
+                upload = replace(sent, parameters=parameters)
+            results.append((upload, memory))
+        return results
 
-    def _lie(self, upload: Any, message: ModelParameters) -> Any:
-        sent = dict(upload.parameters)
-        if self.attack == "sign":
-            sent = {
-                n: message.parameters[n] * (1 + SIGN_SCALE) - value * SIGN_SCALE
-                for n, value in sent.items()
-            }
-        elif self.attack == "scale":
-            sent = {name: value * SCALE for name, value in sent.items()}
-        elif self.attack == "nan":
-            sent = {name: value.clone() for name, value in sent.items()}
-            for value in sent.values():
-                value.view(-1)[0] = torch.nan
-        return replace(upload, parameters=sent)
+
+def lie(attack: str, sent: Tensor, received: Tensor) -> Tensor:
+    """Returns what a client sends in place of a tensor."""
+    if attack == "sign":
+        return received * (1 + SIGN_SCALE) - sent * SIGN_SCALE
+    if attack == "scale":
+        return sent * SCALE
+    if attack == "nan":
+        sent = sent.clone()
+        sent.view(-1)[0] = torch.nan
+    return sent
 
 
 def settings(cell: Cell) -> RunSettings:

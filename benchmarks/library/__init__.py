@@ -1,7 +1,4 @@
-"""Shared parts of the benchmarks: rows of results, timing, options, and settings of several tables.
-
-Scripts import this and not each other.
-"""
+"""Shared parts of the benchmarks. Scripts import this and not each other."""
 
 from pathlib import Path
 

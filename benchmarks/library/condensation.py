@@ -1,5 +1,5 @@
-"""Steps of condensation to time: fedsynth's, and plain ones, as a careful reader of the papers would
-write first.
+"""Steps of condensation to time: fedsynth's, and plain ones, as a careful reader of the papers
+would write first.
 
 The plain steps are fair: float32, weights frozen, real features detached, batches of the paper's
 size. They take one client and one class at a time, one call for the embedding and one for the
@@ -68,16 +68,13 @@ class Case:
             self._step(ExactClientView(clients, self.data, parts), context)
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
-        """Runs the private step of the same expected batch."""
+        """Runs the first client's private step of the same expected batch."""
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         context = replace(self.context, privacy=privacy, precision=precision)
-        ids = range(len(self.parts))
         plans = self.method.release_plans(privacy, context)
-        charged = []
-        for k in ids:
-            guard = BudgetEnforcer(Ledger(str(k)), 1e-5, None)
-            charged.append(charge_round(plans, 1, 1.0, guard, SecretGenerator()))
-        self._step(PrivateClientView(ids, self.data, self.parts, charged), context)
+        guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
+        charged = charge_round(plans, 1, 1.0, guard, SecretGenerator())
+        self._step(PrivateClientView([0], self.data, self.parts[:1], [charged]), context)
 
     def _step(self, clients: Any, context: RoundContext) -> None:
         state = ServerState(context.architecture.state_dict())

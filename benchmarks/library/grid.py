@@ -83,7 +83,6 @@ class Rows:
         self._only = only
         self._end = time.monotonic() + budget
         self._machine = machine()
-        self.finished_rows: dict[str, Row] = {}
 
     def get(
         self,
@@ -108,10 +107,7 @@ class Rows:
         while len(rows) < repeats and self._only in key and time.monotonic() < self._end:
             rows.append({"key": key, **work(), **self._machine})
             append(self.path, rows[-1])
-        if len(rows) < repeats:
-            return None
-        self.finished_rows[key] = rows[-1]
-        return rows[-1]
+        return rows[-1] if len(rows) >= repeats else None
 
     def run(
         self, name: str, settings: RunSettings, data: Callable[[], Data] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -31,15 +32,14 @@ def machine() -> dict[str, Any]:
 def peak_growth(run: Callable[[], object]) -> float:
     """Returns by how many MiB a call raises the resident memory at its peak. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _peak_kilobytes()
+    before = _peak_mib()
     run()
-    return (_peak_kilobytes() - before) / 1024
+    return _peak_mib() - before
 
 
-def _peak_kilobytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["VmHWM"].split()[0])
+def _peak_mib() -> float:
+    [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) / 1024
 
 
 def seconds(
@@ -101,12 +101,12 @@ def run_cases(
         append(path, {"case": title, **row, **machine()})
 
 
-def timing_options(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+def timing_options(description: str | None) -> argparse.ArgumentParser:
     """Returns the parser of a script that measures time."""
     parser = plain_options(description)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="measure only cases whose name contains this")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, printed
     return parser

@@ -10,7 +10,6 @@ from typing import Any
 from library.rows import number
 
 Values = Callable[[], Sequence[float]]
-Label = str | tuple[str, ...]
 FIELD = re.compile(r"\{:([^}]*)\}")
 
 
@@ -39,17 +38,6 @@ class Sentence:
             for piece in re.sub(FIELD, "{}", self.text).split("{}")
         ]
         return re.compile(r"([+−-]?\d[\d.,]*)".join(pieces))
-
-    def check(self, text: str) -> list[str]:
-        """Returns what is wrong in a document, if anything."""
-        match = self.pattern().search(text)
-        if match is None:
-            return [f"{self.document} does not have the sentence {self.text!r}"]
-        printed = [number.rstrip(".,") for number in match.groups()]
-        expected = self.numbers()
-        if printed != expected:
-            return [f"{self.document} has {printed} and the rows {expected} in {self.text!r}"]
-        return []
 
     def put(self, text: str) -> str:
         """Returns the document with the rows' numbers."""
@@ -96,8 +84,8 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def pivot(
-    corner: Label,
-    rows: Mapping[Any, Any],
+    corner: str,
+    rows: Mapping[str, Any],
     columns: Mapping[str, Any],
     cell: Callable[[Any, Any], str],
 ) -> str:
@@ -105,16 +93,10 @@ def pivot(
 
     Args:
         corner: the heading of the rows' labels.
-        rows: the first argument of `cell` by label; a label may have several columns.
-        columns: the second argument of `cell` by label.
+        rows, columns: the arguments of `cell` by label.
         cell: returns the text of a cell.
     """
-    head = [*_parts(corner), *columns]
     body = []
     for label, row in rows.items():
-        body.append([*_parts(label), *(cell(row, column) for column in columns.values())])
-    return markdown(head, body)
-
-
-def _parts(label: Label) -> tuple[str, ...]:
-    return (label,) if isinstance(label, str) else label
+        body.append([label, *(cell(row, column) for column in columns.values())])
+    return markdown([corner, *columns], body)
