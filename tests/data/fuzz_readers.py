@@ -221,7 +221,6 @@ class Kind(NamedTuple):
 
 
 def in_head(content: bytes) -> Sequence[int]:
-    """Returns offsets in the first 400 bytes."""
     return range(min(len(content), 400))
 
 

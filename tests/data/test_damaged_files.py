@@ -15,7 +15,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,6 @@ def writers(**changes: Any) -> bytes:
         target = content["user_data"]["w"] if key in ("x", "y") else content
         target[key] = value
     return json.dumps(content).encode()
-
-
-def image(size: tuple[int, int]) -> bytes:
-    file = BytesIO()
-    Image.new("RGB", size).save(file, "JPEG")
-    return file.getvalue()
 
 
 IMAGES = zeros(20, 28, 28)
@@ -156,7 +149,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (b"\xff\xfe\x00", "cannot be read as a text file"),
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
-        (image((32, 48)), "the image is 32×48, but images of tiny-imagenet"),
+        (png(32, 48), "the image is 32×48, but images of tiny-imagenet"),
         (None, "cannot be read as an image: the file does not exist"),
     ],
     ("tiny-imagenet", f"tiny-imagenet-200/train/{MISSING_CLASS}/images/{MISSING_CLASS}_0.JPEG"): [

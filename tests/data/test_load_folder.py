@@ -22,7 +22,6 @@ from tests.image_folders import make_image_folder, write_declaration, write_imag
 
 
 def test_sites_become_clients_with_unchanged_pixels(tmp_path: Path) -> None:
-    """Each image has the label and the site of its folders."""
     loaded = load_folder(make_image_folder(tmp_path, per_class=2))
     assert loaded.names == ("north", "south")
     assert [part.tolist() for part in loaded.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -176,16 +175,6 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
     for test in ("scans", "link"):
         with pytest.raises(DataError, match=r"(12|24) of \1 test images are also training"):
             load_folder(tmp_path / "scans", test_folder=tmp_path / test)
-
-
-def test_users_in_both_splits_are_counted(tmp_path: Path) -> None:
-    for part, users in (("train", "ABCD"), ("test", "DEFG")):
-        folder = make_image_folder(tmp_path / part, sites=(), per_class=2)
-        images = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.png"))]
-        rows = [f"{path},{user}" for path, user in zip(images, users, strict=True)]
-        (folder / "users.csv").write_text("\n".join(["image,patient", *rows]))
-    with pytest.warns(UserWarning, match="1 of 4 users .* If they are the same people"):
-        load_folder(tmp_path / "train", test_folder=tmp_path / "test")
 
 
 # ---------------------------------------------------------------------------------- manifests

@@ -58,7 +58,6 @@ def counts_of(sizes: npt.ArrayLike, **rule: Any) -> IntArray:
 
 @pytest.fixture(autouse=True)
 def limited_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits the draws for impossible rules."""
     monkeypatch.setattr(label_skew, "MAX_TRIES", 300)
 
 

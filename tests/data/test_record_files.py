@@ -232,7 +232,6 @@ def test_csv_with_image_paths_is_not_a_table(tmp_path: Path) -> None:
 
 
 def sign(path: Path, bounds: str) -> None:
-    """Fills in the bounds and the signature of a draft."""
     text = path.read_text().replace("bounds = []", f"bounds = {bounds}")
     path.write_text(text.replace('by = ""', 'by = "a"').replace('date = ""', 'date = "2026-11-22"'))
 
@@ -291,42 +290,27 @@ def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ hub
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Path:
-    """Returns a folder of a hub: images in two Parquet files, a script and a pickle."""
+def test_hubs_keep_class_names_splits_and_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub has images in two Parquet files, a script and a pickle."""
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["well", "ill"])}
     )
+    hub = tmp_path / "scans"
     pictures = [Image.new("L", (8, 9), 10 * number) for number in range(6)]
     for split, rows in {"train": range(4), "test": range(3, 6)}.items():
         values = {"image": [pictures[row] for row in rows], "label": [row % 2 for row in rows]}
         data = datasets.Dataset.from_dict(values, features=features)
-        data.to_parquet(tmp_path / "scans" / "data" / f"{split}-00000-of-00001.parquet")
-    (tmp_path / "scans" / "scans.py").write_text("raise SystemExit('code of a hub was executed')")
-    (tmp_path / "scans" / "train.pkl").write_bytes(b"cos\nabort\n(tR.")
-    return tmp_path / "scans"
-
-
-def test_hub_data_sets_keep_class_names_and_splits(hub: Path) -> None:
-    notes: list[str] = []
-    settings = resolve({"data": {"dataset": f"hf:{hub}"}}).folder
-    loaded = read_own_data(settings, notes.append, declaration=None)
+        data.to_parquet(hub / "data" / f"{split}-00000-of-00001.parquet")
+    (hub / "scans.py").write_text("raise SystemExit('code of a hub was executed')")
+    (hub / "train.pkl").write_bytes(b"cos\nabort\n(tR.")
+    folder = resolve({"data": {"dataset": f"hf:{hub}"}}).folder
+    loaded = read_own_data(folder, quiet, declaration=None)
     assert loaded.train.spec.class_names == ("well", "ill")
     assert loaded.train.images[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
     assert loaded.train.images.shape == (4, 1, 9, 8)
     assert loaded.test.labels.tolist() == [1, 0, 1]
-
-
-def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
-    for number, name in enumerate(("hub[d]/train-*", "hub[d]/train-1", "hubd/train-1")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        table = pa.table({"x": [0.0, 1.0], "label": [number] * 2})
-        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    labels = parts_of(f"hf:{tmp_path / 'hub[d]'}")["train"].read("label")
-    assert labels.tolist() == [0, 0, 1, 1]
-
-
-def test_runs_record_hub_commits(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[Any] = []
 
     def snapshot(name: str, **options: Any) -> str:
@@ -345,6 +329,15 @@ def test_runs_record_hub_commits(hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
         parts_of("hf:clinic/scans")
     assert len(parts_of("hf:clinic/scans/data")) == 2
+
+
+def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
+    for number, name in enumerate(("hub[d]/train-*", "hub[d]/train-1", "hubd/train-1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        table = pa.table({"x": [0.0, 1.0], "label": [number] * 2})
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    labels = parts_of(f"hf:{tmp_path / 'hub[d]'}")["train"].read("label")
+    assert labels.tolist() == [0, 0, 1, 1]
 
 
 # --------------------------------------------------------------------------------------- Python
@@ -394,6 +387,7 @@ def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     data_of_run(settings, None, None, notes.append, download=False)
     text = "\n".join(notes)
     assert "1 of 3 users" in text
+    assert "If they are the same people" in text
     assert "4 of 4 test images are identical" in text
 
 

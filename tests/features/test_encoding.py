@@ -35,7 +35,6 @@ SHAPE = (1, 8, 8)
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file of random weights."""
     file = tmp_path_factory.mktemp("weights") / "public.safetensors"
     with forked_rng(0, "public weights"):
         save_file(timm.create_model("test_resnet", num_classes=5).state_dict(), file)
@@ -43,7 +42,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def timm_network(weights: Path) -> Any:
-    """Returns timm's network without its last layer."""
     network = timm.create_model("test_resnet", num_classes=5)
     network.load_state_dict(read_weights(str(weights)))
     network.reset_classifier(0)

@@ -8,7 +8,9 @@ or `altered_json`, and passes the call to `Fuzzer.run`.
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import operator
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -85,10 +87,7 @@ def altered_json(valid: Any, rng: random.Random) -> Any:
     or added key or entry, or deeper nesting."""
     value = copy.deepcopy(valid)
     path = rng.choice(list(value_paths(value)))
-    parent = value
-    for key in path[:-1]:
-        parent = parent[key]
-    key = path[-1]
+    parent, key = functools.reduce(operator.getitem, path[:-1], value), path[-1]
     old = parent[key]
     match rng.randrange(6):
         case 0 | 1:
@@ -108,7 +107,6 @@ def altered_json(valid: Any, rng: random.Random) -> Any:
 
 
 def _similar(old: Any, rng: random.Random) -> Any:
-    """Returns a different value of the same type."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, int):
@@ -148,7 +146,6 @@ def json_bytes(value: Any, rng: random.Random) -> bytes:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises a TimeoutError after `seconds`."""
 
     def interrupt(*_: Any) -> None:
         raise TimeoutError(f"more than {seconds:g} s")
@@ -185,12 +182,8 @@ EXPECTED_ERRORS = (FedsynthError, PrivacyError, CommandFailedError)
 
 
 def command(*args: str) -> tuple[int, str]:
-    """Runs `fedsynth` in this process; returns its exit code, 0 or 1, and its output.
-
-    Raises:
-        CommandFailedError: exit code 2 and one line on stderr.
-        AssertionError: any other exit.
-    """
+    """Runs `fedsynth` in this process; returns its exit code, 0 or 1, and its output. Exit code 2 and
+    one line on stderr raise a CommandFailedError, any other exit an AssertionError."""
     runner = CliRunner(env={"FEDSYNTH_DATA": None, "COLUMNS": "200"})
     run = runner.invoke(app, list(args), catch_exceptions=False)
     if run.exit_code == 2:

@@ -12,7 +12,7 @@ import random
 import struct
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -70,7 +70,6 @@ def sections(method: str) -> dict[str, dict[str, Any]]:
 
 
 def in_toml(value: Any) -> str:
-    """Returns a hostile value as TOML."""
     if isinstance(value, str):
         return to_toml({"x": {"y": value.replace("\ud800", "\ufffd")}}).split("= ", 1)[1].strip()
     if value is None or isinstance(value, dict):
@@ -81,7 +80,6 @@ def in_toml(value: Any) -> str:
 
 
 def with_hostile(settings: dict[str, dict[str, Any]], rng: random.Random) -> str:
-    """Returns the sections as TOML, with one hostile value."""
     section = rng.choice(list(settings))
     settings[section][rng.choice(list(settings[section]))] = "@@"
     return to_toml(settings).replace('"@@"', rng.choice((*map(in_toml, HOSTILE), *STRANGE)))
@@ -163,7 +161,6 @@ def word(option: str, rng: random.Random) -> str:
 
 
 def options_of_runs(fuzzer: Fuzzer) -> None:
-    """Runs a tiny run with one hostile option."""
     for number, rng in fuzzer.cases():
         private = number % 3 == 0
         option = rng.choice(TRAIN + PRIVATE + ("set",) * 20 if private else TRAIN + ("set",) * 12)
@@ -268,7 +265,6 @@ def rehashed(lines: list[dict[str, Any]]) -> bytes:
 
 
 def is_possible(row: Release) -> bool:
-    """Returns whether a row's values are possible."""
     numbers = (row.noise_multiplier, row.sensitivity, row.sample_rate)
     integers = (row.round, row.steps, row.dimension)
     return (
@@ -467,24 +463,15 @@ def frames(fuzzer: Fuzzer) -> None:
 
 
 # ------------------------------------------------------------------------------------- the table
-@dataclass(frozen=True)
-class Surface:
-    """One kind of input, and the least shares of refused and accepted cases."""
-
-    cases: int
-    play: Callable[[Fuzzer], None]
-    refused: float = 0.0
-    accepted: float = 0.0
-
-
-SURFACES = {
-    "config": Surface(600, configs, refused=0.33, accepted=0.01),
-    "option": Surface(110, options_of_runs, accepted=0.1),
-    "checkpoint": Surface(400, checkpoints, refused=0.8),
-    "ledger": Surface(300, changed_ledgers, refused=0.33, accepted=0.05),
-    "rehashed ledger": Surface(300, rehashed_ledgers, accepted=0.05),
-    "message": Surface(600, messages, refused=0.33, accepted=0.02),
-    "frame": Surface(150, frames),
+# The number of cases, their function, and the least shares of refused and accepted ones.
+SURFACES: dict[str, tuple[int, Callable[[Fuzzer], None], float, float]] = {
+    "config": (600, configs, 0.33, 0.01),
+    "option": (110, options_of_runs, 0.0, 0.1),
+    "checkpoint": (400, checkpoints, 0.8, 0.0),
+    "ledger": (300, changed_ledgers, 0.33, 0.05),
+    "rehashed ledger": (300, rehashed_ledgers, 0.0, 0.05),
+    "message": (600, messages, 0.33, 0.02),
+    "frame": (150, frames, 0.0, 0.0),
 }
 
 
@@ -494,7 +481,7 @@ def test_damaged_input_is_rejected_or_read_correctly(
     name: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # names may become paths in the current folder
-    surface = SURFACES[name]
-    fuzzer = Fuzzer(tmp_path, range(0, surface.cases, step))
-    surface.play(fuzzer)
-    fuzzer.check(surface.refused, surface.accepted)
+    cases, play, refused, accepted = SURFACES[name]
+    fuzzer = Fuzzer(tmp_path, range(0, cases, step))
+    play(fuzzer)
+    fuzzer.check(refused, accepted)
