@@ -6,8 +6,8 @@ This is a small version of FedKF's Table IV. The teacher, a LeNet-5, is trained 
 student learns only from the images of a generator. The generator is trained against the teacher to
 produce all classes equally often and with some confidence. At the end, the teacher classifies a
 batch of generated images, because a collapsed generator produces only one or two classes. The
-example takes about half an hour on a CPU core. `benchmarks/generator_scale.py` compares loss
-weights, learning rates and replay on held-out images.
+example takes about half an hour on a CPU core. `git show 04719c52:benchmarks/generator_scale.py`
+compares loss weights, learning rates and replay on held-out images.
 """
 
 from __future__ import annotations

@@ -152,20 +152,17 @@ def test_quick_scripts_write_their_rows(name: str, line: str, rows: int) -> None
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tables
-
-    return tables
+def tables(script: Any) -> Any:
+    return script("tables")
 
 
 def _read(tables: Any, document: str) -> str:
     return (tables.ROOT / document).read_text(encoding="utf-8")  # type: ignore[no-any-return]
 
 
-def test_documents_match_the_rows(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
-    assert tables.main() == 0
+def test_documents_match_the_rows(tables: Any) -> None:
+    for name in tables.DOCUMENTS:
+        assert tables.differences(name, _read(tables, name)) == []
 
 
 def test_tables_have_documents_and_scripts(
@@ -226,10 +223,9 @@ def test_free_numbers_are_detected(tables: Any) -> None:
 
 
 def test_rows_of_other_settings_are_errors(
-    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from library import rows
-
+    rows = script("library.rows")
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     rows_written = [{"key": f"fedavg seed=0 {digest}", "accuracy": 0.5} for digest in ("aa", "bb")]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows_written)) + "\n")
@@ -239,8 +235,7 @@ def test_rows_of_other_settings_are_errors(
     assert rows.percents("x", "fedavg", range(3)) == [50.0]
 
 
-def test_differences_beyond_the_deviation_are_bold(tables: Any) -> None:
-    from library import rows
-
+def test_differences_beyond_the_deviation_are_bold(script: Any) -> None:
+    rows = script("library.rows")
     assert rows.paired([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
     assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds are too few

@@ -1,10 +1,8 @@
 """Generates pages of the site from the program: methods, commands, the library's names, examples,
 and the documents at the top of the repository.
 
-    python docs/generate
-
-writes them to docs/generated/, which is not committed. Building the site calls it first. It needs
-no package besides fedsynth.
+Building the site writes them to docs/generated/, which is not committed. This needs no package
+besides fedsynth.
 """
 
 from __future__ import annotations
