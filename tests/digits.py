@@ -22,9 +22,9 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
-BLACK, WHITE = np.zeros((1, 1, 8, 8), np.uint8), np.full((1, 1, 8, 8), 255, np.uint8)
+WHITE = np.full((1, 1, 8, 8), 255, np.uint8)
 NOISE = np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8)).astype(np.uint8)
-HOSTILE = (BLACK, WHITE, NOISE)
+HOSTILE = (0 * WHITE, WHITE, NOISE)
 """Images of an additional example, for tests of sensitivity."""
 
 

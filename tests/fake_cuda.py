@@ -1,33 +1,26 @@
 """A fake GPU for machines without one: tensors of device `cuda` that hold their values.
 
-Each operation runs first on PyTorch's fake tensors, which raise where a GPU would refuse tensors of
-two devices or would have to read a value, and then on the values on the CPU. Where the host would
-wait for the device (reading a value, a blocking copy), a `Wait` is recorded. For C++ the device is
-`meta`, since the autograd engine asks a driver about streams of `cuda`. Tested with PyTorch 2.13
-built without CUDA and 2.15 built with it, both without a driver.
+Operations run on the values on the CPU. They raise where a GPU would refuse tensors of two devices.
+Where the host would wait for the device (reading a value, a blocking copy), a `Wait` is recorded. For
+C++ the device is `meta`, since the autograd engine asks a driver about streams of `cuda`. Tested with
+PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import fedsynth
 import fedsynth.privacy
@@ -35,13 +28,10 @@ from fedsynth.data import images as pixels
 
 CUDA = torch.device("cuda:0")
 META = torch.device("meta")
-READS = (DataDependentOutputException, DynamicOutputShapeException)
-CARD_BYTES = 2**33
-PACKAGE = (
-    Path(fedsynth.__file__).resolve().parent,
-    Path(fedsynth.privacy.__file__).resolve().parent,
-)
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+PACKAGE = tuple(Path(module.__file__).resolve().parent for module in (fedsynth, fedsynth.privacy))
 aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
 MASKS = (torch.bool, torch.uint8)
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
@@ -54,18 +44,12 @@ class CaptureError(RuntimeError):
     """Something waits for the device while a CUDA graph is captured."""
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A wait of the host for the device: to read a value, or for a copy to the device ("write").
     The stack has the package's functions, the innermost first: (file, function, line)."""
 
-    kind: str
     operation: str
     stack: tuple[tuple[str, str, int], ...]
-
-    def __str__(self) -> str:
-        frames = " < ".join(f"{file}:{line} {function}" for file, function, line in self.stack[:6])
-        return f"{self.kind} {self.operation} at {frames}"
 
 
 class GpuTensor(Tensor):
@@ -97,10 +81,6 @@ class GpuTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["cpu_values"], None
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> GpuTensor:
-        return GpuTensor(inner["cpu_values"])
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return CUDA
@@ -122,44 +102,8 @@ class GpuTensor(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.cpu_values = other.cpu_values
 
-    def new_tensor(self, data: Any, *, dtype: Any = None) -> Any:
-        return torch.tensor(data, dtype=dtype or self.dtype).to(META)
-
-    def get_device(self) -> int:
-        return 0
-
     def data_ptr(self) -> int:
         return self.cpu_values.data_ptr()
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Behaves as a tensor on a GPU: returns itself where nothing changes."""
-        kwargs = dict(kwargs)
-        copy = kwargs.pop("copy", False)
-        other = args[0] if args else kwargs.pop("other", None)
-        if isinstance(other, Tensor):
-            device, dtype, non_blocking, layout = other.device, other.dtype, False, None
-        else:
-            device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-        device = self.device if device is None else torch.device(device)
-        dtype = self.dtype if dtype is None else dtype
-        unchanged = device.type == "cuda" and dtype == self.dtype
-        if unchanged and not copy and (layout is None or self.is_contiguous(memory_format=layout)):
-            return self
-        return aten._to_copy(
-            self, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=layout
-        )
-
-    def cpu(self, *args: Any, **kwargs: Any) -> Any:
-        return self.to("cpu")
-
-    def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.numpy()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -167,9 +111,7 @@ class GpuTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             copy = self.detach().clone().requires_grad_(self.requires_grad)
-            copy.__dict__.update(
-                {key: value for key, value in self.__dict__.items() if key == "_is_param"}
-            )
+            copy.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_is_param"})
             memo[id(self)] = copy
         return memo[id(self)]
 
@@ -195,20 +137,6 @@ def _is_cuda(value: Any) -> bool:
     )
 
 
-def _signature(value: Any) -> Any:
-    """Returns what PyTorch's rules use of an argument; 1, True and 1.0 differ."""
-    if isinstance(value, Tensor):
-        return isinstance(value, GpuTensor), value.shape, value.stride(), value.dtype
-    return ("generator",) if isinstance(value, torch._C.Generator) else (type(value), value)
-
-
-def _to_fake(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        device = CUDA if isinstance(value, GpuTensor) else value.device
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-    return CUDA if isinstance(value, torch.device) and value.type == "meta" else value
-
-
 class _FakeGpu(TorchDispatchMode):
     """The fake GPU: creates tensors and handles all operations."""
 
@@ -218,14 +146,11 @@ class _FakeGpu(TorchDispatchMode):
         self.operations = 0
         self.generators: dict[int, torch.Generator] = {}
         self.tape: list[Any] | None = None
-        self._rules = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device_cache: dict[Any, Sequence[str] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one operation."""
         leaves, tree = tree_flatten((args, kwargs))
         gpu_tensors = [leaf for leaf in leaves if isinstance(leaf, GpuTensor)]
         device = kwargs.get("device")
@@ -234,9 +159,13 @@ class _FakeGpu(TorchDispatchMode):
             self._check_generator(func, kwargs, "cpu")
             return func(*args, **kwargs)
         self.operations += 1
-        self._check_generator(func, kwargs, "cuda" if creates or device is None else "cpu")
-        devices = self._devices(func, leaves, tree)
-        self._note_copies(func, args, kwargs, creates)
+        on_gpu = creates or device is None
+        self._check_generator(func, kwargs, "cuda" if on_gpu else "cpu")
+        self._note_waits(func, args, kwargs, creates)
+        indices = [id(value) for value in args[1]] if func in INDEXED else []
+        on_cpu = [v for v in leaves if isinstance(v, Tensor) and not isinstance(v, GpuTensor)]
+        if func not in COPIES and any(v.dim() and id(v) not in indices for v in on_cpu):
+            raise DeviceMixError(f"{func} gets tensors on the GPU and on the CPU")
         values = [leaf.cpu_values if isinstance(leaf, GpuTensor) else leaf for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(values, tree)
         if creates:
@@ -244,52 +173,17 @@ class _FakeGpu(TorchDispatchMode):
         result = func(*real_args, **real_kwargs)
         if self.tape is not None:
             self.tape.append((func, real_args, real_kwargs, result))
-        return self._wrapped(result, devices, gpu_tensors)
 
-    def _devices(self, func: Any, leaves: Sequence[Any], tree: Any) -> Sequence[str] | None:
-        """Returns the results' devices by fake tensors; None where the shape depends on values."""
-        key = (func, tree, tuple(map(_signature, leaves)))
-        if key not in self._device_cache:
-            self._device_cache[key] = self._devices_by_rules(func, leaves, tree)
-        devices = self._device_cache[key]
-        if devices is None:
-            self._wait("read", str(func))
-        return devices
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not on_gpu or any(value is v for v in on_cpu):
+                return value
+            existing = next((tensor for tensor in gpu_tensors if tensor.cpu_values is value), None)
+            if existing is None:
+                return GpuTensor(value)
+            assert existing.shape == value.shape, "an operation in place that changes the shape"
+            return existing
 
-    def _devices_by_rules(
-        self, func: Any, leaves: Sequence[Any], tree: Any
-    ) -> Sequence[str] | None:
-        args, kwargs = tree_unflatten(leaves, tree)
-        if func in INDEXED and any(value is not None and value.dtype in MASKS for value in args[1]):
-            return None  # fake tensors would ask a kernel, which builds without CUDA do not have
-        with self._rules:
-            args, kwargs = tree_unflatten([_to_fake(value) for value in leaves], tree)
-            if "generator" in kwargs:
-                kwargs["generator"] = None
-            try:
-                result = func(*args, **kwargs)
-            except READS:
-                return None
-            except RuntimeError as error:
-                raise DeviceMixError(f"{func}: {str(error).strip().splitlines()[0]}") from error
-        leaves = tree_flatten(result)[0]
-        return [value.device.type if isinstance(value, Tensor) else "" for value in leaves]
-
-    def _wrapped(
-        self, result: Any, devices: Sequence[str] | None, gpu_tensors: Sequence[GpuTensor]
-    ) -> Any:
-        leaves, tree = tree_flatten(result)
-        pairs = zip(leaves, devices or ["cuda"] * len(leaves), strict=True)
-        return tree_unflatten([self._wrapped_leaf(*pair, gpu_tensors) for pair in pairs], tree)
-
-    def _wrapped_leaf(self, value: Any, device: str, gpu_tensors: Sequence[GpuTensor]) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        existing = next((tensor for tensor in gpu_tensors if tensor.cpu_values is value), None)
-        if existing is None:
-            return GpuTensor(value) if device == "cuda" else value
-        assert existing.shape == value.shape, "an operation in place that changes the shape"
-        return existing
+        return tree_map(wrapped, result)
 
     def _check_generator(self, func: Any, kwargs: dict[str, Any], device: str) -> None:
         generator = kwargs.get("generator")
@@ -299,30 +193,32 @@ class _FakeGpu(TorchDispatchMode):
         if generator_device != device:
             raise DeviceMixError(f"{func} on {device} with a generator on {generator_device}")
 
-    def _note_copies(self, func: Any, args: Any, kwargs: dict[str, Any], creates: bool) -> None:
+    def _note_waits(self, func: Any, args: Any, kwargs: dict[str, Any], creates: bool) -> None:
         name = str(func)
-        if func is aten._to_copy.default:
-            reads = isinstance(args[0], GpuTensor) and kwargs.get("device") is not None
-            if reads and not creates:
+        if func in COPIES:
+            if func is aten._to_copy.default:
+                into_gpu = creates or kwargs.get("device") is None
+                source, blocks = args[0], not kwargs.get("non_blocking")
+            else:
+                into_gpu, source = isinstance(args[0], GpuTensor), args[1]
+                blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            if isinstance(source, GpuTensor) and not into_gpu:
                 self._wait("read", name)
-            elif creates and not isinstance(args[0], GpuTensor) and not kwargs.get("non_blocking"):
+            elif into_gpu and not isinstance(source, GpuTensor) and blocks:
                 self._wait("write", name)
-        elif func is aten.copy_.default:
-            into, source = args[0], args[1]
-            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            if isinstance(source, GpuTensor) and not isinstance(into, GpuTensor):
+        elif func in INDEXED:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.dtype in MASKS for index in indices):
                 self._wait("read", name)
-            elif isinstance(into, GpuTensor) and not isinstance(source, GpuTensor) and blocks:
-                self._wait("write", name)
-        elif func in INDEXED and any(
-            isinstance(index, Tensor) and not isinstance(index, GpuTensor) for index in args[1]
-        ):
-            self._wait("write", f"{name} by indices on the CPU")
+            if not all(isinstance(index, GpuTensor) for index in indices):
+                self._wait("write", f"{name} by indices on the CPU")
+        elif READS & {*func.tags}:
+            self._wait("read", name)
 
     def _wait(self, kind: str, operation: str) -> None:
         if self.tape is not None:
             raise CaptureError(f"{operation} waits while a CUDA graph is captured")
-        self.waits.append(Wait(kind, operation, _stack()))
+        self.waits.append(Wait(f"{kind} {operation}", _stack()))
 
     def record(self, step: Callable[[], None], device: torch.device) -> Callable[[], object]:
         """Replaces `fedsynth.training.sgd._record`: records the operations of one call and returns
@@ -387,11 +283,8 @@ def fake_gpu() -> Iterator[_FakeGpu]:
         # hooks of a backward pass name `cuda:0` where `_Names` is off
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr("fedsynth.simulation.simulate.resolve_device", lambda name: CUDA)
-        patch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda device=None: SimpleNamespace(total_memory=CARD_BYTES),
-        )
+        card = SimpleNamespace(total_memory=2**33)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
         patch.setattr("fedsynth.training.sgd._record", gpu.record)
         _ACTIVE.append(gpu)
         try:

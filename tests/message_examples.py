@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -29,16 +28,11 @@ DTYPES = {
 
 def message_types() -> list[type[Packed]]:
     """Returns all messages and states of the package, sorted by name."""
-    for name in METHODS:
-        method_class(name)
-    return sorted(set(_subclasses(Packed)), key=lambda kind: kind.__qualname__)
-
-
-def _subclasses(parent: type[Packed]) -> Iterator[type[Packed]]:
-    for kind in parent.__subclasses__():
-        if kind.__module__.startswith("fedsynth"):
-            yield kind
-            yield from _subclasses(kind)
+    list(map(method_class, METHODS))
+    found: list[type[Packed]] = [Packed]
+    for kind in found:  # grows in the loop
+        found += (sub for sub in kind.__subclasses__() if sub.__module__.startswith("fedsynth"))
+    return sorted({*found} - {Packed}, key=lambda kind: kind.__qualname__)
 
 
 def field_types(hint: Any) -> tuple[Any, ...]:

@@ -9,15 +9,9 @@ import torch
 
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import Memory
 from fedsynth.federation.server import Server
 from fedsynth.privacy.plans import FIRST, PHASES
-
-
-def uploads_of(clients: Group, results: Results) -> dict[int, Message]:
-    """Returns the messages of a group's step by client number."""
-    return {k: message for k, (message, _) in zip(clients.ids, results, strict=True)}
 
 
 def play_round(
@@ -26,16 +20,10 @@ def play_round(
     memories: MutableMapping[int, Memory],
     context: RoundContext,
 ) -> dict[int, Any]:
-    """Plays one round, with its first exchange if it has one.
+    """Plays one round, with its first exchange if it has one, and returns the uploads by number.
 
-    Args:
-        server: its state is the next one afterwards.
-        groups: the clients of the round; the steps of each group are taken together. A function of
-            the phase where clients are charged for each exchange.
-        memories: of the clients by number ({} where missing); replaced by the new ones.
-
-    Returns:
-        The uploads by client number, of the types that the method declares.
+    Changes the server's state and the memories. The steps of each group are taken together;
+    `groups` is a function of the phase where clients are charged for each exchange.
     """
     replies: dict[int, Any] = {}
     for phase in PHASES:
@@ -47,8 +35,8 @@ def play_round(
             step = server.method.first_step if phase == FIRST else server.method.client_step
             group_memories = [memories.get(k, {}) for k in group.ids]
             results = step(request, group, group_memories, context)
-            replies.update(uploads_of(group, results))
-            memories.update(zip(group.ids, (memory for _, memory in results), strict=True))
+            for k, (message, memory) in zip(group.ids, results, strict=True):
+                replies[k], memories[k] = message, memory
         assert server.check(phase, replies, context)[1] == {}
         server.receive(phase, replies, context)
     return replies

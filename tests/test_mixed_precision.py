@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from fedsynth import FedAF, FedAvg, FedDF, FedDM, FedKF, ModelSettings, RunSettings, simulate
 from fedsynth.core.context import RoundContext
-from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.fedkf import KnowledgeFusion, TwoModels
 from fedsynth.mixed_precision import mixed
 from fedsynth.models.registry import build_model
@@ -26,14 +23,15 @@ from fedsynth.synthesizer.distillation.ensemble import (
 )
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.training import sgd
-
-DIGITS = dataset_spec("digits")
-CPU = torch.device("cpu")
+from tests.digits import CPU, SPEC
 
 
 def network(seed: int, norm: str = "batch") -> nn.Module:
-    """Returns a small convolutional network for the digits."""
-    return build_model(ModelSettings("cnn1", norm=norm), DIGITS.image_shape, DIGITS.classes, seed)
+    return build_model(ModelSettings("cnn1", norm=norm), SPEC.image_shape, SPEC.classes, seed)
+
+
+def context(model: nn.Module) -> RoundContext:
+    return RoundContext(2, 0, CPU, SPEC, model, 20.0, precision=torch.bfloat16)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -46,68 +44,65 @@ def test_student_gets_images_of_the_updated_generator() -> None:
     """Autocast caches cast weights, so that images would come from the generator before its step."""
     method = FedKF(generator_batch=16, generator_width=8, generator_lr=0.3, use_kl=True)
     teacher = network(0).state_dict()
-    context = RoundContext(2, 0, CPU, DIGITS, network(0), 20.0, precision=torch.bfloat16)
-    fusion = KnowledgeFusion(method, 0, TwoModels(teacher, 1.0, teacher), {}, context)
+    models = TwoModels(teacher, 1.0, teacher)
+    fusion = KnowledgeFusion(method, 0, models, {}, context(network(0)))
     with mixed(CPU, torch.bfloat16):  # as inside of a client's own step
         fusion.train_generator(network(5))
-    draws = torch_generator(0, "distillation noise", 2, 0)
-    z = torch.randn(16, 100, generator=draws)
+    z = torch.randn(16, 100, generator=torch_generator(0, "distillation noise", 2, 0))
     with torch.no_grad():
-        initial = make_generator(DIGITS, 0, width=8).normalised(z)
+        initial = make_generator(SPEC, 0, width=8).normalised(z)
         updated = fusion._generator.normalised(z)
     images = fusion._images
     assert images.dtype == fusion._teacher_logits.dtype == torch.float32
     assert (images - initial).abs().mean() > 10 * (images - updated).abs().mean() > 0
 
 
-@contextmanager
-def convolution_dtypes() -> Iterator[set[torch.dtype]]:
-    """Collects the dtypes of convolution outputs in the block."""
-    dtypes: set[torch.dtype] = set()
+@pytest.fixture
+def dtypes(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
+    convolve = nn.Conv2d._conv_forward
 
-    def record_dtype(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, nn.Conv2d):
-            dtypes.add(output.dtype)
+    def record(*args: Any) -> Tensor:
+        output = convolve(*args)
+        found.add(output.dtype)
+        return output
 
-    handle = register_module_forward_hook(record_dtype)
-    try:
-        yield dtypes
-    finally:
-        handle.remove()
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", record)
+    return found
 
 
-def test_server_distillation_differs_by_rounding() -> None:
-    """Compares the student's weights after one-shot distillation in both precisions."""
+def test_server_distillation_differs_by_rounding(dtypes: set[torch.dtype]) -> None:
     final_weights = []
+    settings = OneShotSettings(
+        generator_steps=2, generator_batch=16, generator_width=8, student_images="last"
+    )
     for precision in (torch.float32, torch.bfloat16):
         student = network(9)
-        settings = OneShotSettings(
-            generator_steps=2, generator_batch=16, generator_width=8, student_images="last"
-        )
         models = [network(0).eval(), network(1, "group").eval()]
-        with convolution_dtypes() as dtypes:
-            training = OneShotDistillation(
-                settings, models, average_of_logits, student, DIGITS, 0, precision=precision
-            )
-            for epoch in range(2):
-                training.train_student(epoch, training.train_generator(epoch))
+        training = OneShotDistillation(
+            settings, models, average_of_logits, student, SPEC, 0, precision=precision
+        )
+        for epoch in range(2):
+            training.train_student(epoch, training.train_generator(epoch))
         assert dtypes == {precision}  # of models, generator and student
+        dtypes.clear()
         final_weights.append(weights(student))
     start = weights(network(9))
     assert not torch.equal(*final_weights)
     assert (final_weights[0] - final_weights[1]).norm() < 0.1 * (final_weights[0] - start).norm()
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_epochs=2, batch=32, lr=0.1),
-                                    FedDF(proxy="noise", local_epochs=1, server_steps=5)], ids=str)  # fmt: skip
-def test_precision_setting_reaches_runs(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["fedavg", "feddf"])
+def test_precision_setting_reaches_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are close to those in float32 but differ. For FedDF, training stays in float32 and only
     the distillation is in bfloat16."""
-    if method.name == "feddf":
+    method: Any = FedAvg(local_epochs=2, batch=32, lr=0.1)
+    if name == "feddf":
+        method = FedDF(proxy="noise", local_epochs=1, server_steps=5)
         monkeypatch.setattr(sgd, "mixed", lambda device, precision: nullcontext())
+    model = ModelSettings("cnn1", norm="batch")
     final_weights = []
     for precision in ("fp32", "bf16"):
-        model = ModelSettings("cnn1", norm="batch")
         settings = RunSettings(method, rounds=1, model=model, precision=precision)
         final_weights.append(weights(simulate(settings, quiet=True).model))
     assert not torch.equal(*final_weights)
@@ -115,29 +110,27 @@ def test_precision_setting_reaches_runs(method: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("matching", ["none", "minibatch", "union"])
-def test_server_trains_on_synthetic_images_in_bfloat16(matching: str) -> None:
+def test_server_trains_on_synthetic_images_in_bfloat16(
+    matching: str, dtypes: set[torch.dtype]
+) -> None:
     """Covers FedAF's knowledge matching, so that its ablations do not differ in precision."""
-    draws = torch.Generator().manual_seed(0)
-    images = torch.randn(20, *DIGITS.image_shape, generator=draws)
+    images = torch.randn(20, *SPEC.image_shape, generator=torch.Generator().manual_seed(0))
     sets = {0: SyntheticSet(images, torch.arange(20) % 10)}
     model = network(0)
-    context = RoundContext(1, 0, CPU, DIGITS, model, 20.0, precision=torch.bfloat16)
-    soft = torch.full((10, 10), 0.1)
-    has_label = torch.ones(10, dtype=torch.bool)
+    soft, has_label = torch.full((10, 10), 0.1), torch.ones(10, dtype=torch.bool)
     settings = {"server_epochs": 2, "server_batch": 10}
-    with convolution_dtypes() as dtypes:
-        if matching == "none":
-            train_on_union(model, sets, FedDM(**settings).union_sgd(), context)
-        else:
-            method = FedAF(**settings, server_matching=matching, global_weight=1.0)
-            method._train_server(model, sets, soft, has_label, context)
+    if matching == "none":
+        train_on_union(model, sets, FedDM(**settings).union_sgd(), context(model))
+    else:
+        method = FedAF(**settings, server_matching=matching, global_weight=1.0)
+        method._train_server(model, sets, soft, has_label, context(model))
     assert dtypes == {torch.bfloat16}
     assert torch.isfinite(weights(model)).all()
 
 
 def test_generator_gradient_survives_bright_pixels() -> None:
     """In bfloat16 the sigmoid of 7 rounds to 1."""
-    generator = make_generator(DIGITS, 0, width=4)
+    generator = make_generator(SPEC, 0, width=4)
     last: Any = generator.body[-1]
     torch.nn.init.zeros_(last.weight)
     torch.nn.init.constant_(last.bias, 7.0)

@@ -13,15 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
-from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.shared.local import TrainsLocally
 
-_LOCAL = "--set local_epochs=1 --set batch=128"
-SMALL: dict[str, str] = {
-    **{name: _LOCAL for name in METHODS if issubclass(method_class(name), TrainsLocally)},
-    "fedbn": f"{_LOCAL} --norm batch",
-    "fedhydra": f"{_LOCAL} --set server_epochs=1 --set generator_steps=1 --set generator_width=4 "
-    "--set stratification_steps=2 --set stratification_batch=4",
+LOCAL = "--set local_epochs=1 --set batch=128"
+SMALL = {
     "feddm": "--set iterations=1 --set server_epochs=1 --ipc 2",
     "real": "--set server_epochs=1 --ipc 2",
 }
@@ -64,7 +58,7 @@ def call(line: str, *more: str, output: Path) -> Outcome:
 
 def call_train(output: Path, line: str, *more: str) -> Outcome:
     method, _, options = line.partition(" ")
-    tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {SMALL[method]}"
+    tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {SMALL.get(method, LOCAL)}"
     arguments = f"train --output '{output}' --method {method} {tiny} {options}"
     return call(arguments, *more, output=output)
 

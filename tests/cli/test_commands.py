@@ -1,4 +1,4 @@
-"""Other commands, the installed script, and runs that are interrupted and resumed."""
+"""Commands, the installed script, runs on a user's images, and runs that end early."""
 
 from __future__ import annotations
 
@@ -18,25 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedsynth import (
-    FedStats,
-    PrivacySettings,
-    RunSettings,
-    export_run,
-    load_model,
-    load_preset,
-    load_synthetic,
-    resolve,
-    simulate,
-)
+import fedsynth as library
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.runs_commands import seconds_of
 from fedsynth.federation.context import choose_speed
+from fedsynth.federation.protocol import Observer
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
+from tests.image_folders import make_image_folder, write_image
 from tests.interruption import interrupt_in_round
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
@@ -63,11 +55,7 @@ def test_methods_are_listed_and_their_settings_explained(fedsynth: Call) -> None
     first = "uploads in a first exchange (FeatureSums):\n  sums: released\n  counts: released"
     assert first in fedsynth("methods show fedfm").stdout
     assert "refused: the clients send real images" in fedsynth("methods show real").stdout
-    for name in METHODS:
-        settings, explained = fedsynth(f"methods show {name}").stdout.split("\n\n", 2)[1:]
-        assert ">>>" not in explained  # examples are for the Python interface
-        for line in settings.splitlines()[1:]:
-            assert re.search(rf"\b{line.split()[0]}\b", explained), (name, line)
+    assert ">>>" not in feddm  # examples are for the Python interface
 
 
 def test_runs_command_compares_runs(train: Call, fedsynth: Call) -> None:
@@ -111,10 +99,10 @@ def test_damaged_summaries_are_rejected(fedsynth: Call, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("student")
-    method = FedStats(ipc=2, drawn_ipc=4)
-    settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
-    run = simulate(settings, output=root / "runs", quiet=True)
-    export_run(str(run.folder), root / "share", with_model=True)
+    method = library.FedStats(ipc=2, drawn_ipc=4)
+    settings = library.RunSettings(method, rounds=3, privacy=library.PrivacySettings(epsilon=20.0))
+    run = library.simulate(settings, output=root / "runs", quiet=True)
+    library.export_run(str(run.folder), root / "share", with_model=True)
     return root / "share"
 
 
@@ -124,10 +112,10 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
     run = fedsynth(f"student {share} {options}")
     assert run.code == 0, run.stderr
     assert "trained on: 60 images, soft labels\n" in run.stdout
-    epsilon = format_epsilon(load_synthetic(share).epsilon or 0.0)
+    epsilon = format_epsilon(library.load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, as for the synthetic images" in run.stdout
     assert " % of 359 real test images" in run.stdout
-    assert load_model(model_file) is not None
+    assert library.load_model(model_file) is not None
     for options, text in {
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
@@ -210,7 +198,6 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
 
 
 def test_reproduce_runs_scaled_cell(fedsynth: Call, tmp_path: Path) -> None:
-    """Runs on FedProx's synthetic data, scaled."""
     cell = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedprox"
     line = f"reproduce {cell} --output {tmp_path / 'found'}"
     first = fedsynth(f"{line} --scale 0.01")
@@ -234,7 +221,6 @@ def test_time_budgets_are_parsed() -> None:
 
 
 def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
-    """The run equals the library's preset, and a --method that the table lacks is rejected."""
     line = f"train --output {tmp_path / 'out'} --preset"
     run = fedsynth(
         f"{line} fedprox:synthetic --dataset 'synthetic(0,0)' --rounds 1 --set local_epochs=1 "
@@ -242,10 +228,10 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     )
     assert run.code == 0, run.stderr
     assert run.stderr.startswith("preset fedprox:synthetic (FedProx (arXiv 1812.06127), Figures")
-    settings = resolve(read_sections(run.folder / "config.toml"))
+    settings = library.resolve(read_sections(run.folder / "config.toml"))
     changes = {"run": {"rounds": 1}, "method": {"local_epochs": 1}}
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
-    preset = load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
+    preset = library.load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     assert settings == choose_speed(preset, torch.device("cpu"))
     fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
 
@@ -295,24 +281,6 @@ def test_signals_end_runs_with_exit_code(number: int, code: int, tmp_path: Path)
     (folder,) = output.iterdir()
     assert "of 400 rounds. Spent: ε = " in log.read_text()
     assert f"To resume: --resume {folder}" in log.read_text()
-
-
-def test_resume_ends_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run folder is renamed as usual, and its report verifies."""
-    options = f"--device cpu --output {tmp_path / 'out'} --set iterations=1 --subset 0.2 --width 8"
-    with interrupt_in_round(2, monkeypatch):
-        interrupted = fedsynth(f"train {options} --dp-sigma 3")
-    assert interrupted.code == 130
-    folder = interrupted.folder
-    fedsynth(f"train --resume {folder} --rounds 3").assert_refused(
-        "--rounds cannot be used with --resume"
-    )
-    resumed = fedsynth(f"train --resume {folder} --device cpu")
-    assert resumed.code == 0
-    assert "the run resumes after 1 of 3 rounds" in resumed.stderr
-    assert interrupted.folder.suffix != ".incomplete"
-    assert fedsynth(f"privacy verify {interrupted.folder}").code == 0
-    fedsynth(f"train --resume {interrupted.folder}").assert_refused("has finished")
 
 
 FAULTS = """
@@ -365,3 +333,95 @@ def test_commands_that_train_nothing_import_no_heavy_libraries(train: Call) -> N
         loaded = python(code, *command.split()).splitlines()[-1].split()
         assert "fedsynth.cli.app" in loaded
         assert not {*heavy.split()} & {*loaded}, command
+
+
+SHORT = (
+    "--rounds 1 --width 4 --depth 2 --ipc 1 --device cpu --set iterations=1 --set server_epochs=1 "
+    "--set min_examples=1"
+)
+
+
+def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
+    """The steps of the documentation: describe, sign, synthesize, load."""
+    folder = make_image_folder(tmp_path / "scans")
+    share = tmp_path / "share"
+    runs = f"--output {tmp_path / 'runs'}"
+    synthesize = f"synthesize --data {folder} --dp-epsilon 8 --out {share} {SHORT} {runs}"
+    fedsynth(synthesize).assert_refused(f"Run fedsynth data describe {folder}, then")
+
+    described = fedsynth(f"data describe {folder}")
+    assert described.code == 0, described.stderr
+    assert "sites 0: north, 1: south" in described.stdout
+    toml = folder / "fedsynth.toml"
+    assert f"written: {toml}" in described.stdout
+    assert fedsynth(f"data describe {folder}").code == 0  # replaces the unsigned draft
+
+    assert "is not signed. " in fedsynth(synthesize).stderr
+    signed = toml.read_text().replace('by = ""', 'by = "me"')
+    toml.write_text(signed.replace('date = ""', 'date = "2026-11-23"'))
+    assert "is signed" in fedsynth(f"data describe {folder}").stderr
+    result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
+    assert result.code == 0, result.stderr
+    assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
+    assert f"you may share the folder {share}" in result.stderr
+    synthetic = library.load_synthetic(share)
+    assert synthetic.epsilon <= 8
+    fedsynth(f"privacy verify {share}").assert_refused("Verify the run folder")
+
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    exported = fedsynth(f"export {run_folder} --out {tmp_path / 'again'}")
+    assert exported.code == 0, exported.stderr
+    second = library.load_synthetic(tmp_path / "again")
+    assert second.images.equal(synthetic.images)
+    assert (second.epsilon, second.spec) == (synthetic.epsilon, synthetic.spec)
+
+
+def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
+    folder = make_image_folder(tmp_path / "scans")
+    (folder / "north" / "ill" / "00.png").write_bytes(b"x")
+    write_image(folder / "north" / "ill" / "big.png", 1, (20, 20))
+    line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
+    fedsynth(f"{line} --image-size 16").assert_refused("--skip-corrupt (data.skip_corrupt=True)")
+    assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
+    result = fedsynth(f"{line} --image-size 16 --skip-corrupt")
+    assert result.code == 0, result.stderr
+    assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP, TIFF file)" in result.stderr
+    for path in result.folder.rglob("*"):  # file names are only printed
+        assert path.is_dir() or b"00.png" not in path.read_bytes()
+
+
+def quick(rounds: int = 2, **run: Any) -> library.RunSettings:
+    run = {"model": ModelSettings("linear"), "rounds": rounds, **run}
+    return library.RunSettings(library.FedAvg(local_steps=1), **run)
+
+
+def test_simulate_prints_progress_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    library.simulate(quick())
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "round 2/2" in captured.err
+    library.simulate(quick(), quiet=True)
+    library.simulate(quick(), observer=Observer())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_early_ends_print_epsilon_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = library.PrivacySettings(noise_multiplier=3.0)
+    single: Any = library.simulate(quick(rounds=1, privacy=private), quiet=True).privacy
+    cap = 1.2 * single["guarantee"]["epsilon"]
+    capped = quick(privacy=library.PrivacySettings(noise_multiplier=3.0, epsilon=cap))
+    result = library.simulate(capped, output=tmp_path / "capped")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("ended after 1 of 2 rounds: client")
+    spent = format_epsilon(result.summary["differential_privacy"]["epsilon"])
+    assert f". Spent: ε = {spent} at δ" in line
+    assert line.endswith(f". The results are in {result.folder}")
+
+    with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+        library.simulate(quick(privacy=private), output=tmp_path / "cut")
+    line = capsys.readouterr().err.splitlines()[-1]
+    (folder,) = (tmp_path / "cut").iterdir()
+    assert "after 1 of 2 rounds. Spent: ε = " in line
+    assert line.endswith(f"--resume {folder}")

@@ -19,7 +19,6 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from tests.cli.conftest import Call
 from tests.interruption import interrupt_in_round
 
-FAST = "--clients 3 --width 4 --device cpu --set iterations=2 --set server_epochs=1 --set ipc=1"
 REASON = "a round of real (none): a run on the same data without differential privacy"
 
 # ----------------------------------------------------------------------------------------- plans
@@ -61,7 +60,6 @@ def test_plan_shows_signal_to_noise_of_public_data(fedsynth: Call) -> None:
 
 
 def test_plan_uses_set_options(fedsynth: Call) -> None:
-    """--set overrides δ and the budget of the options."""
     line = "--method fedavg --rounds 2 --dataset digits"
     (plan,) = plans(fedsynth, f"{line} --set privacy.noise_multiplier=2 --set privacy.delta=6e-4")
     assert plan["delta"] == 6e-4
@@ -75,16 +73,17 @@ def test_plan_uses_set_options(fedsynth: Call) -> None:
     assert "plan for one patient with all examples, δ" in text
 
 
-def test_dry_run_prints_guarantee_and_writes_nothing(fedsynth: Call, tmp_path: Path) -> None:
-    out, ledgers = tmp_path / "out", tmp_path / "kept"
-    line = f"train {FAST} --rounds 2 --output {out} --dp-ledger {ledgers} --dp-sigma"
-    dry = fedsynth(f"{line} 3 --dry-run")
-    as_json = json.loads(fedsynth(f"{line} 3 --dry-run --json").stdout)
+def test_dry_run_prints_guarantee_and_writes_nothing(
+    train: Call, fedsynth: Call, tmp_path: Path
+) -> None:
+    line = f"feddm --rounds 2 --dp-ledger {tmp_path / 'kept'} --dp-sigma"
+    dry = train(f"{line} 3 --dry-run")
+    as_json = json.loads(train(f"{line} 3 --dry-run --json").stdout)
     assert list(tmp_path.iterdir()) == []
     for more in ("--dry-run", ""):
-        fedsynth(f"{line} 1 --dp-epsilon 0.1 {more}").assert_refused("above the cap")
-    run = fedsynth(f"{line} 3")
-    spent = json.loads((run.folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
+        train(f"{line} 1 --dp-epsilon 0.1 {more}").assert_refused("above the cap")
+    report = json.loads((train(f"{line} 3").folder / "privacy_report.json").read_text())
+    spent = report["guarantee"]["epsilon"]
     assert f"ε = {format_epsilon(spent)} at" in dry.stdout
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert json.loads(fedsynth("train --dry-run --json").stdout) == {"guarantee": False}
@@ -100,7 +99,6 @@ def test_plans_of_enormous_runs_are_fast(fedsynth: Call, privacy: str) -> None:
     sampled = "--rounds 2 --set batch=8 --clients 2"
     for more in (f"{million} {epochs}", f"{sampled} {epochs}", f"{sampled} {million}"):
         run = fedsynth(f"{long} {more}")
-        assert len(run.stdout) < 5000
         # an impossible budget prints another line
         assert run.code == 0 or "8 is too small" in run.stderr
     epsilons = json.loads(fedsynth(f"{long} {million} --json").stdout)["epsilon"]
@@ -112,15 +110,8 @@ def test_plans_of_enormous_runs_are_fast(fedsynth: Call, privacy: str) -> None:
 # --------------------------------------------------------------------------- reports, signatures
 
 
-def trained(fedsynth: Call, tmp_path: Path, options: str) -> Path:
-    """Returns the folder of a run with these options."""
-    result = fedsynth(f"train {FAST} --rounds 2 --output {tmp_path / 'out'} {options}")
-    assert result.code == 0, result.stderr
-    return result.folder  # type: ignore[no-any-return]
-
-
-def test_reports_are_printed_and_verified(fedsynth: Call, tmp_path: Path) -> None:
-    folder = trained(fedsynth, tmp_path, "--dp-epsilon 4 --dp-mechanism features")
+def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
+    folder = train("feddm --dp-epsilon 4 --dp-mechanism features").folder
     markdown = fedsynth(f"privacy report {folder}").stdout
     assert markdown == (folder / "privacy_report.md").read_text()
     file = folder / "privacy_report.json"
@@ -149,41 +140,28 @@ def test_reports_are_printed_and_verified(fedsynth: Call, tmp_path: Path) -> Non
 
 
 def test_unfinished_runs_have_report_on_request(
-    fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Call, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupt_in_round(2, monkeypatch):
-        folder = fedsynth(f"train {FAST} --rounds 3 --dp-sigma 3 --output {tmp_path}/out").folder
+        folder = train("feddm --rounds 3 --dp-sigma 3").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
     result = fedsynth(f"privacy report {folder}")
     assert (result.code, "the run did not finish" in result.stderr) == (0, True)
     assert fedsynth(f"privacy verify {folder}").code == 0
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
-    """Returns the files of a private key and of its public key."""
+def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
-    from cryptography.hazmat.primitives import serialization as forms
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from tests.privacy import test_signing as signing
 
-    key = Ed25519PrivateKey.generate()
+    key = signing.Ed25519PrivateKey.generate()
     private, public = tmp_path / "key.pem", tmp_path / "key.pub"
-    pem, none = forms.Encoding.PEM, forms.NoEncryption()
-    private.write_bytes(key.private_bytes(pem, forms.PrivateFormat.PKCS8, none))
-    public_form = forms.PublicFormat.SubjectPublicKeyInfo
-    public.write_bytes(key.public_key().public_bytes(pem, public_form))
-    return private, public
-
-
-def test_signatures_are_verified(keys: tuple[Path, Path], fedsynth: Call, tmp_path: Path) -> None:
-    private, public = keys
-    train = f"train {FAST} --output {tmp_path / 'out'}"
-    fedsynth(f"{train} --dp-sigma 3 --sign-key {public}").assert_refused(
-        "unencrypted private Ed25519 key"
-    )
-    fedsynth(f"{train} --sign-key {private}").assert_refused("needs a private run")
+    private.write_bytes(signing.private_pem(key))
+    public.write_bytes(signing.public_pem(key))
+    train(f"feddm --dp-sigma 3 --sign-key {public}").assert_refused("unencrypted private Ed25519")
+    train(f"feddm --sign-key {private}").assert_refused("needs a private run")
     assert not (tmp_path / "out").exists()
-    folder = trained(fedsynth, tmp_path, f"--dp-sigma 3 --sign-key {private}")
+    folder = train(f"feddm --dp-sigma 3 --sign-key {private}").folder
     verify = f"privacy verify {folder} --public-key {public}"
     verified = fedsynth(verify)
     assert verified.code == 0, verified.stderr
@@ -220,12 +198,9 @@ def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
 
 
 def test_refuted_claims_exit_with_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SecretGenerator.normal
-    monkeypatch.setattr(
-        SecretGenerator,
-        "normal",
-        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 9, device),
-    )
+    draw = SecretGenerator.normal
+    reduced = lambda self, shape, deviation, *more: draw(self, shape, deviation / 9, *more)  # noqa: E731
+    monkeypatch.setattr(SecretGenerator, "normal", reduced)
     audit = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
     facts = json.loads(audit.stdout)
     assert audit.code == 1
@@ -251,10 +226,8 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     assert result.code == 0
     entry = json.loads(file.read_text())["audit"]
     assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
-    assert entry["command"] == (
-        f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100 "
-        "--confidence 0.999"
-    )
+    command = f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100"
+    assert entry["command"] == f"{command} --confidence 0.999"
     for ending in ("md", "html"):
         assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
     assert fedsynth(f"privacy verify {folder}").code == 0
@@ -286,14 +259,13 @@ def test_empty_ledger_refused(train: Call, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path) -> None:
-    """A ledger without fingerprints is rejected until its owner confirms it."""
     folder = tmp_path / "the ledgers"
     line = f"feddm --dp-sigma 3 --dp-ledger '{folder}'"
     row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
-    dataset = resolve({"partition": {"clients": 2}})
+    dataset = data_set_id(resolve({"partition": {"clients": 2}}))
     names = ("client-000", "client-001")
     for name in names:
-        Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
+        Ledger(name, folder / f"{name}.jsonl", dataset=dataset).charge(row)
     command = f"fedsynth privacy carry-over '{folder}' client-000"
     train(line).assert_refused(f"run {command}")
     for name in names:

@@ -10,14 +10,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from fedsynth import (
-    FedDM,
-    FolderSettings,
-    ModelSettings,
-    PartitionSettings,
-    PrivacySettings,
-    RunSettings,
-)
+import fedsynth
 from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.options import KEYS, set_options, setting_parameter
@@ -26,12 +19,12 @@ from fedsynth.features.encoding import EncoderSettings
 from fedsynth.validation import field_types
 
 CLASSES: dict[str, tuple[Any, ...]] = {
-    "run": (RunSettings,),
-    "data": (FolderSettings, EncoderSettings),
-    "partition": (PartitionSettings,),
-    "model": (ModelSettings,),
-    "method": (FedDM,),
-    "privacy": (PrivacySettings,),
+    "run": (fedsynth.RunSettings,),
+    "data": (fedsynth.FolderSettings, EncoderSettings),
+    "partition": (fedsynth.PartitionSettings,),
+    "model": (fedsynth.ModelSettings,),
+    "method": (fedsynth.FedDM,),
+    "privacy": (fedsynth.PrivacySettings,),
     "report": (ReportSettings,),
 }
 
@@ -44,26 +37,20 @@ def test_set_keys_name_method_or_section_settings() -> None:
         "partition": {"missing_classes": "2"},
     }
     assert set_options(["a=b=c"]) == {"method": {"a": "b=c"}}
-
-
-def test_malformed_set_options_are_rejected() -> None:
-    for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
-        with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
-            set_options([text])
-
-
-def test_repeated_settings_are_rejected() -> None:
     sections = {"partition": {"kind": "iid"}, "method": {}}
     merged = set_options(["partition.alpha=2"], sections)
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
     with pytest.raises(OptionError, match=r"^partition\.kind is set twice"):
         set_options(["partition.kind=classes"], sections)
+    for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
+        with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
+            set_options([text])
 
 
 @pytest.mark.parametrize("section", KEYS)
 def test_options_have_field_type_and_help(section: str) -> None:
     """Detects misspelt keys, and fields that a class docstring does not explain."""
-    types = field_types(RunSettings)
+    types = field_types(fedsynth.RunSettings)
     for cls in CLASSES[section]:
         types |= field_types(cls)
     for key in KEYS[section].split():
@@ -78,19 +65,16 @@ def test_options_have_field_type_and_help(section: str) -> None:
     }
 
 
-def commands() -> Iterator[list[str]]:
-    open_: list[tuple[list[str], Any]] = [([], get_command(app))]
-    for path, command in open_:  # grows in the loop
-        open_ += [([*path, name], sub) for name, sub in getattr(command, "commands", {}).items()]
-        yield path
+def commands(path: tuple[str, ...] = (), command: Any = None) -> Iterator[Any]:
+    command = command or get_command(app)
+    yield pytest.param(path, command, id=" ".join(path))
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands((*path, name), inner)
 
 
-@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
-def test_help_shows_all_texts_in_80_columns(path: list[str]) -> None:
+@pytest.mark.parametrize(("path", "command"), list(commands()))
+def test_help_shows_all_texts_in_80_columns(path: tuple[str, ...], command: Any) -> None:
     """Square brackets are not read as markup, and no word is cut."""
-    command: Any = get_command(app)
-    for word in path:
-        command = command.commands[word]
     screen = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).stdout
     assert max(map(len, screen.splitlines())) <= 80
     letters = "".join(screen.split())

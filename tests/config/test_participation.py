@@ -136,7 +136,6 @@ def test_unwritable_ledger_prevents_all_charges(
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 def test_returning_clients_keep_their_images(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A returning client starts from its stored images, also in a group with new clients."""
     seen: list[tuple[int, ...]] = []
     restore_images = sets.restore_images
 
@@ -159,7 +158,6 @@ def test_returning_clients_keep_their_images(method: str, monkeypatch: pytest.Mo
 
 
 def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
-    """The client with most rounds determines σ, the others spend less, and the report verifies."""
     settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
     result = simulate(settings, output=tmp_path)
     rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]

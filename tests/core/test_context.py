@@ -19,7 +19,6 @@ RESNET = build_model(ModelSettings("resnet8", width=4), SPEC.image_shape, 10, 2)
 
 
 def full_context() -> RoundContext:
-    """Returns a context with every optional part."""
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8)).astype(np.uint8)
     colours = replace(SPEC, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     privacy = PrivacySettings(noise_multiplier=2.0, max_request_norm=9.0)

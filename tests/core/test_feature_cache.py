@@ -43,7 +43,6 @@ def numpy_embedding(images: ImageData, embedding: Embedding) -> np.ndarray:
 
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the lengths of the passes of embeddings."""
     lengths: list[int] = []
     call = Embedding.__call__
     counted = lambda self, phi: lengths.append(len(phi)) or call(self, phi)  # noqa: E731

@@ -201,7 +201,6 @@ VALUES = st.recursive(
 
 
 def frame_bytes(header: bytes, payload: bytes = b"", length: int | None = None) -> bytes:
-    """Returns a frame's bytes in the documented format."""
     size = len(header) if length is None else length
     return size.to_bytes(LENGTH_BYTES, "little") + header + payload
 

@@ -75,10 +75,3 @@ def test_reference_includes_every_exported_name(
 def test_every_example_has_page(generated: dict[str, str]) -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert path.read_text(encoding="utf-8").rstrip() in generated[f"examples/{path.stem}.md"]
-
-
-def test_obsolete_pages_are_removed(generate: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "gone.md").write_text("# gone")
-    assert tmp_path / "methods" / "feddm.md" in generate.write_all(tmp_path)
-    assert not (tmp_path / "methods" / "gone.md").exists()

@@ -1,0 +1,274 @@
+"""Measures of classifiers, generated images and clients' splits, FID and KID, against NumPy and SciPy."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import sqrtm
+
+from fedsynth import ModelSettings, fidelity_of_set, load_dataset, load_synthetic, resolve, simulate
+from fedsynth.data.images import ImageData, normalise, to_stored
+from fedsynth.data.shared_set import TENSORS, UNITS, write_hashes, write_set
+from fedsynth.errors import DataError, SettingError, UnknownNameError
+from fedsynth.evaluation.accuracy import local_metrics
+from fedsynth.evaluation.classification import (
+    CALIBRATION_BINS,
+    MEASURES,
+    classification_measures,
+    confusion_matrix,
+    measures_by_domain,
+)
+from fedsynth.evaluation.fidelity import fidelity
+from fedsynth.evaluation.generated import average, describe, tally
+from fedsynth.features.pretrained import PretrainedNetwork
+from fedsynth.models.registry import build_network
+from fedsynth.results.verification import verify_run
+
+FAST = {
+    "run": {"method": "fedavg", "rounds": 1},
+    "method": {"local_epochs": 1, "batch": 64},
+    "model": {"name": "linear"},
+}
+
+
+def draw(examples: int = 300, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns logits and labels; no example has the last class."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, classes - 1, (examples,), generator=generator)
+    logits = torch.randn(examples, classes, generator=generator)
+    logits[torch.arange(examples), labels] += 0.7
+    logits[:20] = logits[20:40]  # ties between examples
+    return logits, labels
+
+
+def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float:
+    """Returns the probability that a positive example has a higher score than a negative one."""
+    gaps = scores[positive][:, None] - scores[~positive][None]
+    return float(np.mean((gaps > 0) + 0.5 * (gaps == 0)))
+
+
+def test_measures_equal_their_definitions() -> None:
+    logits, labels = draw()
+    p = logits.double().softmax(dim=1).numpy()
+    y, predicted = labels.numpy(), p.argmax(axis=1)
+    recall = [np.mean(predicted[y == c] == c) for c in range(3)]
+    auroc = [area_under_curve(p[:, c], y == c) for c in range(3)]
+    both = [np.sum((predicted == c) & (y == c)) for c in range(4)]
+    f1 = [2 * both[c] / (np.sum(predicted == c) + np.sum(y == c)) for c in range(4)]
+    confidence = p.max(axis=1)
+    bins = np.ceil(confidence * CALIBRATION_BINS)
+    error = 0.0
+    for number in np.unique(bins):
+        inside = bins == number
+        gap = np.mean(predicted[inside] == y[inside]) - np.mean(confidence[inside])
+        error += np.mean(inside) * abs(gap)
+    expected = [np.mean(recall), np.mean(auroc), np.mean(f1), error]
+    measures = classification_measures(logits, labels)
+    assert tuple(measures) == MEASURES
+    assert list(measures.values()) == pytest.approx(expected, rel=1e-5)
+    matrix = np.array(confusion_matrix(logits, labels))
+    for r, c in np.ndindex(4, 4):
+        assert matrix[r, c] == np.sum((y == r) & (predicted == c))
+
+
+def test_measures_of_perfect_classifiers_are_at_most_one() -> None:
+    """Regression: averages in float32 gave an F1 of 1.0000001, which a private run refuses."""
+    for classes in range(2, 50):
+        labels = torch.arange(5 * classes) % classes
+        measures = classification_measures(3.0 * torch.eye(classes)[labels], labels)
+        assert measures["balanced_accuracy"] == measures["f1"] == 1.0
+        assert 1 - 1e-6 < measures["auroc"] <= 1.0
+
+
+def test_undefined_measures_are_null() -> None:
+    logits, labels = draw()
+    single = classification_measures(logits, torch.zeros(len(logits), dtype=torch.long))
+    assert single["auroc"] is None
+    share = (logits.argmax(dim=1) == 0).double().mean()
+    assert single["balanced_accuracy"] == pytest.approx(float(share))
+    logits[0, 0] = math.nan
+    for measures in (
+        classification_measures(logits, labels),
+        classification_measures(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long)),
+    ):
+        assert measures["auroc"] is measures["calibration_error"] is None
+        assert measures["f1"] is not None
+
+
+def test_summary_has_measures_of_common_model() -> None:
+    result = simulate(resolve(FAST))
+    summary, last = result.summary, result.metrics[-1]
+    assert {name: summary[name] for name in MEASURES} == {name: last[name] for name in MEASURES}
+    matrix = np.array(summary["confusion_matrix"])
+    assert np.trace(matrix) / matrix.sum() == result.accuracy
+    model = {"width": 4, "depth": 1, "norm": "batch"}
+    personal = simulate(resolve(FAST | {"run": {"method": "fedbn", "rounds": 1}, "model": model}))
+    assert "common_model_accuracy" in personal.summary
+    assert personal.summary["test_accuracy"] is None
+    keys = personal.summary.keys() | personal.metrics[-1].keys()
+    assert not {*MEASURES, "confusion_matrix"} & keys
+
+
+def test_private_run_verifies_only_with_its_confusion_matrix(tmp_path: Path) -> None:
+    result = simulate(resolve(FAST | {"privacy": {"noise_multiplier": 3.0}}), output=tmp_path)
+    assert result.folder is not None
+    assert verify_run(Path(result.folder)).problems == []
+    path = Path(result.folder, "summary.json")
+    summary = json.loads(path.read_text())
+    honest = np.array(summary["confusion_matrix"])
+    # the transposed matrix has the same accuracy
+    for matrix in (honest - np.eye(10, dtype=int), honest.T, honest * 10**9):
+        path.write_text(json.dumps({**summary, "confusion_matrix": matrix.tolist()}))
+        [problem] = verify_run(Path(result.folder)).problems
+        assert "confusion_matrix" in problem
+
+
+def test_measures_are_computed_by_domain() -> None:
+    """Images of domain 1 have one class, and no image is of domain 2."""
+    logits, labels = draw()
+    origins = (labels == 2).long()
+    _, digits = load_dataset("digits")
+    spec = replace(digits.spec, domains=("a", "b", "c"))
+    data = ImageData(digits.images[:300], labels, spec, domains=origins)
+    measured = measures_by_domain(logits, data)
+    assert list(measured) == ["a", "b"]
+    assert measured["b"]["auroc"] is None
+    assert measured["a"] == classification_measures(logits[labels != 2], labels[labels != 2])
+
+
+def _scores(labels: list[int], classes: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(labels), classes).float() * 3 - 1
+
+
+def test_tally_and_facts_of_a_batch() -> None:
+    counts = tally(_scores([0, 0, 0, 1, 1, 3], 4), torch.tensor([0, 1, 0, 1, 3, 2]))
+    assert counts.tolist() == [[3, 2, 0, 1], [2, 1, 0, 0]]
+    facts = describe(counts)
+    entropy = -(0.5 * math.log(0.5) + math.log(1 / 3) / 3 + math.log(1 / 6) / 6)
+    assert facts["agreement"] == 0.5
+    assert facts["class_entropy"] == pytest.approx(entropy)
+    assert facts["class_entropy_share"] == pytest.approx(entropy / math.log(4))
+    assert facts["classes"] == 3
+
+
+def test_class_entropy_is_of_predicted_classes() -> None:
+    """Nearly uniform predictions have a mean of entropy log C, but all images have one class.
+    Collapsed generators are not pooled."""
+    scores = torch.full((16, 10), 0.1)
+    scores[:, 4] += 1e-3
+    assert describe(tally(scores))["class_entropy"] == 0.0
+    facts = [describe(tally(_scores([c] * 4, 3))) for c in range(3)]
+    assert "agreement" not in facts[0]
+    assert (average(facts)["class_entropy"], average(facts)["classes"]) == (0.0, 1.0)
+    assert average([]) == {}
+
+
+def test_student_agreement_is_relative_to_the_teacher() -> None:
+    """Student and teacher agree on three of four images; the target class is ignored."""
+    eye = torch.eye(3)
+    facts = describe(tally(eye[[0, 1, 2, 2]], torch.tensor([1, 1, 1, 1]), eye[[0, 1, 2, 0]]))
+    assert (facts["student"], facts["agreement"]) == (0.75, 0.25)
+
+
+def test_local_metrics_equal_fedkf_table_2() -> None:
+    for percent, fm, wlp in (((60, 70, 80), 0.00667, 0.6), ((65, 65, 80), 0.005, 0.65)):
+        metrics: Any = local_metrics(percent, tested=[100] * 3, sizes=[1, 1, 1])
+        assert metrics["amp"] == pytest.approx(0.7)
+        assert metrics["fm"] == pytest.approx(fm, abs=5e-6)
+        assert metrics["wlp"] == wlp
+
+
+def test_clients_without_test_records_are_excluded() -> None:
+    metrics = local_metrics(right=[2, 0, 1], tested=[3, 0, 2], sizes=[10, 5, 30])
+    assert metrics["client_accuracy"] == [pytest.approx(2 / 3), None, 0.5]
+    assert metrics["amp"] == pytest.approx((2 / 3 * 10 + 0.5 * 30) / 40)
+    assert metrics["fm"] == pytest.approx(np.var([2 / 3, 0.5]))
+    assert metrics["wlp"] == 0.5
+    assert local_metrics(right=[0], tested=[0], sizes=[10]) is None
+
+
+def frechet(a: np.ndarray, b: np.ndarray) -> float:
+    covariances = [np.cov(x, rowvar=False) for x in (a, b)]
+    mixed = sqrtm(covariances[0] @ covariances[1]).real
+    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(sum(covariances) - 2 * mixed))
+
+
+def kernel(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the unbiased estimate of the squared maximum mean discrepancy."""
+    within = 0.0
+    for x in (a, b):
+        products = (x @ x.T / x.shape[1] + 1) ** 3
+        within += (products.sum() - np.trace(products)) / (len(x) * (len(x) - 1))
+    return float(within - 2 * ((a @ b.T / a.shape[1] + 1) ** 3).mean())
+
+
+def test_distances_match_scipy_and_numpy() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(40, 5)), 0.5 + rng.normal(size=(40, 5)) * 2
+    measured = fidelity(torch.tensor(a), torch.tensor(b))
+    assert measured.fid == pytest.approx(frechet(a, b), rel=1e-6)
+    assert measured.kid == pytest.approx(kernel(b, a), rel=1e-6)
+    assert measured.kid_std == pytest.approx(0, abs=1e-9)  # each subset has all 40 images
+    more = fidelity(torch.tensor(a), torch.tensor(rng.normal(size=(90, 5))))
+    assert (more.subset_size, more.synthetic, more.real, more.features) == (40, 40, 90, 5)
+    assert abs(more.kid) < kernel(b, a) / 10
+    assert more.kid_std > 0
+    with pytest.raises(DataError, match="at least two synthetic and two real images"):
+        fidelity(torch.tensor(a[:1]), torch.tensor(b))
+    with pytest.raises(DataError, match="not finite"):
+        fidelity(torch.tensor(a) / 0, torch.tensor(b))
+
+
+@pytest.fixture
+def digits_set(tmp_path: Path) -> tuple[Path, ImageData]:
+    """Returns a set whose images are 30 training digits outside [0, 1], and the test digits."""
+    train, test = load_dataset("digits")
+    images = train.images[:30].float() / 255 * 3 - 1
+    write_set(tmp_path / TENSORS, images, train.labels[:30], train.spec, pixels=UNITS)
+    write_hashes(tmp_path)
+    return tmp_path, test
+
+
+def test_sets_are_compared_as_stored_images(digits_set: tuple[Path, ImageData]) -> None:
+    """Broken versions would compare unclipped values, or pixels that the network normalises."""
+    folder, test = digits_set
+    train, _ = load_dataset("digits")
+    clipped = (train.images[:30].numpy() / 255 * 3 - 1).clip(0, 1).reshape(30, -1)
+    rounded = np.rint(clipped * 255) / 255
+    real = test.images.numpy().reshape(len(test.labels), -1) / 255
+    assert fidelity_of_set(folder, test, "pixels").fid == pytest.approx(
+        frechet(rounded, real), abs=0.05
+    )
+    model = build_network(ModelSettings(width=4, depth=1), test.spec, seed=0)
+    with torch.no_grad():
+        features = [
+            model.embed(normalise(images, test.spec)).double()
+            for images in (torch.tensor(rounded * 255).byte().view(30, 1, 8, 8), test.images)
+        ]
+    assert fidelity_of_set(folder, test, model) == fidelity(*features)
+
+
+def test_networks_of_torchvision_get_images_at_their_size(
+    digits_set: tuple[Path, ImageData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, test = digits_set
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
+    half = (0.5,) * 3
+    pretrained = PretrainedNetwork(network, 12, (16, 16), False, half, half, "bilinear", "")
+    monkeypatch.setattr("fedsynth.simulation.fidelity.pretrained_network", lambda *_: pretrained)
+    measured = fidelity_of_set(folder, test, "torchvision:resnet18")
+    assert (measured.features, measured.real) == (12, len(test.labels))
+    stored = to_stored(load_synthetic(folder).images, test.spec)
+    pixels = [images.float() / 255 for images in (stored, test.images)]
+    assert measured == fidelity(*map(pretrained.embed_pixels, pixels))
+    with pytest.raises(UnknownNameError, match="unknown feature map 'pixel'; did you mean pixels"):
+        fidelity_of_set(folder, test, "pixel")
+    with pytest.raises(SettingError, match="must have a function `embed`"):
+        fidelity_of_set(folder, test, torch.nn.Flatten())

@@ -1,0 +1,423 @@
+"""Published numbers, the presets of their tables, runs of cells, and comparisons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth import load_preset
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import OutputError, SettingError, UnknownNameError
+from fedsynth.federation.protocol import Observer
+from fedsynth.reproduction import presets
+from fedsynth.reproduction import rows as rows_module
+from fedsynth.reproduction.comparison import ABOVE, NONE, WITHIN, format_number, lines, verdict
+from fedsynth.reproduction.presets import Number, PresetError, preset, preset_names, published
+from fedsynth.reproduction.rows import Rows, claimed, curve_of, measured, run_hash, unfinished
+from fedsynth.reproduction.runs import (
+    Clock,
+    Job,
+    Runner,
+    checkpointed_inside,
+    jobs_of,
+    round_fits,
+    scaled,
+)
+from fedsynth.results import checkpoint
+from fedsynth.results.checkpoint import LoopCheckpoints
+from tests.data.conftest import OfficialFiles
+
+CHOSEN = "not given in the paper: chosen"
+
+
+def test_every_table_has_preset_with_all_numbers() -> None:
+    names = {(preset(name).source, preset(name).table): name for name in preset_names()}
+    tables = {(row["source"], row["table"]) for row in published()}
+    for source, table in tables:
+        rows = [row for row in published() if (row["source"], row["table"]) == (source, table)]
+        cells = preset(names[source, table]).cells
+        numbers = [number.value for cell in cells for number in cell.numbers]
+        values = [value for value in numbers if value is not None]
+        assert len(values) == len(numbers)
+        assert sorted(values) == sorted(float(row["value"]) for row in rows), table
+    missing = {(paper, table) for paper, table, _ in presets.not_covered()}
+    assert ("FedHydra", "Table 10") in missing
+    assert not missing & {(source.split()[0], table) for source, table in tables}
+
+
+def test_cells_are_valid_runs_or_state_reason() -> None:
+    runnable = 0
+    cells = [(preset(name), cell) for name in preset_names() for cell in preset(name).cells]
+    for table, cell in cells:
+        if reason := table.refusal(cell):
+            assert len(reason) > 20
+            with pytest.raises(PresetError, match="cannot be run"):
+                table.settings(cell)
+            continue
+        settings = table.settings(cell, seed=3)
+        assert isinstance(settings, RunSettings)
+        assert settings.seed == 3
+        assert settings.rounds == int(cell.rounds or settings.rounds)
+        assert settings.partition.clients == int(cell.clients or settings.partition.clients)
+        runnable += 1
+    assert runnable > 700
+
+
+def test_preset_values_have_sources() -> None:
+    blocks = [block for name in preset_names() for block in preset(name).blocks]
+    for block in blocks:
+        assert block.sections or block.variant
+        assert block.source.strip()
+        if "chosen" in block.source and not block.source.startswith("not given in the "):
+            assert ":" in block.source  # the source, and the choice from it
+    reasons = [block for block in blocks if block.source == CHOSEN]
+    assert sum(bool(block.why) for block in reasons) > 0.8 * len(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "filters", "expected"),
+    [
+        (
+            "feddm:table2",
+            {"dataset": "cifar100", "alpha": 0.01, "method": "feddm"},
+            {"method.ipc": 5, "method.iterations": 1000, "run.rounds": 20, "model.width": 128},
+        ),
+        (
+            "fedaf:table1",
+            {"dataset": "fashion-mnist", "alpha": 0.02, "method": "fedaf"},
+            {"method.image_lr": 0.2, "method.global_weight": 2.0, "model.norm": "batch"},
+        ),
+        (
+            "fedprox:synthetic",
+            {"dataset": "synthetic(1,1)", "method": "fedprox", "note": "90 %"},
+            {"method.mu": 1.0, "method.stragglers": 0.9, "method.local_epochs": 20},
+        ),
+        ("feddm:sec4.5", {"note": "ipc 3"}, {"method.ipc": 3}),
+        ("fedaf:table4", {"method": "fedaf without cdc", "alpha": 0.1}, {"method.local_weight": 0}),
+    ],
+)
+def test_presets_match_papers(name: str, filters: dict[str, Any], expected: dict[str, Any]) -> None:
+    (cell,) = preset(name).select(**filters)
+    sections = preset(name).settings(cell).to_mapping()
+    selected = {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
+    assert selected == expected
+
+
+def test_final_models_of_one_training_share_run() -> None:
+    """FedKF's two final models need only one training."""
+    table = preset("fedkf:table5")
+    aca, oca = (table.select(alpha=0.1, method=f"fedkf ({end})")[0] for end in ("aca", "oca"))
+    assert run_hash(table.settings(aca)) == run_hash(table.settings(oca))
+    assert (table.variant(aca), table.variant(oca)) == ("aca", "oca")
+    other = preset("fedkf:table8").select(dataset="emnist-letters", method="fedkf (oca)")[0]
+    assert run_hash(preset("fedkf:table8").settings(other)) == run_hash(table.settings(oca))
+    assert run_hash(table.settings(aca, 1)) != run_hash(table.settings(aca, 0))
+    methods = [cell.method for cell in table.select(alpha=0.1, method="fedkf")]
+    assert methods == [f"{name} ({end})" for name in ("fedkf-", "fedkf") for end in ("aca", "oca")]
+    assert presets.main_cell(preset("fedprox:synthetic")).method == "fedprox"
+
+
+def test_settings_select_or_override_cells() -> None:
+    settings = {"run": {"method": "scaffold", "rounds": 3}, "partition": {"alpha": 0.5}}
+    sections, cell = presets.preset_sections(preset("feddm:table2"), settings)
+    assert (cell.method, cell.dataset) == ("scaffold", "mnist")
+    assert (sections["run"]["rounds"], sections["partition"]["alpha"]) == (3, 0.5)
+    settings = {"data": {"dataset": "cifar10"}, "partition": {"alpha": 0.1}, "run": {"seed": 2}}
+    sections, _ = presets.preset_sections(preset("feddm:table2"), settings)
+    assert resolve(sections) == load_preset("feddm:table2", dataset="cifar10", alpha=0.1, seed=2)
+    with pytest.raises(PresetError, match=r"no results for alpha 0\.3\. Use 0\.1, 0\.01"):
+        load_preset("feddm:table2", alpha=0.3)
+    with pytest.raises(UnknownNameError, match="did you mean feddm:table2"):
+        load_preset("feddm:tabel2")
+    with pytest.raises(PresetError, match=r"fedkf:table4 .*cannot be run"):
+        load_preset("fedkf:table4")
+
+
+Changes = dict[str, dict[str, Any]]
+ALL: Changes = {"partition": {"subset": 1.0}}
+SCALE = 0.05
+TABLE = preset("fedprox:synthetic")
+CELLS = TABLE.select(dataset="synthetic(0,0)", note="50 %")[1:]  # FedProx, with mu = 0 and 1
+
+
+class Recorder(Observer):
+    """Records rounds and steps; calls `act` after the `at`-th round, or at each step for 0."""
+
+    def __init__(self, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
+        self.rounds: list[int] = []
+        self.steps: list[tuple[str, int]] = []
+        self._act = {at: act}
+
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
+        self.steps.append((phase, done))
+        self._act.get(0, int)()
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        self.rounds.append(row["round"])
+        self._act.get(len(self.rounds), int)()
+
+
+def end(clock: Clock) -> None:
+    clock._end = time.monotonic()
+
+
+def run_jobs(
+    rows: Rows, jobs: list[Job], clock: Clock | None = None, observer: Observer | None = None
+) -> list[str]:
+    watch = lambda settings: nullcontext(observer or Observer())  # noqa: E731
+    runner = Runner(rows, clock or Clock(), report=lambda text: None, watch=watch)
+    outcomes = list(runner.run(jobs))
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.status for outcome in outcomes]
+
+
+def curves(rows: Rows) -> dict[str, Any]:
+    return {mark: row["curve"] for mark, row in rows.all().items()}
+
+
+@pytest.fixture
+def speed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Changes:
+    """Returns the settings of a small MNIST of random pixels in the official format."""
+    root = tmp_path_factory.mktemp("data")
+    OfficialFiles(root, monkeypatch).write_idx("MNIST", ("train", "t10k"), sizes=(200, 40))
+    return {"data": {"data_root": str(root)}}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    return jobs_of(TABLE, CELLS, [0], scale=SCALE)
+
+
+@pytest.fixture(scope="module")
+def complete(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    rows = Rows(tmp_path_factory.mktemp("whole"), SCALE)
+    assert run_jobs(rows, jobs) == ["finished", "finished"]
+    return rows
+
+
+def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) -> None:
+    rows = complete.all()
+    assert set(rows) == {run_hash(job.settings) for job in jobs}
+    row = rows[run_hash(jobs[0].settings)]
+    assert row["key"].startswith("fedprox:synthetic synthetic(0,0) fedprox (mu = 0) 50 %")
+    assert (row["scale"], row["seed"], row["rounds"]) == (SCALE, 0, 10)
+    assert len(row["curve"]["test_accuracy"]) == 10
+    assert {"commit", "version", "date", "machine", "torch"} <= set(row)
+    assert run_jobs(complete, jobs) == ["existing", "existing"]
+    assert complete.folder.name == "scaled-0.05"
+    assert Rows(complete.folder.parent).all() == {}  # whole runs exclude scaled rows
+
+
+def test_time_budget_stops_after_round(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
+    rows = Rows(tmp_path, SCALE)
+    clock = Clock()
+    recorder = Recorder(3, lambda: end(clock))
+    assert run_jobs(rows, jobs, clock=clock, observer=recorder) == ["stopped", "not begun"]
+    assert recorder.rounds == [1, 2, 3]
+    assert run_jobs(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
+    assert unfinished(rows.run_folder(jobs[0].settings)) is not None
+    resumed = Recorder()
+    assert run_jobs(rows, jobs, observer=resumed) == ["finished", "finished"]
+    assert resumed.rounds[:2] == [4, 5]
+    assert curves(rows) == curves(complete)
+    (rows.folder / "fedprox-synthetic.jsonl").unlink()  # a finished run without a row is kept
+    repeated = Recorder()
+    assert run_jobs(rows, jobs[:1], observer=repeated) == ["finished"]
+    assert repeated.rounds == []
+    mark = run_hash(jobs[0].settings)
+    assert curves(rows)[mark] == curves(complete)[mark]
+
+
+def test_rounds_start_only_within_time_budget() -> None:
+    assert round_fits(Clock(100), 50, checkpointed=False)
+    assert not round_fits(Clock(100), 150, checkpointed=False)
+    assert round_fits(Clock(100), 150, checkpointed=True)  # checkpoints inside the round
+    assert not round_fits(Clock(0), 0.0, checkpointed=True)
+
+
+def test_one_shot_methods_stop_within_round_and_share_training(
+    tmp_path: Path, speed: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time budget must end an hour of training, and other methods must not repeat it."""
+    few = {"local_epochs": 2, "batch": 8}
+    small = {"server_epochs": 1, "generator_steps": 2, "generator_batch": 4, "generator_width": 4}
+    table, jobs = preset("fedhydra:table1"), []
+    for method, more in (("fedavg", few), ("dense", {**few, **small})):
+        cells = table.select(dataset="mnist", alpha=0.1, method=method)[:1]
+        changes = {**ALL, "method": more}
+        jobs += jobs_of(table, cells, [0], scale=0.05, changes=changes, speed=speed)
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc")
+    monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
+    clock = Clock()
+    stops = Recorder(act=lambda: end(clock))
+    rows = Rows(tmp_path, 0.05)
+    assert run_jobs(rows, jobs, clock=clock, observer=stops) == ["stopped", "not begun"]
+    assert [phase for phase, _ in stops.steps] == ["local training"]
+    training: list[str] = []
+    offer = LoopCheckpoints.offer
+
+    def record(self: LoopCheckpoints, name: str, *rest: Any) -> None:
+        training.append(name.split("-")[0])
+        offer(self, name, *rest)
+
+    monkeypatch.setattr(LoopCheckpoints, "offer", record)
+    for job, kind in zip(jobs, ("trained", "distillation"), strict=True):
+        training.clear()
+        assert run_jobs(rows, [job]) == ["finished"]
+        assert set(training) == {kind}
+    monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
+    assert rows.trained is None  # the code has uncommitted changes
+
+
+def test_checkpoints_within_rounds_depend_on_method() -> None:
+    private = {"privacy": {"noise_multiplier": 1.0}}
+    for method, more, expected in (
+        *(("feddm", {}, True), ("fedavg", {}, True), ("dense", {}, True)),
+        ("fedavg", {"model": {"name": "mlp"}}, False),  # its clients are trained in one pass
+        *(("fedkf", {}, False), ("fedavg", private, False), ("feddm", private, False)),
+    ):
+        settings = resolve({"run": {"method": method}, **more})
+        assert checkpointed_inside(settings, dataset_spec("digits")) is expected, (method, more)
+
+
+def test_runs_claimed_by_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
+    rows = Rows(tmp_path, SCALE)
+    with claimed(rows.run_folder(jobs[0].settings)) as claim:
+        assert claim
+        assert run_jobs(rows, jobs[:1]) == ["claimed"]
+
+
+def test_run_hash_ignores_speed_settings(jobs: list[Job]) -> None:
+    changed = jobs_of(TABLE, CELLS, [0], scale=SCALE, changes={"method": {"mu": 0.3}})
+    fast = jobs_of(TABLE, CELLS, [0], scale=SCALE, speed={"run": {"precision": "bf16"}})
+    hashes = [run_hash(sequence[1].settings) for sequence in (jobs, changed, fast)]
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_invalid_row_lines_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
+    with pytest.raises(OutputError, match="a line that is not"):
+        Rows(tmp_path).all()
+
+
+def test_scale_reduces_cost_settings() -> None:
+    run = {"run": {"method": "feddm", "rounds": 20}, "data": {"dataset": "mnist"}}
+    settings = resolve(run)
+    changes = scaled(settings, 0.05)
+    assert changes["run"] == {"rounds": 1}
+    assert changes["method"] == {"iterations": 50, "server_epochs": 25, "min_examples": 1}
+    assert changes["partition"] == {"subset": 0.05, "min_size": 1}
+    assert scaled(settings, 0.001)["partition"]["subset"] == pytest.approx(50 * 10 / 60_000)
+    assert scaled(settings, None) == {}
+    late = resolve({"run": {"method": "fedfm", "rounds": 100}, "method": {"start_round": 21}})
+    assert scaled(late, 0.1)["method"]["start_round"] == 2  # else it would never start
+    for invalid in (0.0, 1.0, -1.0):
+        with pytest.raises(SettingError, match="scale must be above 0"):
+            scaled(settings, invalid)
+
+
+def test_scaled_cell_runs_end_to_end(tmp_path: Path, speed: Changes) -> None:
+    table = preset("feddm:table2")
+    cells = table.select(dataset="mnist", alpha=0.1, method="feddm")
+    changes = {**ALL, "model": {"width": 8}}
+    jobs = jobs_of(table, cells, [0], scale=0.002, changes=changes, speed=speed)
+    rows = Rows(tmp_path, 0.002)
+    assert run_jobs(rows, jobs) == ["finished"]
+    cases = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
+    assert len(cases) == len(cells[0].numbers)
+    for line in cases:
+        assert (list(line.values), line.verdict) == ([0], "scaled: no verdict")
+        assert 0 <= line.values[0] <= 100
+    assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
+
+
+def test_verdict_compares_difference_with_deviation() -> None:
+    assert format_number(70.123, 0.456) == "70.12 ± 0.46"
+    assert format_number(0.00797, 0.0007) == "0.0080 ± 0.0007"
+    assert (format_number(635040.0, None), format_number(None, None)) == ("635,040", "–")
+    assert verdict(70.0, 0.3, [70.5, 71.3]) == WITHIN  # 0.9 apart, 2·√(0.3² + 0.566²) = 1.28
+    assert verdict(70.0, 0.3, [71.2, 71.4]) == ABOVE  # 1.3 apart, 2·√(0.3² + 0.141²) = 0.66
+    assert verdict(70.0, 0.3, [70.8]) == WITHIN  # one seed: published deviation, 2·0.3·√2 = 0.85
+    assert verdict(70.0, 0.3, [70.9]) == ABOVE
+    assert verdict(70.0, None, [70.0, 71.0]) == WITHIN  # none published: ours for both
+    assert verdict(70.0, None, [70.0]) == NONE
+    assert verdict(None, None, [70.0, 71.0]) == NONE
+
+
+def row(number: int, **more: Any) -> dict[str, Any]:
+    return {"round": number, "seconds": 1.0, "client_upload_bytes": [2**20, 2**21], **more}
+
+
+def local(amp: float) -> dict[str, Any]:
+    return {"amp": amp, "fm": 0.01, "wlp": amp / 2, "client_accuracy": [amp, amp]}
+
+
+def facts(rows: list[dict[str, Any]], domains: bool = False) -> dict[str, Any]:
+    sizes = {"upload_floats": 7, "client_upload_bytes": 1.5 * 2**20}
+    return {"curve": curve_of(rows, domains), **sizes}
+
+
+def value(metric: str, run: dict[str, Any], **more: Any) -> float | None:
+    number = Number(metric, more.pop("domain", ""), 1.0, None)
+    return measured(number, run, **{"variant": "", "dataset": "mnist", **more})
+
+
+def test_last_and_best_accuracies_are_measured() -> None:
+    run = facts([row(1, test_accuracy=0.5), row(2, test_accuracy=0.7), row(3, test_accuracy=0.6)])
+    assert value("test_accuracy_pct", run) == pytest.approx(60)
+    assert value("best_test_accuracy_pct", run) == pytest.approx(70)
+    assert value("upload_floats_per_round", run) == 7
+    assert value("upload_mb_per_client_per_round", run) == pytest.approx(1.5)
+    assert value("amp_pct", run) is None
+
+
+def test_metrics_are_of_selected_variant() -> None:
+    models = {"aca": {"local": local(0.5)}, "oca": {"local": local(0.75)}}
+    run = facts([row(1, test_accuracy=0.2, models=models), row(2)])
+    assert run["curve"]["models.oca.local.amp"] == [0.75, None]
+    assert value("amp_pct", run, variant="oca") == pytest.approx(75)
+    assert value("wlp_pct", run, variant="aca") == pytest.approx(25)
+    assert value("fm", run, variant="aca") == pytest.approx(0.01)
+    plain = facts([row(1, local=local(0.25))])  # a method with one model
+    assert value("amp_pct", plain, variant="aca") == pytest.approx(25)
+
+
+def test_rounds_to_fedavg_accuracy_are_counted() -> None:
+    def rows(*amps: float) -> list[dict[str, Any]]:
+        return [row(k, models={"aca": {"local": local(a)}}) for k, a in enumerate(amps, 1)]
+
+    fedavg, other = facts(rows(0.2, 0.4, 0.5)), facts(rows(0.3, 0.5, 0.4))
+    name = "rounds_to_fedavg_100_round_amp"
+    assert value(name, other, variant="aca", fedavg=fedavg) == 2
+    assert value(name, facts(rows(0.1, 0.2)), variant="aca", fedavg=fedavg) == 3  # never
+    assert value(name, other, variant="aca") is None
+
+
+def test_domain_accuracies_of_test_set_and_local_splits() -> None:
+    names = ("amazon", "caltech", "dslr", "webcam")
+    accuracies = dict(zip(names, (0.1, 0.2, 0.3, 0.4), strict=True))
+    common = facts([row(1, test_accuracy=0.3, domain_accuracy=accuracies)])
+    office = {"dataset": "office-caltech-10"}
+    assert value("test_accuracy_pct", common, domain="dslr", **office) == pytest.approx(30)
+    assert value("test_accuracy_pct", common, domain="average", **office) == pytest.approx(25)
+    splits = {**local(0.5), "client_accuracy": [0.5, 0.6, None, 0.8]}
+    personal = facts([row(1, common_model_accuracy=0.1, local=splits)], domains=True)
+    assert value("test_accuracy_pct", personal, domain="webcam", **office) == pytest.approx(80)
+    assert value("test_accuracy_pct", personal, domain="dslr", **office) is None
+
+
+def test_changed_runs_have_no_verdict() -> None:
+    table = preset("feddm:table2")
+    (line,) = lines(table, table.select(dataset="mnist", alpha=0.1, method="feddm"), [0], {})
+    reproduced = replace(line, number=Number("", "", 90.0, 1.0), values={0: 90.0, 1: 90.1})
+    assert (line.verdict, reproduced.verdict) == ("not run", WITHIN)
+    changed = replace(reproduced, changes={"partition": {"alpha": 100.0}})
+    assert changed.verdict == "changed: no verdict"
