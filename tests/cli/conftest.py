@@ -3,6 +3,7 @@ second."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class Outcome:
         """The only run folder."""
         (folder,) = self.output.iterdir()
         return folder
+
+    @property
+    def summary(self) -> Any:
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+
+    @property
+    def ok(self) -> Outcome:
+        """This outcome, of a command that succeeded."""
+        assert self.code == 0, self.stderr
+        return self
 
     def assert_refused(self, text: str) -> None:
         """Asserts exit code 2 and one error line on stderr that contains `text`."""

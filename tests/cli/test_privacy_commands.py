@@ -116,8 +116,7 @@ def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
     assert markdown == (folder / "privacy_report.md").read_text()
     file = folder / "privacy_report.json"
     report = json.loads(file.read_text())
-    verified = fedsynth(f"privacy verify {folder}")
-    assert verified.code == 0, verified.stderr
+    verified = fedsynth(f"privacy verify {folder}").ok
     for text in ("does not show that", "were compared with the ledger files", "is not signed"):
         assert text in verified.stdout
 
@@ -147,7 +146,7 @@ def test_unfinished_runs_have_report_on_request(
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
     result = fedsynth(f"privacy report {folder}")
     assert (result.code, "the run did not finish" in result.stderr) == (0, True)
-    assert fedsynth(f"privacy verify {folder}").code == 0
+    assert fedsynth(f"privacy verify {folder}").ok
 
 
 def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) -> None:
@@ -163,19 +162,18 @@ def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
     folder = train(f"feddm --dp-sigma 3 --sign-key {private}").folder
     verify = f"privacy verify {folder} --public-key {public}"
-    verified = fedsynth(verify)
-    assert verified.code == 0, verified.stderr
+    verified = fedsynth(verify).ok
     assert "the signature is valid for this key" in verified.stdout
     assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
     (folder / "simulation_only" / "partition.txt").unlink()
-    assert fedsynth(verify).code == 0
+    assert fedsynth(verify).ok
     (folder / "synthetic.png").write_bytes(b"another")  # the report has no hash of this file
-    assert fedsynth(f"privacy verify {folder}").code == 0
+    assert fedsynth(f"privacy verify {folder}").ok
     rejected = fedsynth(verify)
     assert rejected.code == 1
     assert "mismatch: synthetic.png was changed after signing" in rejected.stdout
-    assert fedsynth(f"privacy sign {folder} --key {private}").code == 0
-    assert fedsynth(verify).code == 0
+    assert fedsynth(f"privacy sign {folder} --key {private}").ok
+    assert fedsynth(verify).ok
 
 
 # ---------------------------------------------------------------------------------------- audits
@@ -188,8 +186,7 @@ FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
 
 
 def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
-    audit = fedsynth(f"privacy audit {FEDDM} --canaries 500")
-    assert audit.code == 0
+    audit = fedsynth(f"privacy audit {FEDDM} --canaries 500").ok
     first, second = audit.stdout.splitlines()
     assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
     assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
@@ -222,15 +219,14 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     assert "differs from the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
     assert file.read_bytes() == original
-    result = fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1")
-    assert result.code == 0
+    assert fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1").ok
     entry = json.loads(file.read_text())["audit"]
     assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
     command = f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100"
     assert entry["command"] == f"{command} --confidence 0.999"
     for ending in ("md", "html"):
         assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
-    assert fedsynth(f"privacy verify {folder}").code == 0
+    assert fedsynth(f"privacy verify {folder}").ok
 
 
 # --------------------------------------------------------------------------------------- ledgers
@@ -271,7 +267,7 @@ def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path
     for name in names:
         result = fedsynth(f"privacy carry-over '{folder}' {name}")
         assert (result.code, "count for all records of" in result.stdout) == (0, True)
-    assert train(line).code == 0
+    assert train(line).ok
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
     wrong = fedsynth(f"privacy carry-over '{folder}' north")
     wrong.assert_refused("Clients with a ledger: client-000, client-001")

@@ -18,15 +18,15 @@ from fedsynth.config.settings import ReportSettings
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.validation import field_types
 
-CLASSES: dict[str, tuple[Any, ...]] = {
-    "run": (fedsynth.RunSettings,),
-    "data": (fedsynth.FolderSettings, EncoderSettings),
-    "partition": (fedsynth.PartitionSettings,),
-    "model": (fedsynth.ModelSettings,),
-    "method": (fedsynth.FedDM,),
-    "privacy": (fedsynth.PrivacySettings,),
-    "report": (ReportSettings,),
-}
+CLASSES: tuple[Any, ...] = (
+    fedsynth.FolderSettings,
+    EncoderSettings,
+    fedsynth.PartitionSettings,
+    fedsynth.ModelSettings,
+    fedsynth.FedDM,
+    fedsynth.PrivacySettings,
+    ReportSettings,
+)
 
 
 def test_set_keys_name_method_or_section_settings() -> None:
@@ -50,9 +50,8 @@ def test_set_keys_name_method_or_section_settings() -> None:
 @pytest.mark.parametrize("section", KEYS)
 def test_options_have_field_type_and_help(section: str) -> None:
     """Detects misspelt keys, and fields that a class docstring does not explain."""
-    types = field_types(fedsynth.RunSettings)
-    for cls in CLASSES[section]:
-        types |= field_types(cls)
+    classes = [cls for cls in CLASSES if cls.section == section]
+    types = {k: v for cls in (fedsynth.RunSettings, *classes) for k, v in field_types(cls).items()}
     for key in KEYS[section].split():
         annotation = setting_parameter(f"{section}.{key}", {}).annotation
         expected, (optional, option) = types[key], get_args(annotation)
@@ -60,9 +59,8 @@ def test_options_have_field_type_and_help(section: str) -> None:
         assert kind.__name__ == (expected.__name__ if key != "method" else "str"), key
         assert len(option.help) > 10
         assert option.help.endswith(".")
-    assert section == "run" or set(KEYS[section].split()) - {"dataset", "data_root"} <= {
-        field.name for cls in CLASSES[section] for field in fields(cls)
-    }
+    names = {"dataset", "data_root", *(field.name for cls in classes for field in fields(cls))}
+    assert section == "run" or set(KEYS[section].split()) <= names
 
 
 def commands(path: tuple[str, ...] = (), command: Any = None) -> Iterator[Any]:

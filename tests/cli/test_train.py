@@ -68,7 +68,7 @@ def test_run_writes_and_prints_expected_results(outcomes: Callable[[str], Any], 
     assert run.stdout.splitlines()[-1] == f"run folder: {run.folder}"
     assert ("privacy budget" in run.stdout) == private
 
-    summary = read_json(run.folder / "summary.json")
+    summary = run.summary
     row = read_json(run.folder / "metrics.jsonl")
     config = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
     assert summary["method"] == config["run"]["method"] == method
@@ -97,8 +97,7 @@ def test_private_runs_report_epsilon_first(outcomes: Callable[[str], Any], line:
         return
     epsilon = report["guarantee"]["epsilon"]
     assert report["verdict"]["formal"]
-    privacy = read_json(run.folder / "summary.json")["differential_privacy"]
-    assert privacy["epsilon"] == pytest.approx(epsilon)
+    assert run.summary["differential_privacy"]["epsilon"] == pytest.approx(epsilon)
     for text in (run.stderr, run.stdout, markdown):
         assert text.index("ε") < text.index("σ" if "σ" in text else "noise multiplier")
     assert 0 < epsilon < 10
@@ -108,12 +107,12 @@ def test_private_runs_report_epsilon_first(outcomes: Callable[[str], Any], line:
 def test_configs_repeat_runs(
     outcomes: Callable[[str], Any], fedsynth: Call, tmp_path: Path
 ) -> None:
-    first = outcomes("feddm").folder
-    options = f"--config {first / 'config.toml'} --output {tmp_path / 'out'}"
+    first = outcomes("feddm")
+    options = f"--config {first.folder / 'config.toml'} --output {tmp_path / 'out'}"
     rerun = fedsynth(f"train --json {options}")
     for name in ("config.toml", "model.safetensors"):
-        assert (rerun.folder / name).read_bytes() == (first / name).read_bytes()
-    summaries = [read_json(first / "summary.json"), json.loads(rerun.stdout)]
+        assert (rerun.folder / name).read_bytes() == (first.folder / name).read_bytes()
+    summaries = [first.summary, json.loads(rerun.stdout)]
     for summary in summaries:
         del summary["seconds"], summary["folder"]
     assert summaries[0] == summaries[1]
