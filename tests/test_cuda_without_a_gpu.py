@@ -128,9 +128,6 @@ def test_listed_loops_exist() -> None:
         assert f"def {function.split('.')[-1]}(" in (root / file).read_text(encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------- broken optimisers
-
-
 def break_optimiser(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Tensor], object]) -> None:
     """Adds a broken operation on each gradient to the optimiser."""
     update: Any = MomentumSgd.update
@@ -168,14 +165,9 @@ MIXES: dict[str, Callable[[Tensor], object]] = {
 def test_mixed_devices_are_detected(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU accepts these operations."""
     break_optimiser(monkeypatch, MIXES[mix])
-    sections = small("fedavg")
-    monkeypatch.setitem(recorded.CASES, "here", sections)
-    recorded.run("here", monkeypatch)
-    with pytest.raises(DeviceMixError):
-        run_on_fake_gpu(sections, monkeypatch)
-
-
-# ------------------------------------------------------------------------------------- CUDA graphs
+    trained_weights("cpu", None)
+    with fake_gpu(), pytest.raises(DeviceMixError):
+        trained_weights(CUDA, None)
 
 
 def trained_weights(device: torch.device | str, radius: float | None) -> list[Tensor]:

@@ -91,9 +91,6 @@ def test_damaged_summaries_are_rejected(fedsynth: Call, tmp_path: Path) -> None:
     assert (result.code, "accuracy" in result.stdout) == (0, False)
 
 
-# ------------------------------------------------------------------------------ student, distill
-
-
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("student")
@@ -180,9 +177,6 @@ def test_invalid_model_files_are_rejected(
         fedsynth(f"{DISTILL} --models {options} --output s").assert_refused(text)
 
 
-# ------------------------------------------------------------------------------ reproduce
-
-
 def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
     table = fedsynth("reproduce --list feddm:table2 --alpha 0.1").stdout
     for text in ("method.iterations=1000", "Sec. 4.1, Hyperparameters", "67.38 ± 0.32"):
@@ -225,9 +219,6 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     preset = library.load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     assert settings == choose_speed(preset, torch.device("cpu"))
     fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
-
-
-# ------------------------------------------------------------------------------ processes
 
 
 def test_installed_script_works_in_ascii_locale(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from tests.interruption import interrupt_in_round
 
 REASON = "a round of real (none): a run on the same data without differential privacy"
 
-# ----------------------------------------------------------------------------------------- plans
-
 
 def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = json.loads(fedsynth(f"privacy plan {line} --json").stdout)
@@ -107,9 +105,6 @@ def test_plans_of_enormous_runs_are_fast(fedsynth: Call, privacy: str) -> None:
     assert time.process_time() - started < 20
 
 
-# --------------------------------------------------------------------------- reports, signatures
-
-
 def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
     folder = train("feddm --dp-epsilon 4 --dp-mechanism features").folder
     markdown = fedsynth(f"privacy report {folder}").stdout
@@ -176,8 +171,6 @@ def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) ->
     assert fedsynth(verify).ok
 
 
-# ---------------------------------------------------------------------------------------- audits
-
 OPEN = (
     "--method feddm --clients 2 --width 32 --set iterations=4 --set server_epochs=1 --ipc 2 "
     "--device cpu"
@@ -196,8 +189,7 @@ def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
 
 def test_refuted_claims_exit_with_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = SecretGenerator.normal
-    reduced = lambda self, shape, deviation, *more: draw(self, shape, deviation / 9, *more)  # noqa: E731
-    monkeypatch.setattr(SecretGenerator, "normal", reduced)
+    monkeypatch.setattr(SecretGenerator, "normal", lambda *a: draw(*a[:2], a[2] / 9, *a[3:]))
     audit = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
     facts = json.loads(audit.stdout)
     assert audit.code == 1
@@ -227,9 +219,6 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     for ending in ("md", "html"):
         assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
     assert fedsynth(f"privacy verify {folder}").ok
-
-
-# --------------------------------------------------------------------------------------- ledgers
 
 
 def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> None:

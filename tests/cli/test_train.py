@@ -118,9 +118,6 @@ def test_configs_repeat_runs(
     assert summaries[0] == summaries[1]
 
 
-# ------------------------------------------------------------------------------------- messages
-
-
 def test_preset_settings_are_printed(train: Call) -> None:
     # tiny runs set all other options
     run = train("scaffold")
@@ -155,9 +152,6 @@ def test_lost_clients_and_discarded_rounds_are_printed(train: Call) -> None:
     assert "is discarded: 0 uploads, but " in run.stderr
     rejected = {**row, "rejected": {"2": "weight is -1"}}
     assert "rejected 2 (weight is -1)" in round_line(rejected, resolve({}))
-
-
-# ----------------------------------------------------------------------------------- times
 
 
 @pytest.mark.parametrize("line", ["feddm --dp-epsilon 4", PAPER])

@@ -89,9 +89,6 @@ def test_nominal_size_of_natural_clients_is_per_group() -> None:
     assert synthetic.model.name == "linear"
 
 
-# --------------------------------------------------------------------------- conversion and checks
-
-
 CLASSES: tuple[tuple[Any, dict[str, Any]], ...] = (
     *((method_class(name), {}) for name in METHODS),
     (PartitionSettings, {}),

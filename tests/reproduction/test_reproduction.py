@@ -172,8 +172,8 @@ def end(clock: Clock) -> None:
 def run_jobs(
     rows: Rows, jobs: list[Job], clock: Clock | None = None, observer: Observer | None = None
 ) -> list[str]:
-    watch = lambda settings: nullcontext(observer or Observer())  # noqa: E731
-    runner = Runner(rows, clock or Clock(), report=lambda text: None, watch=watch)
+    watched = nullcontext(observer or Observer())
+    runner = Runner(rows, clock or Clock(), report=lambda _: None, watch=lambda _: watched)
     outcomes = list(runner.run(jobs))
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.status for outcome in outcomes]
