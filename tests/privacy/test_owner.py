@@ -4,6 +4,7 @@ batch: it is rejected before a ledger is opened, or named in the report."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -37,16 +38,14 @@ def records(count: int) -> tuple[Tensor, Tensor]:
     return torch.rand(count, 6, generator=generator), torch.arange(count) % 3
 
 
-def owner(count: int = 300, *, epsilon: float = 2.0, **settings: object) -> DataOwner:
-    x, y = records(count)
-    return DataOwner(
-        "a", x, y, classes=3, nominal_size=300, epsilon=epsilon, delta=1e-5, **settings
-    )
-
-
 def unlabelled(x: Tensor, **settings: Any) -> DataOwner:
     """Returns a data owner of records without labels."""
     return DataOwner("a", x, **{"nominal_size": len(x), "epsilon": 5, "delta": 1e-5, **settings})
+
+
+def owner(count: int = 300, *, epsilon: float = 2.0, **settings: object) -> DataOwner:
+    x, y = records(count)
+    return unlabelled(x, y=y, classes=3, nominal_size=300, epsilon=epsilon, **settings)
 
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -227,25 +226,12 @@ def test_mixing_records_is_rejected_before_charge(model: Any, loss: Any, message
 # ------------------------------------------------------------ user code that mixes examples
 
 Mix = Callable[[Tensor], Tensor]
-CALLS = {"number": 0}
+CALLS = itertools.count()
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def scaled_by_calls(x: Tensor) -> Tensor:
-    CALLS["number"] += 1
-    return x * (1 + CALLS["number"] % 3)
 
 
 def from_index(first: int) -> Mix:
     return lambda x: torch.cat([x[:first], x[first:] - x[first:].mean(0)]) if len(x) > first else x
-
-
-def unseeded_noise(x: Tensor) -> Tensor:
-    return x * float(np.random.default_rng().random())
-
-
-def noise_by_position(x: Tensor) -> Tensor:
-    return x + torch.from_numpy(np.random.default_rng(0).normal(size=tuple(x.shape))).to(x)
 
 
 DEPENDENT: dict[str, Mix] = {
@@ -253,11 +239,13 @@ DEPENDENT: dict[str, Mix] = {
     "randn_like": lambda x: x + torch.randn_like(x),
     "python's random": lambda x: x * random.random(),
     "numpy's global": lambda x: x * float(np.random.rand()),  # noqa: NPY002
-    "fresh generator": unseeded_noise,
-    "seeded, by position": noise_by_position,
+    "fresh generator": lambda x: x * float(np.random.default_rng().random()),
+    "seeded, by position": lambda x: (
+        x + torch.tensor(np.random.default_rng(0).normal(size=x.shape))
+    ),
     "global generator per pass": lambda x: x * torch.rand((), generator=GENERATOR),
     "uninitialised": lambda x: x + torch.empty_like(x) * 0 + torch.empty(x.shape),
-    "counter": scaled_by_calls,
+    "counter": lambda x: x * (1 + next(CALLS) % 3),
     "by position": lambda x: x * (1 + torch.arange(len(x))[:, None] % 3),
     "odd lengths": lambda x: x * 2 if len(x) % 2 else x,
     "long batches": lambda x: x - x.mean(0) if len(x) > 6 else x,
@@ -318,16 +306,15 @@ class CallCounter(Net):
         return super().embed(x) * (2 if self.calls > 1000 else 1)
 
 
+TWO_CLIENTS = {"partition": {"clients": 2}, "privacy": {"noise_multiplier": 3.0}}
+
+
 def private_run(name: str, tmp_path: Path, **sections: Any) -> Any:
-    method_settings = quick_settings(name) if name == "fedsum" else {"local_steps": 2, "batch": 128}
-    run_settings = {
-        "run": {"method": name, "rounds": 1, "device": "cpu"},
-        "partition": {"clients": 2},
-        "method": method_settings,
-        "privacy": {"noise_multiplier": 3.0},
-        **sections,
-    }
-    return simulate(resolve(run_settings), output=tmp_path, quiet=True)
+    sections["method"] = (
+        quick_settings(name) if name == "fedsum" else {"local_steps": 2, "batch": 128}
+    )
+    run_settings = resolve({**TWO_CLIENTS, "run": {"method": name, "rounds": 1}, **sections})
+    return simulate(run_settings, output=tmp_path, quiet=True)
 
 
 MODELS = {
@@ -342,9 +329,8 @@ def test_dependent_models_are_rejected_before_charging(
     name: str, method: str, tmp_path: Path
 ) -> None:
     register_model("own-dependent", MODELS[name])
-    with pytest.raises(
-        SettingError, match=r"model\.name.*(influence of one example is not|cannot be private)"
-    ):
+    refusal = r"model\.name.*(influence of one example is not|cannot be private)"
+    with pytest.raises(SettingError, match=refusal):
         private_run(method, tmp_path, model={"name": "own-dependent"})
     assert not list(tmp_path.iterdir())
 
@@ -384,8 +370,7 @@ def run_with_task(task: LocalObjective) -> Any:
         def task(self, client: int, message: Any, memory: Any, context: Any) -> LocalObjective:
             return task
 
-    base = {"run": {"rounds": 1}, "partition": {"clients": 2}, "privacy": {"noise_multiplier": 3}}
-    settings = resolve({**base, "model": {"name": "linear"}})
+    settings = resolve({**TWO_CLIENTS, "run": {"rounds": 1}, "model": {"name": "linear"}})
     method = OwnTask(local_steps=1, batch=128)
     return simulate(replace(settings, method=method), quiet=True).privacy
 
