@@ -149,16 +149,6 @@ def test_halved_sum_of_four_gaussians_keeps_deviation() -> None:
     assert float(noise.std()) == pytest.approx(3.0, rel=0.02)
 
 
-def test_clients_of_group_have_independent_noise() -> None:
-    """Empty clients return all classes too."""
-    group = PrivateClientView(range(2), digits(range(10)), [torch.arange(0)] * 2, [])
-    charged = [series(10, dimension=3000) for _ in range(2)]
-    out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
-    assert out.shape == (20, 300)
-    assert torch.corrcoef(torch.stack([out[:10].flatten(), out[10:].flatten()]))[0, 1].abs() < 0.1
-    assert out.std() == pytest.approx(2.0, rel=0.05)
-
-
 TINY = {"noise_multiplier": 1e-12, "sensitivity": 1e6}
 
 
@@ -435,9 +425,14 @@ def test_series_are_taken_by_name_once() -> None:
     images = clients.series("images")
     assert [mechanism.steps_left for mechanism in images] == [3, 3]
     assert [mechanism.noise_std for mechanism in images] == [6.0, 6.0]
-    assert clients.series("counts")[0].noise_std == 12.0
-    with pytest.raises(errors.UnplannedReleaseError, match="release 'images' only once"):
-        clients.series("images")
+    (counts,) = clients.select(1).series("counts")
+    for view in (clients.select(1), clients):  # what a client has taken is taken for the group
+        for name in ("images", "counts"):
+            with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' only once a round"):
+                view.series(name)
+    (other_counts,) = clients.select(0).series("counts")  # the rejected call consumed nothing
+    assert [mechanism.noise_std for mechanism in (counts, other_counts)] == [12.0, 12.0]
+    assert counts is not other_counts
     for name in ("weights", "logits"):
         with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' .*main exchange"):
             clients.series(name)
@@ -445,16 +440,6 @@ def test_series_are_taken_by_name_once() -> None:
     with pytest.raises(errors.UnplannedReleaseError, match="first exchange"):
         first.series("images")
     assert first.series("logits")[0].steps_left == 1
-
-
-def test_mechanism_taken_by_client_is_taken_for_group() -> None:
-    clients = group(budget(Ledger("a")), budget(Ledger("b")))
-    (taken_mechanism,) = clients.select(1).series("images")
-    for view in (clients.select(1), clients):
-        with pytest.raises(errors.UnplannedReleaseError, match="only once a round"):
-            view.series("images")
-    (other,) = clients.select(0).series("images")  # the rejected call consumed nothing
-    assert taken_mechanism is not other
 
 
 def test_step_reads_charged_plan() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,18 +72,6 @@ def test_signed_folders_have_no_problems(run: Path, keys: tuple[Path, Path]) -> 
     assert problems(run.with_name("copy"), keys) == []
     sign_run(run, read_private_key(keys[0]))  # the signature itself is not signed
     assert problems(run, keys) == []
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-def test_documented_openssl_keys_are_accepted(run: Path, tmp_path: Path) -> None:
-    private, public = str(tmp_path / "own.pem"), str(tmp_path / "own.pub")
-    for arguments in (
-        ["genpkey", "-algorithm", "ed25519", "-out", private],
-        ["pkey", "-in", private, "-pubout", "-out", public],
-    ):
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
-    sign_run(run, read_private_key(Path(private)))
-    assert signature_problems(run, read_public_key(Path(public))) == []
 
 
 FORGED = "is not a signature of these files with this key"
