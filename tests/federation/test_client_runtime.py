@@ -49,6 +49,13 @@ def data() -> ImageData:
     return digits(np.arange(150) % 10)
 
 
+def parts(count: int, held_out: list[Tensor] | None = None) -> list[ClientData]:
+    """Returns the records of the first clients, in one resident data set."""
+    resident = data()
+    splits = held_out or [torch.arange(0)] * count
+    return [ClientData(resident, PARTS[k], splits[k]) for k in range(count)]
+
+
 def context(**values: Any) -> RoundContext:
     fields = {"clients": 4, "sizes": tuple(len(part) for part in PARTS), **values}
     return RoundContext(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **fields)
@@ -73,15 +80,15 @@ def client_of(
 
 
 def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRuntime]:
-    empty = [torch.arange(0)] * len(PARTS)
-    resident = data()
-    pairs = zip(PARTS, held_out or empty, strict=True)
-    client_data = [ClientData(resident, part, test) for part, test in pairs]
-    return [client_of(k, method, split) for k, split in enumerate(client_data)]
+    return [client_of(k, method, split) for k, split in enumerate(parts(4, held_out))]
 
 
-def request(ctx: RoundContext) -> ModelParameters:
-    return ModelParameters(ctx.architecture.state_dict(), 1.0)
+def request(ctx: RoundContext, value: float | None = None) -> ModelParameters:
+    """Returns the initial model, or one with this value in all parameters."""
+    model = ctx.architecture.state_dict()
+    if value is not None:
+        model = {name: torch.full_like(old, value) for name, old in model.items()}
+    return ModelParameters(model, 1.0)
 
 
 # ------------------------------------------------------------------------------------------ steps
@@ -105,48 +112,39 @@ def test_requests_of_wrong_type_are_rejected() -> None:
         assert client.memory == {}
 
 
-def test_replies_are_keyed_by_client_index() -> None:
+def test_replies_and_memories_belong_to_their_clients() -> None:
     ctx = context()
-    method = FedAvg(local_epochs=2, batch=8, lr=0.1)
-    clients = runtimes(method)[1:]
-    together = step_together(clients, MAIN, request(ctx), ctx)
-    assert list(together.messages) == [1, 2, 3]
+    method = Solo(local_epochs=2, batch=8, lr=0.1)
+    clients = runtimes(method)
+    together = step_together(clients[1:3], MAIN, request(ctx), ctx)
+    assert list(together.messages) == [1, 2]
     assert together.refusals == ()
-    for client in runtimes(method)[1:]:
-        reply = step_alone(client, MAIN, request(ctx), ctx)
-        assert isinstance(reply, ModelParameters)
+    assert clients[3].memory == {}
+    assert clients[1].personal({}) is clients[1].memory
+    for client in runtimes(method)[1:3]:
+        reply: Any = step_alone(client, MAIN, request(ctx), ctx)
         group: Any = together.messages[client.number]
-        for name, value in reply.parameters.items():
-            torch.testing.assert_close(group.parameters[name], value, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(group.parameters, reply.parameters, atol=1e-6, rtol=1e-5)
+        memory = clients[client.number].memory
+        assert set(memory) == set(request(ctx).parameters)
+        torch.testing.assert_close(memory, client.memory, atol=1e-6, rtol=1e-5)
         assert group.weight == reply.weight == len(PARTS[client.number])
-
-
-def test_clients_have_separate_memories() -> None:
-    ctx = context()
-    clients = runtimes(Solo(local_epochs=1, batch=8, lr=0.1))
-    step_together(clients[:2], MAIN, request(ctx), ctx)
-    assert clients[2].memory == {}
-    first, second = (clients[k].memory for k in (0, 1))
-    assert set(first) == set(request(ctx).parameters)
+    first, second = (clients[k].memory for k in (1, 2))
     assert not any(torch.equal(first[name], second[name]) for name in first)
-    assert clients[0].personal({}) is first
 
 
 def test_invalid_requests_are_refused_by_reply() -> None:
     """The remote server receives a refusal instead of an exception, and no data are read."""
-    ctx = context(privacy=PrivacySettings(noise_multiplier=1.0, max_request_norm=1.0), sizes=None)
-    client = client_of(2, FedAvg(), noise_multiplier=1.0, max_request_norm=1.0)
+    privacy = {"noise_multiplier": 1.0, "max_request_norm": 1.0}
+    ctx = context(privacy=PrivacySettings(**privacy), sizes=None)
+    client = client_of(2, FedAvg(), **privacy)
     for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
-        parameters = {
-            name: torch.full_like(old, value) for name, old in ctx.architecture.state_dict().items()
-        }
-        message = ModelParameters(parameters, 1.0)
-        replies = step_together([client], MAIN, message, ctx)
+        replies = step_together([client], MAIN, request(ctx, value), ctx)
         assert replies.messages == {}
         (refusal,) = replies.refusals
         assert (refusal.client, refusal.kind) == (2, REQUEST)
         assert reason in refusal.reason
-        assert step_alone(client, MAIN, message, ctx) == refusal
+        assert step_alone(client, MAIN, request(ctx, value), ctx) == refusal
 
 
 def test_size_is_sent_only_without_privacy() -> None:
@@ -209,18 +207,16 @@ def test_client_with_exhausted_budget_refuses() -> None:
     public = public_context(settings, SPEC, CPU)
     ledgers = [Ledger(f"client-{k}") for k in range(5)]
     plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
-    resident = data()
-    client_data = [ClientData(resident, PARTS[k], torch.arange(0)) for k in range(3)]
-    clients = [ClientRuntime(k, settings, public, client_data[k], ledgers[k]) for k in range(3)]
+    held = enumerate(parts(3))
+    clients = [ClientRuntime(k, settings, public, own, ledgers[k]) for k, own in held]
     for client in clients:
         client.start(RunTerms(noise_multiplier=plan.sigma))
     ctx = plan.in_context(public)
     assert [client.prepare(ctx) for client in clients] == [None] * 3
     for row in plan.planned():
         ledgers[1].charge(row)
-    assert [clients[k].prepare(ctx) is None for k in range(3)] == [True, False, True]
-    message = ModelParameters(ctx.architecture.state_dict(), 1.0)
-    replies = step_together(clients, MAIN, message, ctx)
+    assert [client.prepare(ctx) is None for client in clients] == [True, False, True]
+    replies = step_together(clients, MAIN, request(ctx), ctx)
     (refusal,) = replies.refusals
     assert (refusal.client, refusal.kind) == (1, BUDGET)
     assert "client-1" in refusal.reason
@@ -228,20 +224,12 @@ def test_client_with_exhausted_budget_refuses() -> None:
     assert replies.messages == {}
 
 
-def test_clients_with_separate_data_form_no_group() -> None:
-    """Indices into the data of another client would silently select other records."""
-    clients = [
-        client_of(k, FedAvg(), ClientData(data(), PARTS[k], torch.arange(0))) for k in range(2)
-    ]
-    with pytest.raises(ValueError, match="share one data set"):
-        step_together(clients, MAIN, request(context()), context())
-
-
 def test_mechanisms_are_bound_to_clients_and_not_copied() -> None:
-    """A wrong index in a method would release a client's records twice for one charge."""
-    resident = data()
-    client_data = [ClientData(resident, PARTS[k], torch.arange(0)) for k in range(2)]
-    clients = [client_of(k, FedFMLite(), client_data[k], noise_multiplier=2.0) for k in range(2)]
+    """A wrong index in a method would release a client's records twice for one charge, and indices
+    into the data of another client would silently select other records."""
+    clients = [
+        client_of(k, FedFMLite(), own, noise_multiplier=2.0) for k, own in enumerate(parts(2))
+    ]
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)
     assert isinstance(group, PrivateClientView)
@@ -253,3 +241,6 @@ def test_mechanisms_are_bound_to_clients_and_not_copied() -> None:
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be"):
             copier(other[0])
+    clients = [client_of(k, FedAvg(), parts(2)[k]) for k in range(2)]
+    with pytest.raises(ValueError, match="share one data set"):
+        step_together(clients, MAIN, request(context()), context())

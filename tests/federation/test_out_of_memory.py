@@ -37,28 +37,24 @@ def run(observer: Observer | None = None, output: Path | None = None, **sections
 PRIVATE = {"privacy": {"noise_multiplier": 2.0, "sample_rate": 0.1}}
 
 
-def exhaust(monkeypatch: pytest.MonkeyPatch, name: str, fails: Fails) -> list[int]:
-    """Lets the named function of FedDM run out of memory for groups for which `fails` is true, and
-    returns the sizes of all groups that completed a step."""
+def exhaust(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> list[int]:
+    """Lets FedDM's image pairs run out of memory for groups for which `fails` is true, and returns
+    the sizes of all groups that completed a step."""
     sizes: list[int] = []
-    original = getattr(FedDM, name)
-    step = FedDM.client_step
+    pairs, step = FedDM.pairs, FedDM.client_step
 
     def without_memory(self: FedDM, *args: Any) -> Any:
-        group = next(argument for argument in args if hasattr(argument, "ids"))
-        result = original(self, *args)
-        if fails(group):
+        if fails(next(argument for argument in args if hasattr(argument, "ids"))):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return result
+        return pairs(self, *args)
 
     def recorded_step(self: FedDM, message: Any, clients: Any, *rest: Any) -> Any:
         result = step(self, message, clients, *rest)
         sizes.append(len(clients.ids))
         return result
 
-    monkeypatch.setattr(FedDM, name, without_memory)
-    if name != "client_step":
-        monkeypatch.setattr(FedDM, "client_step", recorded_step)
+    monkeypatch.setattr(FedDM, "pairs", without_memory)
+    monkeypatch.setattr(FedDM, "client_step", recorded_step)
     return sizes
 
 
@@ -74,7 +70,7 @@ def test_steps_before_noise_are_repeated_in_smaller_groups(
 ) -> None:
     """Results are equal, and private runs are not charged again."""
     expected = run(**sections)
-    sizes = exhaust(monkeypatch, "pairs", lambda group: len(group.ids) > 2)
+    sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 2)
     notes = NoteRecorder()
     actual = run(notes, tmp_path, **sections)
     assert sizes == [2, 2, 1] * 3  # five, then three, do not fit; later rounds begin with two
@@ -92,17 +88,14 @@ def test_steps_before_noise_are_repeated_in_smaller_groups(
 def test_only_failed_groups_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads of earlier groups are kept."""
     expected = run()
-    sizes = exhaust(
-        monkeypatch, "pairs", lambda group: len(group.ids) > 1 and group.ids[-1] == CLIENTS - 1
-    )
+    sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 1 and group.ids[-1] == CLIENTS - 1)
     monkeypatch.setattr(FedDM, "client_bytes", lambda self, context: context.memory_bytes // 6)
-    actual = run()
-    assert equal_results(expected, actual)
+    assert equal_results(expected, run())
     assert sizes[:3] == [3, 1, 1]
 
 
 def test_single_client_without_memory_ends_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    exhaust(monkeypatch, "pairs", lambda group: True)
+    exhaust(monkeypatch, lambda group: True)
     with pytest.raises(DeviceMemoryError, match=r"of 1 client\(s\)\. Use a smaller batch"):
         run()
 
@@ -135,7 +128,7 @@ def test_steps_after_noise_are_not_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The run ends with a one-line error, and a report built from the ledgers, including the failed
-    round, is verified."""
+    round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
     charges = exhaust_after_noise(monkeypatch, 2)
     with pytest.raises(DeviceMemoryError, match=r"round 2: cpu .* of 5 client.* .*memory_gb"):
         run(None, tmp_path, **PRIVATE)
@@ -146,13 +139,6 @@ def test_steps_after_noise_are_not_repeated(
     write_report(report, folder)
     assert verify_run(folder).problems == []
     assert {number for row in ledger_rows(report) for number in row["rounds"]} == {1, 2}
-
-
-def test_forced_repetition_releases_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A series cannot be taken twice."""
-    exhaust_after_noise(monkeypatch, 1)
     monkeypatch.setattr(ClientRuntime, "may_try_again", lambda *args: True)
     with pytest.raises(UnplannedReleaseError):
         run(**PRIVATE)

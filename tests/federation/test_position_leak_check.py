@@ -95,26 +95,31 @@ def test_warnings_are_printed_and_reported(
     assert "verdict.warnings" in problem
 
 
+PAPER = {"noise_multiplier": 1.0, "mechanism": "paper"}
+
+
 @pytest.mark.parametrize(
     "method",
     by_family(["feddm", "fedaf", "fedsum", "fedavg", "fedstats"], ("feddm", "fedavg", "fedstats")),
 )
-@pytest.mark.parametrize("kind", ["gradients", "features", "nothing"])
-def test_trials_compute_client_steps(
-    method: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_compute_client_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken version would try the plain forward pass, but condensation sums features of
-    channels-last passes, training sums gradients, and FedStats neither."""
-    shift_rows(monkeypatch, kind)
+    channels-last passes, training sums gradients, and FedStats neither. Mechanisms without a
+    guarantee cause no warning."""
     computed = {"fedavg": "gradients", "fedstats": "factors"}.get(method, "features")
-    assert len(warnings_of(settings(method, width=8, depth=2))) == (kind == computed)
+    for kind in ("gradients", "features", "nothing"):
+        with monkeypatch.context() as patch:
+            shift_rows(patch, kind)
+            assert len(warnings_of(settings(method, width=8, depth=2))) == (kind == computed), kind
+            assert method != "feddm" or not warnings_of(settings(method, privacy=PAPER))
 
 
-@pytest.mark.parametrize("kind", ["rows", "products"])
-def test_single_bit_differences_are_detected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [{}, {"features": "pixels"}], ids=["rows", "products"])
+def test_single_bit_differences_are_detected(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Covers vectors, and the factors of FedStats and of linear models."""
-    model = {"name": "linear"} if kind == "rows" else {"name": "linear", "features": "pixels"}
-    run = settings("fedavg", **model)
+    run = settings("fedavg", name="linear", **model)
     assert not warnings_of(run)
     original = ExampleGradients.__call__
 
@@ -127,25 +132,25 @@ def test_single_bit_differences_are_detected(kind: str, monkeypatch: pytest.Monk
     assert len(warnings_of(run)) == 1
 
 
-def test_mechanisms_without_guarantee_cause_no_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shift_rows(monkeypatch, "features")
-    privacy = {"noise_multiplier": 1.0, "mechanism": "paper"}
-    assert not warnings_of(settings("feddm", privacy=privacy))
+WHITENED = {"features": "whitened-scattering", "name": "linear"}
 
 
 @pytest.mark.parametrize("dataset", by_family(("digits", "mnist", "cifar10"), ("digits",)))
 @pytest.mark.parametrize(
     ("method", "model"),
-    [("fedstats", {}), ("fedavg", {"features": "whitened-scattering", "name": "linear"})],
+    [
+        ("fedstats", {}),
+        ("fedavg", WHITENED),
+        ("fedavg", {"name": "linear"}),
+        ("fedavg", {"name": "convnet", "width": 8}),
+    ],
 )
-def test_models_on_features_cause_no_warning(
-    method: str, model: dict[str, Any], dataset: str
+def test_common_models_cause_no_warning(
+    method: str, model: dict[str, Any], dataset: str, device: torch.device
 ) -> None:
-    """Regression: the plain forward pass was tried, whose width is no multiple of 16, and each run
-    had a warning."""
-    assert not warnings_of(settings(method, dataset, **model))
+    """Regression: the plain forward pass of models on features was tried, whose width is no
+    multiple of 16, and each run had a warning."""
+    assert not warnings_of(settings(method, dataset, **model), device)
 
 
 def test_fedstats_is_tried_with_server_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,26 +186,21 @@ def test_kinds_of_networks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Linear" not in names
 
 
-def test_trials_end_with_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_after_the_last_release_are_ignored_and_others_cause_warnings_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Broken versions would compute steps without a release, or lose findings if these fail on
     random images."""
 
     def fails(*args: Any) -> Any:
-        raise RuntimeError("post-processing")
-
-    monkeypatch.setattr(feddm.sets, "split_uploads", fails)
-    shift_rows(monkeypatch, "features")
-    privacy = {"noise_multiplier": 1.0, "mechanism": "features"}
-    [warning] = warnings_of(settings("feddm", privacy=privacy))
-    assert MESSAGE in warning
-
-
-def test_failed_trials_cause_warnings_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*args: Any) -> Any:
         raise RuntimeError("out of memory\nin a kernel")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(feddm.sets, "split_uploads", fails)
+        shift_rows(patch, "features")
+        privacy = {"noise_multiplier": 1.0, "mechanism": "features"}
+        [warning] = warnings_of(settings("feddm", privacy=privacy))
+        assert MESSAGE in warning
     monkeypatch.setattr(position_leak_check, "_trials", fails)
     report: Any = simulate(settings("fedavg", width=8, depth=2)).privacy
     assert "out of memory" in capsys.readouterr().err
@@ -217,11 +217,3 @@ def test_trial_size_is_limited_by_step_and_memory() -> None:
 
     assert records(name="linear") > 128  # a pass of DP-SGD, and into the next one
     assert MIN_RECORDS <= records(name="resnet18", norm="group") <= 12  # 11 million numbers each
-
-
-@pytest.mark.parametrize("name", ["linear", "convnet"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_common_models_cause_no_warning(name: str, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    assert not warnings_of(settings("fedavg", "mnist", name=name, width=8), torch.device(device))

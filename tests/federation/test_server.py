@@ -78,7 +78,7 @@ class Trace(Method):
         return replace(state, parameters={"w": in_order(uploads).log()})
 
 
-def context(number: int = 1) -> RoundContext:
+def context(number: int = 2) -> RoundContext:
     return RoundContext(number, 0, CPU, SPEC, torch.nn.Linear(1, 1), 5.0, clients=4)
 
 
@@ -86,79 +86,59 @@ def vectors(*numbers: int, value: float = 1.0) -> dict[int, Message]:
     return {k: Reply(torch.tensor([value])) for k in numbers}
 
 
+@pytest.fixture
 def server() -> Server:
     return Server(Trace(), {"w": torch.ones(1)})
 
 
-def test_replies_are_ordered_and_state_changes_after_round() -> None:
-    trace_server = server()
-    state = trace_server.state
+def test_replies_are_ordered_and_state_changes_after_round(server: Server) -> None:
+    """After a refusal in the first exchange, the next round starts from the last completed one."""
+    state = server.state
     assert type(state) is TraceState
-    assert trace_server.final_parameters() is state.parameters
+    assert server.final_parameters() is state.parameters
     replies = vectors(3, 0, 2)
-    trace_server.request(FIRST, context(2))
-    trace_server.receive(FIRST, replies, context(2))
-    request = trace_server.request(MAIN, context(2))
-    assert isinstance(request, Request)
-    assert request.first[:, 0].tolist() == [0, 2, 3]  # result of the first exchange
-    assert trace_server.state is state
-    trace_server.receive(MAIN, vectors(2, 1), context(2))
-    assert trace_server.state.parameters["w"][:, 0].exp().round().tolist() == [1, 2]
-    assert trace_server.state.first is not None  # type: ignore[attr-defined]
+    for completed in (False, True):
+        server.request(FIRST, context())
+        server.receive(FIRST, replies, context())
+        request: Any = server.request(MAIN, context())
+        assert request.first[:, 0].tolist() == [0, 2, 3]  # result of the first exchange
+        assert server.state is state
+        if not completed:
+            assert server.request(FIRST, context(1)) is None  # a round without a first exchange
+            request = server.request(MAIN, context(1))
+            assert len(request.first) == 0
+    server.receive(MAIN, vectors(2, 1), context())
+    assert server.state.parameters["w"][:, 0].exp().round().tolist() == [1, 2]
+    assert server.state.first is not None  # type: ignore[attr-defined]
     assert list(replies) == [3, 0, 2]  # the argument is unchanged
 
 
-def test_aborted_rounds_are_discarded() -> None:
-    """After a refusal in the first exchange, the next round starts from the last completed one."""
-    trace_server = server()
-    trace_server.request(FIRST, context(2))
-    trace_server.receive(FIRST, vectors(0, 1), context(2))
-    trace_server.request(MAIN, context(2))
-    assert trace_server.request(FIRST, context(1)) is None  # a round without a first exchange
-    request: Any = trace_server.request(MAIN, context(1))
-    assert len(request.first) == 0
-
-
 @pytest.mark.parametrize(("phase", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
-def test_requests_of_wrong_type_are_not_sent(
-    phase: str, name: str, monkeypatch: pytest.MonkeyPatch
+def test_messages_of_wrong_type_are_rejected(
+    server: Server, phase: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Subclasses are rejected too, since only the declared type was checked for privacy."""
+    server.request(phase, context())
+    state = server.state
+    for reply in (WideReply(torch.ones(1)), ModelParameters({}, 1.0)):
+        message = f"trace must send messages of type Reply, got {type(reply).__name__}"
+        with pytest.raises(TypeError, match=message):
+            server.receive(phase, {**vectors(0), 1: reply}, context())
+    assert server.state is state
     monkeypatch.setattr(Trace, name, lambda *_: Reply(torch.ones(1)))
     with pytest.raises(TypeError, match=r"trace must send messages of type \w+, got Reply"):
-        server().request(phase, context(2))
+        server.request(phase, context())
 
 
-@pytest.mark.parametrize(
-    ("phase", "reply"), [(FIRST, WideReply(torch.ones(1))), (MAIN, ModelParameters({}, 1.0))]
-)
-def test_replies_of_wrong_type_are_rejected(phase: str, reply: Message) -> None:
-    """Subclasses are rejected too, since only the declared type was checked for privacy."""
-    trace_server = server()
-    trace_server.request(phase, context(2))
-    state = trace_server.state
-    name = type(reply).__name__
-    with pytest.raises(TypeError, match=f"trace must send messages of type Reply, got {name}"):
-        trace_server.receive(phase, {**vectors(0), 1: reply}, context(2))
-    assert trace_server.state is state
-
-
-@pytest.mark.parametrize(("phase", "value"), [(FIRST, float("nan")), (MAIN, float("inf"))])
-def test_non_finite_replies_are_rejected(phase: str, value: float) -> None:
-    trace_server = server()
-    trace_server.request(phase, context(2))
-    state = trace_server.state
-    replies = {**vectors(3, value=value), **vectors(1, 0)}
-    accepted, rejected = trace_server.check(phase, replies, context(2))
-    assert list(rejected) == [3]
-    assert "value is not finite" in str(rejected[3])
-    assert list(accepted) == [0, 1]
-    assert trace_server.state is state
-
-
-def test_non_finite_models_are_rejected() -> None:
-    trace_server = server()
-    state = trace_server.state
-    trace_server.request(MAIN, context(1))
+def test_non_finite_replies_and_models_are_rejected(server: Server) -> None:
+    state = server.state
+    for phase, value in ((FIRST, float("nan")), (MAIN, float("inf"))):
+        server.request(phase, context())
+        replies = {**vectors(3, value=value), **vectors(1, 0)}
+        accepted, rejected = server.check(phase, replies, context())
+        assert list(rejected) == [3]
+        assert "value is not finite" in str(rejected[3])
+        assert list(accepted) == [0, 1]
     with pytest.raises(DivergedError, match="round 1: w of the server's model is not finite"):
-        trace_server.receive(MAIN, vectors(1, value=-1.0), context(1))  # its logarithm
-    assert trace_server.state is state
+        server.receive(MAIN, vectors(1, value=-1.0), context(1))  # its logarithm
+    assert server.state is state
