@@ -49,14 +49,10 @@ class StoppedError(Exception):
 
 @dataclass
 class Link:
-    """Carries messages to nodes in this process.
+    """Carries messages to nodes in this process, whose numbers are 100 and up.
 
-    Args:
-        nodes_: the nodes by their number, from 100 on.
-        change: maps (node, request, answer) to the answer that arrives, or None.
-
-    Attributes:
-        seen: (node, request, answer) of each message.
+    `change` maps (node, request, answer) to the answer that arrives, or None; `seen` has the three
+    of each message.
     """
 
     nodes_: dict[int, Node]

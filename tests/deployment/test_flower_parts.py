@@ -18,12 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 from fedsynth.config.resolve import resolve
-from fedsynth.deployment.flower import joining
+from fedsynth.deployment.flower import joining, processes
 from fedsynth.deployment.flower.joining import ServerConnection
+from fedsynth.deployment.flower.keys import make_keys
 from fedsynth.deployment.flower.processes import FlowerError, Gate
 from fedsynth.deployment.flower.serving import SuperLinkSettings, write_app
 from fedsynth.deployment.node import DatasetPart, Node
@@ -129,9 +132,7 @@ REMOTE = ("192.0.2.7", 1)
         ("/v1/control/start-run", ("::1", 1), True),
     ],
 )
-def test_control_requests_need_a_loopback_address(
-    path: str, client: tuple[str, int] | None, allowed: bool
-) -> None:
+def test_control_requests_need_a_loopback_address(path: str, client: Any, allowed: bool) -> None:
     state = SimpleNamespace(enable_supernode_auth=False)
     expected = ([], True) if allowed else ([403, None], False)
     assert through_gate(path, client, state) == expected
@@ -140,7 +141,7 @@ def test_control_requests_need_a_loopback_address(
 def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple[list[Any], bool]:
     """Returns the gate's status codes and whether the SuperLink read the body."""
     read: list[bool] = []
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -149,12 +150,11 @@ def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple
         read.append(True)
 
     async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
+        sent.append(message.get("status"))
 
     scope = {"type": "http", "path": path, "client": client, "headers": list(headers)}
-    scope["app"] = SimpleNamespace(state=state)
-    asyncio.run(Gate(app)(scope, receive, send))
-    return [message.get("status") for message in sent], bool(read)
+    asyncio.run(Gate(app)({**scope, "app": SimpleNamespace(state=state)}, receive, send))
+    return sent, bool(read)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,18 @@ def test_unauthenticated_requests_are_refused_before_reading_the_body(headers: s
 # ---------------------------------------------------------------------------------- connecting
 
 
-class Attempts:
-    """Simulates a reachable or unreachable server and SuperNodes that end."""
+Outcome = tuple[str, str, bool]
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, outcomes: list[tuple[str, str, bool]]
-    ) -> None:
-        """outcomes: per attempt the reason that no server listens, the reason that the SuperNode ends,
-        and whether it was connected; the last one repeats."""
+
+class Attempts:
+    """Simulates a reachable or unreachable server and SuperNodes that end.
+
+    Args:
+        outcomes: per attempt the reason that no server listens, the reason that the SuperNode ends,
+            and whether it was connected; the last one repeats.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
         self.clock = 0.0
         monkeypatch.setattr(joining, "require_flower", lambda: None)
@@ -216,9 +220,8 @@ class Attempts:
         self.outcomes = self.outcomes[1:] or self.outcomes
 
     def connect(self, *arguments: Any, once: bool) -> tuple[str, bool]:
-        _, reason, connected = self.outcomes[0]
-        self.clock += 100 * connected
-        return reason, connected
+        self.clock += 100 * self.outcomes[0][2]
+        return self.outcomes[0][1:]
 
 
 ABSENT = ("no server listens", "", False)
@@ -234,18 +237,22 @@ WORKS = ("", "", True)
         ([LOST, ABSENT, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
         ([ABSENT], ["no server listens", "cannot connect"], 60),
         ([LOST, *[IN_USE] * 99], ["no longer answers", "with this key", "cannot connect"], 160),
+        ([WORKS], ["refuses this client: its ledger does not"], 100),
     ],
 )
 def test_client_reconnects_and_prints_reasons_until_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    outcomes: list[tuple[str, str, bool]],
+    outcomes: list[Outcome],
     expected: list[str],
     seconds: float,
 ) -> None:
+    """Refused clients disconnect, so that another client with the same key can connect."""
     attempts = Attempts(monkeypatch, outcomes)
     lines: list[str] = []
     node = Node(0, tmp_path, DatasetPart(), Owner(), say=lines.append)
+    if outcomes == [WORKS]:
+        node.refused = "its ledger does not continue"
     try:
         joining.join(node, ServerConnection("127.0.0.1:9", None), wait=60.0)
     except FlowerError as error:
@@ -253,15 +260,6 @@ def test_client_reconnects_and_prints_reasons_until_its_timeout(
     assert len(lines) == len(expected)
     assert all(text in line for text, line in zip(expected, lines, strict=True))
     assert seconds <= attempts.clock <= seconds + 3
-
-
-def test_refused_clients_disconnect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another client with the same key can then connect."""
-    Attempts(monkeypatch, [WORKS])
-    node = Node(0, tmp_path, DatasetPart(), Owner())
-    node.refused = "its ledger does not continue"
-    with pytest.raises(FlowerError, match="refuses this client: its ledger does not"):
-        joining.join(node, ServerConnection("127.0.0.1:9", None))
 
 
 def test_missing_servers_are_detected_before_connecting() -> None:
@@ -278,17 +276,15 @@ def test_missing_servers_are_detected_before_connecting() -> None:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    pytest.importorskip("cryptography", reason="the flower extra is not installed")
-    from fedsynth.deployment.flower.keys import make_keys
-
     make_keys(tmp_path / "keys", 2, ("federation.example.org", "192.0.2.7"))
     return tmp_path / "keys"
 
 
-def test_server_certificate_is_valid_for_its_names(keys: Path) -> None:
-    from cryptography import x509
-    from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
-
+def test_keys_are_private_never_replaced_and_valid_for_their_names(keys: Path) -> None:
+    for name in ("server.key", "client-000", "client-001"):
+        assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        make_keys(keys, 2)
     authority, server = (
         x509.load_pem_x509_certificate((keys / name).read_bytes())
         for name in ("ca.crt", "server.crt")
@@ -299,15 +295,6 @@ def test_server_certificate_is_valid_for_its_names(keys: Path) -> None:
         assert verifier.verify(server, []) == [server, authority]
     with pytest.raises(VerificationError):
         policy.build_server_verifier(x509.DNSName("elsewhere.example.org")).verify(server, [])
-
-
-def test_keys_are_private_and_never_replaced(keys: Path) -> None:
-    from fedsynth.deployment.flower.keys import make_keys
-
-    for name in ("server.key", "client-000", "client-001"):
-        assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError):
-        make_keys(keys, 2)
 
 
 # ---------------------------------------------------------------------------------- the commands
@@ -365,9 +352,8 @@ def test_usage_errors_are_one_line(arguments: list[str], message: str) -> None:
     if arguments[0] in ("client", "server"):
         require_flwr()
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
+    assert (result.exit_code, len(result.stderr.strip().splitlines())) == (2, 1)
     assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_settings_file_describes_the_run(tmp_path: Path) -> None:
@@ -381,13 +367,9 @@ def test_settings_file_describes_the_run(tmp_path: Path) -> None:
     assert (again.exit_code, "already exists" in again.stderr) == (2, True)
 
 
-def test_missing_flower_error_names_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from fedsynth.deployment.flower import processes
-
+def test_missing_flower_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
-    with pytest.raises(processes.FlowerError, match="pip install"):
+    with pytest.raises(FlowerError, match="pip install"):
         processes.require_flower()
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from fedsynth import DatasetSpec, ImageData, register_model, resolve
@@ -24,6 +22,7 @@ from fedsynth.deployment.proposal import Proposal
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from tests.deployment.local_setup import Link, noise_of
+from tests.image_folders import write_image
 
 SPEC = DatasetSpec(
     "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
@@ -132,13 +131,14 @@ def answers(folder: Path, settings: Any, records: Source) -> tuple[list[Any], li
     """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
     and its owner's messages; with repeatable noise."""
     messages: list[str] = []
-    declared = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
-    owner = Owner(Policy(**declared))
+    owner = Owner(Policy(classes=SPEC.class_names, height=8, width=8, channels=1))
     nodes = {}
-    other_source = FixedSource(images(CLEAN))
-    for k, source, say in ((0, records, messages.append), (1, other_source, lambda _: None)):
-        home = folder / str(k)
-        nodes[100 + k] = Node(k, home, source, owner, device="cpu", say=say, secret=noise_of(k))
+    for k, source in enumerate((records, FixedSource(images(CLEAN)))):
+        more: Any = {"say": messages.append} if k == 0 else {}
+        node_folder = folder / str(k)
+        nodes[100 + k] = Node(
+            k, node_folder, source, owner, device="cpu", secret=noise_of(k), **more
+        )
     proposal = Proposal(RUN, resolve(settings, own_data="scans"), SPEC)
     link = Link(nodes)
     connection = Connection(link, Timeouts(join=0.2, answer=60, poll=0.05))
@@ -159,28 +159,25 @@ def answers(folder: Path, settings: Any, records: Source) -> tuple[list[Any], li
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(sections("feddm", partition={"local_test": 0.3}), id="residual"),
-        pytest.param(sections("feddm", privacy={"mechanism": "features"}), id="features"),
-        pytest.param(sections("fedavg", privacy={"unit": "user", "user_records": 1}), id="users"),
-        pytest.param(sections("fedstats"), id="statistics"),
-        pytest.param(
-            sections("fedavg", model={"name": "linear", "features": "hostile"}), id="on features"
-        ),
+        sections("feddm", partition={"local_test": 0.3}),
+        sections("feddm", privacy={"mechanism": "features"}),
+        sections("fedavg", privacy={"unit": "user", "user_records": 1}),
+        sections("fedstats"),
+        sections("fedavg", model={"name": "linear", "features": "hostile"}),
     ],
+    ids=["residual", "features", "users", "statistics", "on features"],
 )
 def test_answers_do_not_depend_on_records(tmp_path: Path, settings: Any) -> None:
     """Kind, length and text are equal. Records on which the code fails contribute zero: the same
     bits are released as without them."""
-    answers_by_name = {}
-    payloads = {}
-    for number, (name, pixels) in enumerate(RECORDS.items()):
-        answers_by_name[name], payloads[name], log = answers(
-            tmp_path / str(number), settings, FixedSource(images(pixels))
-        )
+    seen, payloads = {}, {}
+    for name, pixels in RECORDS.items():
+        source = FixedSource(images(pixels))
+        seen[name], payloads[name], log = answers(tmp_path / name, settings, source)
     assert "could not be computed: ValueError" in log
-    assert {kind for kind, _, _ in answers_by_name["clean"]} == {"answer"}
-    for name, seen in answers_by_name.items():
-        assert seen == answers_by_name["clean"], name
+    assert {kind for kind, _, _ in seen["clean"]} == {"answer"}
+    for name, node_answers in seen.items():
+        assert node_answers == seen["clean"], name
     if settings["privacy"].get("mechanism") != "features":  # which also releases counts
         assert payloads["hostile"] == payloads["clean"]
         assert payloads["one"] != payloads["clean"]
@@ -188,30 +185,23 @@ def test_answers_do_not_depend_on_records(tmp_path: Path, settings: Any) -> None
 
 def scans(folder: Path) -> Path:
     """Writes an owner's images of two of the three classes, and their users."""
-    drawn = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
     rows = ["path,user"]
-    for k, image in enumerate(drawn):
+    for k in range(12):
         path = f"{'ab'[k % 2]}/{k:02}.png"
-        write_image(folder / path, image)
+        write_image(folder / path, k, (8, 8))
         rows.append(f"{path},patient {k // 3}")
     (folder / "users.csv").write_text("\n".join(rows))
     return folder
 
 
-def write_image(file: Path, image: Any = None) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.zeros((8, 8), np.uint8) if image is None else image).save(file)
-
-
 def add_invalid_files(folder: Path) -> None:
     """Adds a file of each invalid kind."""
-    (folder / "a" / "w.png").write_bytes(b"no image")
-    (folder / "a" / "x.jpg").write_bytes(b"\xff\xd8\xff")
+    for name, content in (("w.png", b"no image"), ("x.jpg", b"\xff\xd8\xff"), ("x.dcm", b"DICM")):
+        (folder / "a" / name).write_bytes(content)
     (folder / "a" / "y.png").touch()
-    (folder / "a" / "x.dcm").write_bytes(b"DICM")
     (folder / "a" / "z.png").symlink_to(folder / "nothing")
     for name in ("x.png", "a/deeper/and/x.png", "flu/x.png", "A/x.png"):
-        write_image(folder / name)
+        write_image(folder / name, 0, (8, 8))
 
 
 def add_manifest(folder: Path) -> None:

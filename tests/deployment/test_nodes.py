@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ from tests.deployment.local_setup import (
     secure_sections,
 )
 from tests.families import by_family
+from tests.image_folders import write_image
 from tests.observers import NoteRecorder
 
 PROTECTING = by_family((m for m in METHODS if method_class(m).dp_mechanisms), ("feddm", "fedstats"))
@@ -367,12 +369,10 @@ def test_failing_clients_are_lost_for_one_round(setup: Setup) -> None:
     assert "lost" not in served.record.rows[-1]
 
 
-def test_requests_refused_by_all_clients_raise_errors(setup: Setup) -> None:
+def test_runs_without_a_quorum_raise_errors(setup: Setup) -> None:
+    """To start, or after a refusal by all clients."""
     with pytest.raises(RequestRefusedError, match="no"):
         setup.serve(sections("fedavg"), with_faults(setup.link(), ["refusal"], 100, 101, 102))
-
-
-def test_runs_need_a_quorum_to_start(setup: Setup) -> None:
     with pytest.raises(TooFewClientsError, match="at least 2 of 3 clients, but 1 joined"):
         setup.serve(sections("fedavg"), setup.link(setup.node(0)))
 
@@ -413,46 +413,37 @@ def test_resumed_private_run_charges_changed_requests(setup: Setup) -> None:
 # ------------------------------------------------------------------------------ proposals
 
 
-def proposal_json(**more: Any) -> dict[str, Any]:
-    stated = new_proposal(sections("feddm", privacy=PRIVATE)).to_json()
-    return {**stated, **more}
-
-
 def test_invalid_proposals_are_refused(setup: Setup) -> None:
-    spec = proposal_json()["spec"]
-    bad_settings: tuple[Any, ...] = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "nothing"}})
+    """Folders of ledgers and data and the device in a valid one are replaced by the owner's."""
+    valid = new_proposal(sections("feddm", privacy=PRIVATE)).to_json()
+    spec = valid["spec"]
+    bad_settings: tuple[Any, ...] = (
+        *({"run": []}, {"own": {"x": 1}}),
+        *({"run": {"method": "nothing"}}, {"run": {"rounds": -1}}),
+    )
     bad_specs: tuple[Any, ...] = ({}, {**spec, "classes": "10"}, {**spec, "more": 1})
-    proposals: list[Any] = [None, [], {}, proposal_json(settings={"run": {"rounds": -1}})]
-    proposals += [proposal_json(run=run) for run in ("../../home", "0" * 15 + "/")]
-    proposals += [proposal_json(settings=bad) for bad in bad_settings]
-    proposals += [proposal_json(spec=bad) for bad in bad_specs]
+    proposals: list[Any] = [None, [], {}]
+    proposals += [{**valid, "run": run} for run in ("../../home", "0" * 15 + "/")]
+    proposals += [{**valid, "settings": bad} for bad in bad_settings]
+    proposals += [{**valid, "spec": bad} for bad in bad_specs]
     for stated in proposals:
         run = str(stated.get("run", "")) if isinstance(stated, dict) else ""
         assert ask(setup.node(0), run, "join", proposal=stated).kind == "error", stated
     assert not (setup.folder / "owner-0").exists()
-
-
-def test_servers_cannot_choose_owner_folders_or_devices(setup: Setup) -> None:
-    """Folders of ledgers and data and the device are the owner's settings."""
-    stated = proposal_json()
-    stated["settings"]["privacy"]["ledger"] = str(setup.folder / "theirs")
-    stated["settings"]["data"]["data_root"] = "/etc"
-    stated["settings"]["run"]["device"] = "cuda"
-    settings = Proposal.from_json(stated).settings
+    valid["settings"]["privacy"]["ledger"] = str(setup.folder / "theirs")
+    valid["settings"]["data"]["data_root"] = "/etc"
+    valid["settings"]["run"]["device"] = "cuda"
+    settings = Proposal.from_json(valid).settings
     assert settings.privacy is not None
     assert (settings.privacy.ledger, settings.data_root, settings.device) == (None, None, "auto")
 
 
-def test_client_answers_only_joined_runs(setup: Setup) -> None:
+def test_clients_answer_only_joined_runs_whose_settings_cannot_change(setup: Setup) -> None:
     node = setup.node(0)
     for run in ("0" * 16, "..", "", "/etc/passwd", "a" * 300):
         answer = ask(node, run, "step", round=1)
         assert answer.kind == "error"
         assert "has not joined" in answer.facts["text"]
-
-
-def test_settings_cannot_change_after_joining(setup: Setup) -> None:
-    node = setup.node(0)
     first = new_proposal(sections("feddm", privacy=PRIVATE))
     changed = new_proposal(sections("feddm", privacy={"noise_multiplier": 0.1}))
     assert join(node, first).kind == "answer"
@@ -475,11 +466,8 @@ def scan_proposal(spec: DatasetSpec, **privacy: Any) -> Proposal:
 
 def write_scans(folder: Path) -> Path:
     """Writes an owner's images of both classes; the second half are healthy."""
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)
-    for k, image in enumerate(pixels):
-        class_folder = folder / ("ill" if k < 10 else "healthy")
-        class_folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(class_folder / f"{k}.png")
+    for k in range(20):
+        write_image(folder / ("ill" if k < 10 else "healthy") / f"{k}.png", k, (8, 8))
     return folder
 
 
@@ -501,8 +489,7 @@ def test_class_names_cannot_leave_the_owners_folder(tmp_path: Path) -> None:
     """Images exist at each path that such a name could reach."""
     data_folder = tmp_path / "data" / "own"
     for target in (data_folder.parent, data_folder / "ill", tmp_path / "secret"):
-        target.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.zeros((8, 8), np.uint8)).save(target / "a.png")
+        write_image(target / "a.png", 0, (8, 8))
     (data_folder.parent / "link").symlink_to(tmp_path / "secret")
     for name in ("nobody", "..", ".", "../../secret", "../link", "ill/..", "ä" * 200):
         data = ClassFolders(data_folder).read(scan_proposal(scans(class_names=("ill", name))), 0)
@@ -610,7 +597,7 @@ def test_repeated_requests_repeat_the_answer_without_charge(
     unchanged."""
     settings = sections(method, privacy={"noise_multiplier": 50.0})
     if method == "fedaf":  # whose first phase is an exchange of its own
-        settings["method"] = {**settings["method"], "knowledge_from": "first-phase"}
+        settings["method"]["knowledge_from"] = "first-phase"
     proposal, steps = recorded_steps(setup, settings)
     nodes = [setup.node(0, home="another") for _ in range(3)]
     join(nodes[0], proposal)
@@ -621,25 +608,18 @@ def test_repeated_requests_repeat_the_answer_without_charge(
         assert ("history" in answer.facts) == (request.facts["phase"] == "main")
         return answer.payload
 
-    first = [payload(nodes[0], request) for request in steps]
-    rows = setup.ledger(0, "another")
-
-    def memories() -> dict[str, bytes]:
+    def stored() -> tuple[Any, dict[str, bytes]]:
         files = (setup.folder / "another").glob("runs/*/memory-*")
-        return {file.name: file.read_bytes() for file in files}
+        return setup.ledger(0, "another"), {file.name: file.read_bytes() for file in files}
 
-    stored = memories()
-
-    def fail(*arguments: Any, **more: Any) -> Any:
-        raise AssertionError("a step is taken again")
-
-    monkeypatch.setattr(in_process, "view", fail)
+    first = [payload(nodes[0], request) for request in steps]
+    before = stored()
+    monkeypatch.setattr(in_process, "view", Mock(side_effect=AssertionError))
     assert payload(nodes[0], steps[-1]) == first[-1]
     assert payload(nodes[1], steps[-1]) == first[-1]  # another process
     join(nodes[2], proposal)  # and one whose server restarts
     assert [payload(nodes[2], request) for request in steps] == first
-    assert setup.ledger(0, "another") == rows
-    assert memories() == stored
+    assert stored() == before
 
 
 def test_resumed_server_must_keep_its_initial_noise(setup: Setup) -> None:
@@ -662,18 +642,13 @@ def test_resumed_server_must_keep_its_initial_noise(setup: Setup) -> None:
 
 def test_errors_in_a_step_give_one_answer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kind of error could depend on the records; only the owner sees it."""
-    settings = sections("feddm", privacy=PRIVATE)
-    proposal, steps = recorded_steps(setup, settings)
+    proposal, steps = recorded_steps(setup, sections("feddm", privacy=PRIVATE))
     answers = set()
     for number, error in enumerate((ValueError("row 7"), KeyError(3), RuntimeError("1 image"))):
-
-        def fail(*arguments: Any, error: Exception = error) -> Any:
-            raise error
-
         node = setup.node(0, home=f"fails-{number}")
         join(node, proposal)
         with monkeypatch.context() as patch:
-            patch.setattr(in_process, "view", fail)
+            patch.setattr(in_process, "view", Mock(side_effect=error))
             answers.add(replay(node, proposal.run, steps[0]).to_bytes())
         assert any(f"{type(error).__name__}: {error}" in line for line in setup.messages)
     assert len(answers) == 1

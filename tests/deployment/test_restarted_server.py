@@ -25,15 +25,19 @@ from tests.observers import NoteRecorder
 LAST = CLIENTS - 1
 
 
+def heads(served: NetworkedRun) -> Any:
+    """Returns the facts of the clients' ledgers in a run's report."""
+    return served.report["ledger_heads"]
+
+
 def assert_reported(setup: Setup, served: NetworkedRun, clients: Sequence[int]) -> None:
     """Checks that the report has all rows of the ledgers and that ε never decreases."""
-    heads: Any = served.report["ledger_heads"]
-    assert sorted(heads) == [f"client-{k:03d}" for k in clients]
+    assert sorted(heads(served)) == [f"client-{k:03d}" for k in clients]
     spent = max(epsilon(setup.ledger(k), 1e-5) for k in clients)
     guarantee: Any = served.report["guarantee"]
     assert guarantee["epsilon"] >= spent * (1 - 1e-9)
     for k in clients:
-        assert heads[f"client-{k:03d}"]["rows"] >= len(setup.ledger(k))
+        assert heads(served)[f"client-{k:03d}"]["rows"] >= len(setup.ledger(k))
     stated = [row["epsilon"] for row in served.record.rows]
     assert stated == sorted(stated)
     assert verify_run(served.folder.path).problems == []
@@ -86,25 +90,20 @@ def drop_answers(node: int, request: Frame, answer: bytes, rounds: Sequence[int]
     return None if node == 100 + LAST and dropped else answer
 
 
-def test_unanswered_steps_count_as_charged(setup: Setup) -> None:
-    """The client's answer to the last round is lost, without a restart."""
-    link = setup.link()
-    link.change = partial(drop_answers, rounds=[2])
+@pytest.mark.parametrize("declines", [False, True])
+def test_unanswered_steps_count_as_charged(setup: Setup, declines: bool) -> None:
+    """The client's answer to the last round is lost, without a restart. A round that its policy's
+    budget declines before the step is not charged."""
+    policy = Policy(epsilon=1.5, delta=1e-5) if declines else None
+    link = setup.link(setup.node(0), setup.node(1), setup.node(LAST, policy))
+    link.change = partial(drop_answers, rounds=[] if declines else [2])
     served = setup.serve(sections("feddm", privacy=PRIVATE), link)
     assert_reported(setup, served, range(CLIENTS))
-    expected = "in round 2. The step is counted as charged"
-    assert any(expected in text for text in served.record.deviations)
-
-
-def test_declined_rounds_do_not_count_as_charged(setup: Setup) -> None:
-    """The policy's budget is exhausted before the step; then the client disconnects."""
-    capped = setup.node(LAST, Policy(epsilon=1.5, delta=1e-5))
-    link = setup.link(setup.node(0), setup.node(1), capped)
-    link.change = partial(drop_answers, rounds=[])
-    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
-    heads: Any = served.report["ledger_heads"]
-    assert heads[f"client-{LAST:03d}"]["rows"] == len(setup.ledger(LAST))
-    assert_reported(setup, served, range(CLIENTS))
+    if declines:
+        assert heads(served)[f"client-{LAST:03d}"]["rows"] == len(setup.ledger(LAST))
+    else:
+        expected = "in round 2. The step is counted as charged"
+        assert any(expected in text for text in served.record.deviations)
 
 
 def test_resumed_open_run_keeps_its_client_sizes(setup: Setup) -> None:
@@ -179,13 +178,14 @@ def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
     assert not first.refused
     assert not any("lost" in row for row in served.record.rows)
     assert_reported(setup, served, range(CLIENTS))
-    heads: Any = served.report["ledger_heads"] if served.report else {}
-    assert heads["client-000"]["rows"] == len(setup.ledger(0))
+    assert heads(served)["client-000"]["rows"] == len(setup.ledger(0))
 
 
 def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
-    """The upload is not used, and the first ledger's charges are kept."""
+    """The upload is not used, and the first ledger's charges are kept. A client with another one's
+    ledger is refused and receives the reason."""
     link = setup.link()
+    link.nodes_[102].name = "client-001"
 
     def drop_release(node: int, request: Frame, answer: bytes) -> bytes:
         if node != 100 or request.facts.get("round") != 2:
@@ -195,20 +195,11 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
         return replace(frame, facts={**frame.facts, "history": history}).to_bytes()
 
     link.change = drop_release
-    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
-    assert served.record.rows[1]["lost"].keys() == {"0"}
-    heads: Any = served.report["ledger_heads"] if served.report else {}
-    assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
-
-
-def test_refused_clients_receive_the_reason(setup: Setup) -> None:
-    nodes = [setup.node(k) for k in range(CLIENTS)]
-    nodes[2].name = "client-001"
     notes = NoteRecorder()
-    link = setup.link(*nodes)
     served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
-    assert "lost" in served.record.rows[0]
+    assert [set(row["lost"]) for row in served.record.rows] == [{"2"}, {"0", "2"}]
     assert "another client of the run" in "\n".join([*notes.lines, *setup.messages])
+    assert heads(served)["client-000"]["rows"] == heads(served)["client-001"]["rows"]
 
 
 def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> None:
@@ -218,13 +209,12 @@ def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> Non
         setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()
-    for damaged in (text[:-9], text.replace('"steps":', '"steps":1')):
-        file.write_text(damaged)
+    for damaged in (text[:-9], text.replace('"steps":', '"steps":1'), None):
+        file.unlink()
+        if damaged is not None:
+            file.write_text(damaged)
         with pytest.raises(CheckpointError):
             setup.serve(settings, resume=folder)
-    file.unlink()
-    with pytest.raises(CheckpointError):
-        setup.serve(settings, resume=folder)
     shutil.rmtree(folder / "checkpoint")
     with pytest.raises(CheckpointError, match="is missing"):
         setup.serve(settings, resume=folder)

@@ -21,7 +21,6 @@ from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import SumTerms, sum_terms, upload_layout
 from fedsynth.deployment.secure_aggregation.primitives import (
     IntVector,
@@ -50,7 +49,7 @@ from tests.deployment.local_setup import (
     simulate_repeatably,
 )
 from tests.deployment.local_setup import secure_sections as sections
-from tests.deployment.test_secure_sums import make_identities
+from tests.deployment.test_secure_sums import OTHER_KEY, make_identities
 from tests.families import by_family
 
 PRIVATE = {"noise_multiplier": 2.0}
@@ -102,15 +101,8 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
 
 @dataclass
 class Seen:
-    """The clients' plain uploads and the server's data.
-
-    Attributes:
-        plain: unmasked words, by (round, exchange, position of the client).
-        uploads: the same as messages.
-        masked: the received words, by the same keys.
-        totals: the sums that the server used.
-        server_data: the server's objects and files, as bytes.
-    """
+    """The clients' plain uploads and the server's data. Keys are (round, exchange, position of the
+    client); words are unmasked or as received, and the server's data are its objects and files."""
 
     plain: dict[tuple[int, str, int], IntVector] = field(default_factory=dict)
     uploads: dict[tuple[int, str, int], Any] = field(default_factory=dict)
@@ -302,15 +294,15 @@ class FakeServer:
     def ask(self, node: Any, kind: str, payload: bytes = b"", **more: Any) -> Frame:
         return ask(node, self.proposal.run, kind, payload, **{**self.facts, **more})
 
+    def keys(self) -> dict[int, Keys]:
+        return {k: Keys.from_bytes(self.ask(n, "keys").payload) for k, n in enumerate(self.nodes)}
+
     def shared(self) -> dict[int, Sealed]:
         """Sends the first two requests and returns the ciphertexts for each client."""
-        keys = {k: Keys.from_bytes(self.ask(n, "keys").payload) for k, n in enumerate(self.nodes)}
-        roster = Roster(keys=keys).to_bytes()
-        sent = {
-            k: Sealed.from_bytes(self.ask(n, "shares", roster).payload)
-            for k, n in enumerate(self.nodes)
-        }
-        return {k: Sealed(of={j: sent[j].of[k] for j in sent if j != k}) for k in sent}
+        roster = Roster(keys=self.keys()).to_bytes()
+        answers = [self.ask(node, "shares", roster).payload for node in self.nodes]
+        sent = {k: Sealed.from_bytes(answer).of for k, answer in enumerate(answers)}
+        return {k: Sealed(of={j: sent[j][k] for j in sent if j != k}) for k in sent}
 
     def step(self, number: int, sealed: Sealed) -> Frame:
         ciphertext_text = sealed.to_bytes().decode()
@@ -318,9 +310,8 @@ class FakeServer:
 
     def steps(self) -> None:
         """Sends all requests but the last."""
-        sealed = self.shared()
-        for k in sealed:
-            assert self.step(k, sealed[k]).kind == "answer"
+        for k, sealed in self.shared().items():
+            assert self.step(k, sealed).kind == "answer"
 
 
 @pytest.fixture
@@ -420,18 +411,16 @@ def test_threshold_is_a_majority_above_the_honest_clients() -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_identities_prevent_impersonation_by_the_server(server: FakeServer, signed: bool) -> None:
     """The server presents its own keys as client 2's; without identities it is undetected."""
-    folder = server.setup.folder
     if signed:
-        for node, identities in zip(server.nodes, make_identities(folder, CLIENTS), strict=True):
-            node.identities = identities
+        identities = make_identities(server.setup.folder, CLIENTS)
+        for node, identity in zip(server.nodes, identities, strict=True):
+            node.identities = identity
             assert join(node, server.proposal).kind == "answer"
-    keys = {k: Keys.from_bytes(server.ask(n, "keys").payload) for k, n in enumerate(server.nodes)}
-    stolen = primitives.public(primitives.key_of(bytes(range(32))))
-    false_key = keys[2].model_copy(update={"mask": stolen})
-    forged = server.ask(server.nodes[0], "shares", Roster(keys={**keys, 2: false_key}).to_bytes())
-    assert forged.kind == ("error" if signed else "answer")
-    honest = server.ask(server.nodes[1], "shares", Roster(keys=keys).to_bytes())
-    assert honest.kind == "answer"
+    keys = server.keys()
+    forged = {**keys, 2: keys[2].model_copy(update={"mask": OTHER_KEY})}
+    for number, sent, refused in ((0, forged, signed), (1, keys, False)):
+        answer = server.ask(server.nodes[number], "shares", Roster(keys=sent).to_bytes())
+        assert answer.kind == ("error" if refused else "answer")
 
 
 def test_restarted_server_gets_a_fresh_sum_that_is_charged(

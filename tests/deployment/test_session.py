@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -95,24 +94,24 @@ def test_private_requests_without_noise_terms_are_errors(setup: Setup, method: s
 
 
 def test_noise_must_match_the_settings_or_the_first_terms(setup: Setup) -> None:
-    """The settings' σ is required, or else the first one that the server requested."""
+    """The settings' σ is required, or else the first one that the server requested, if the budget
+    allows it."""
     client = Client(setup, sections("fedavg", privacy=PRIVATE))
     for sigma in ("3", None, 3, 0.0, -1.0, 1e-300, 0.001, 4.999):
         answer = client.request("step", client.message(), noise_multiplier=sigma)
         assert answer.kind == "error", sigma
     assert client.rows == ()
-    other = Client(Setup(setup.folder / "other"), sections("fedavg", privacy=EPSILON))
-    assert other.request("step", other.message(), noise_multiplier=6.0).kind == "answer"
-    assert other.request("step", other.message(), noise_multiplier=5.0, round=2).kind == "error"
-    assert {row.noise_multiplier for row in other.rows} == {6.0}
-
-
-def test_budgets_hold_for_any_requested_noise(setup: Setup) -> None:
-    client = Client(setup, sections("fedavg", privacy=EPSILON), noise_multiplier=0.05)
-    answer = client.request("step", client.message())
-    assert (answer.kind, answer.facts["kind"]) == ("refusal", "budget")
-    assert answer.facts["history"]["releases"] == []
-    assert client.rows == ()
+    for folder, sigma in (("low", 0.05), ("high", 6.0)):
+        client = Client(Setup(setup.folder / folder), sections("fedavg", privacy=EPSILON))
+        answer = client.request("step", client.message(), noise_multiplier=sigma)
+        if folder == "low":
+            assert (answer.kind, answer.facts["kind"]) == ("refusal", "budget")
+            assert answer.facts["history"]["releases"] == []
+            assert client.rows == ()
+    assert answer.kind == "answer"
+    again = client.request("step", client.message(), noise_multiplier=5.0, round=2)
+    assert again.kind == "error"
+    assert {row.noise_multiplier for row in client.rows} == {6.0}
 
 
 def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(
@@ -120,28 +119,58 @@ def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(
 ) -> None:
     settings = sections("fedaf", privacy=PRIVATE)
     settings["method"]["knowledge_from"] = "first-phase"
+    client = Client(setup, settings, noise_multiplier=5.0)
+    client.node._session(client.proposal.run).accept(RunTerms(noise_multiplier=5.0))
+    context = replace(client.runtime.context, participants=tuple(range(CLIENTS)))
+    budget = client.runtime.budget
+    assert budget is not None
+    rows = budget.plan.client_rows(0, context)
+    plans = budget.plan.client_plans(0, context)
+    first = [row for row, plan in zip(rows, plans, strict=True) if plan.phase == "first"]
+    first_epsilon, round_epsilon = epsilon(first, 1e-5), epsilon(rows, 1e-5)
+    assert first_epsilon < 0.9 * round_epsilon
+    method: Any = client.runtime.method
+    state = method.initial_state(client.model())
+    sent = method.first_request(state, client.runtime.context).to_bytes()
     for share, kind in ((0.5, "refusal"), (1.01, "answer")):
-        client = Client(Setup(setup.folder / kind), settings, noise_multiplier=5.0)
-        session = client.node._session(client.proposal.run)
-        session.accept(RunTerms(noise_multiplier=5.0))
-        context = replace(client.runtime.context, participants=tuple(range(CLIENTS)))
-        budget = client.runtime.budget
-        assert budget is not None
-        rows = budget.plan.client_rows(0, context)
-        plans = budget.plan.client_plans(0, context)
-        first = [row for row, plan in zip(rows, plans, strict=True) if plan.phase == "first"]
-        first_epsilon, round_epsilon = epsilon(first, 1e-5), epsilon(rows, 1e-5)
-        assert first_epsilon < 0.9 * round_epsilon
         policy = Policy(epsilon=first_epsilon + share * (round_epsilon - first_epsilon), delta=1e-5)
-        capped = Client(Setup(setup.folder / f"{kind}-capped"), settings, policy, **client.terms)
-        method: Any = client.runtime.method
-        state = method.initial_state(client.model())
-        sent = method.first_request(state, client.runtime.context).to_bytes()
+        capped = Client(Setup(setup.folder / kind), settings, policy, **client.terms)
         assert capped.request("step", sent, phase="first").kind == kind
         assert bool(capped.rows) == (kind == "answer")
 
 
+def test_malformed_requests_are_refused_before_charging(setup: Setup) -> None:
+    """`has_anchor` as a matrix would make each example's loss depend on the others."""
+    settings = sections("fedfm-lite", privacy=PRIVATE)
+    client = Client(setup, settings, noise_multiplier=5.0)
+    name, tensor = next(iter(client.model().items()))
+    tensors: list[Tensors] = [
+        {name: tensor[None]},
+        {name: torch.full_like(tensor, 7).to(torch.int64)},
+        {name: tensor.to(torch.complex64)},
+        {name: torch.full_like(tensor, float("inf"))},
+        {"other": tensor},
+    ]
+    fields: dict[str, Any] = {
+        "has_anchor": torch.ones(10, 64, dtype=torch.bool),
+        "anchors": torch.ones(64),
+    }
+    changes = [{"parameters": client.model(**changed)} for changed in tensors]
+    changes += [{field: malformed} for field, malformed in fields.items()]
+    state = client.runtime.method.initial_state(client.model())
+    sent = client.runtime.method.broadcast(state, client.runtime.context)
+    assert client.request("step", sent.to_bytes()).kind == "answer"
+    for number, change in enumerate(changes):
+        client = Client(Setup(setup.folder / str(number)), settings, noise_multiplier=5.0)
+        answer = client.request("step", replace(sent, **change).to_bytes())
+        assert answer.kind in ("refusal", "error"), change
+        [field] = change
+        assert field == "parameters" or field in answer.facts["reason"]
+        assert client.rows == ()
+
+
 def test_only_scheduled_rounds_are_answered_once(setup: Setup) -> None:
+    """In new processes, too, which continue the stored session; a damaged state is refused."""
     client = Client(setup, sections("fedavg", privacy=CAPPED), noise_multiplier=5.0)
     answer = client.request("step", client.message())
     assert answer.kind == "answer"
@@ -151,48 +180,8 @@ def test_only_scheduled_rounds_are_answered_once(setup: Setup) -> None:
     others = ({"round": 2, "participants": clients} for clients in ([1, 2], [0]))
     for facts in ({}, {"round": 0}, {"round": 3}, {"round": 10**9}, *others):
         assert client.request("step", other, **facts).kind == "error", facts
-    assert len(client.rows) == charged
     assert client.request("step", client.message()).payload == answer.payload  # the stored one
     assert len(client.rows) == charged
-
-
-def test_malformed_models_are_refused_before_charging(setup: Setup) -> None:
-    settings = sections("fedavg", privacy=PRIVATE)
-    name, tensor = next(iter(Client(setup, settings).model().items()))
-    changes: list[Callable[[torch.Tensor], Tensors]] = [
-        lambda tensor: {name: tensor[None]},
-        lambda tensor: {name: torch.full_like(tensor, 7).to(torch.int64)},
-        lambda tensor: {name: tensor.to(torch.complex64)},
-        lambda tensor: {name: torch.full_like(tensor, float("inf"))},
-        lambda tensor: {"other": tensor},
-    ]
-    for number, change in enumerate(changes):
-        client = Client(Setup(setup.folder / str(number)), settings, noise_multiplier=5.0)
-        answer = client.request("step", client.message(**change(tensor)))
-        assert answer.kind in ("refusal", "error")
-        assert client.rows == ()
-
-
-@pytest.mark.parametrize("field", ["has_anchor", "anchors"])
-def test_malformed_method_requests_are_refused_before_charging(setup: Setup, field: str) -> None:
-    """`has_anchor` as a matrix would make each example's loss depend on the others."""
-    client = Client(setup, sections("fedfm-lite", privacy=PRIVATE), noise_multiplier=5.0)
-    state = client.runtime.method.initial_state(client.model())
-    sent = client.runtime.method.broadcast(state, client.runtime.context)
-    malformed = {"has_anchor": torch.ones(10, 64, dtype=torch.bool), "anchors": torch.ones(64)}[
-        field
-    ]
-    answer = client.request("step", replace(sent, **{field: malformed}).to_bytes())
-    assert answer.kind == "refusal"
-    assert field in answer.facts["reason"]
-    assert client.rows == ()
-
-
-def test_new_processes_continue_the_stored_session(setup: Setup) -> None:
-    """A damaged state is refused."""
-    client = Client(setup, sections("fedavg", privacy=CAPPED), noise_multiplier=5.0)
-    assert client.request("step", client.message()).kind == "answer"
-    other = client.message(**{k: v + 1 for k, v in client.model().items()})
     client.node = setup.node(0)
     assert "already answered" in client.request("step", other).facts["text"]
     [state] = setup.folder.glob("owner-0/runs/*/session.json")

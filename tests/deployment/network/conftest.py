@@ -48,12 +48,7 @@ def wait_for(condition: Callable[[], Any], description: str, seconds: float = 12
 
 @dataclass
 class Run:
-    """A run in progress.
-
-    Args:
-        output: the parent of its run folder.
-        lines: its server's messages.
-    """
+    """A run in progress: the parent of its run folder, and its server's messages."""
 
     output: Path
     lines: list[str] = field(default_factory=list)
@@ -61,28 +56,21 @@ class Run:
     error: Exception | None = None
 
     def finished_folder(self, seconds: float = 180.0) -> Path:
-        """Returns its folder after it has finished."""
         wait_for(lambda: self.folder or self.error, "\n".join(self.lines[-40:]), seconds)
         assert self.folder is not None, (self.error, self.lines[-40:])
         return self.folder
 
     def unfinished_folder(self) -> Path | None:
-        """Returns its folder while it runs."""
         return next(self.output.glob("*.incomplete"), None)
 
     def rows(self) -> int:
-        """Returns the number of finished rounds."""
         folder = self.unfinished_folder()
         file = None if folder is None else folder / "metrics.jsonl"
         return 0 if file is None or not file.exists() else len(file.read_text().splitlines())
 
 
 class Federation:
-    """SuperLink and nodes.
-
-    Args:
-        folder: the parent of all their files.
-    """
+    """SuperLink and nodes, with all their files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         from fedsynth.deployment.flower.keys import make_keys
@@ -109,17 +97,14 @@ class Federation:
             self.start_client(number)
 
     def home(self, number: int) -> Path:
-        """Returns a data owner's folder of ledgers."""
         return self.folder / f"owner-{number}"
 
     def log(self, number: int) -> str:
-        """Returns the output of a data owner's process."""
         return (self.folder / f"owner-{number}.log").read_text()
 
     def client_arguments(
         self, number: int, key: Path | None = None, home: Path | None = None
     ) -> list[str]:
-        """Returns the arguments of a data owner's command."""
         key_file = key or self.keys / f"client-{number:03d}"
         policy = ["--approve", "any"]
         if number == POLICY_CLIENT:
@@ -132,7 +117,6 @@ class Federation:
         ]
 
     def start_client(self, number: int) -> None:
-        """Starts a data owner's process."""
         arguments = self.client_arguments(number)
         with (self.folder / f"owner-{number}.log").open("ab") as log:
             self.clients[number] = subprocess.Popen(
@@ -151,7 +135,6 @@ class Federation:
         answer: float = 60.0,
         resume: Path | None = None,
     ) -> Run:
-        """Starts a run."""
         from fedsynth.deployment.frames import Timeouts
 
         output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
@@ -186,7 +169,6 @@ class Federation:
         return max(processes, default=None)
 
     def close(self) -> None:
-        """Ends all processes."""
         for process in self.clients.values():
             process.send_signal(signal.SIGTERM)
         for process in self.clients.values():
@@ -217,6 +199,5 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    """Returns the privacy report in a folder."""
     report: dict[str, Any] = json.loads((folder / "privacy_report.json").read_text())
     return report

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
 from fedsynth.results.verification import verify_run
-from tests.deployment.local_setup import sections
+from tests.deployment.local_setup import PRIVATE, sections
 from tests.deployment.network.conftest import (
     CLIENTS,
     POLICY_CLIENT,
@@ -34,11 +34,9 @@ from tests.deployment.network.conftest import (
 )
 
 pytestmark = pytest.mark.network
-PRIVATE = {"noise_multiplier": 5.0}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -46,8 +44,8 @@ def same_model(folder: Path, settings: Any) -> None:
     """Compares the run's model with that of a simulation."""
     simulation = simulate(resolve(settings))
     tensors = load_file(folder / "model.safetensors")
-    for name, value in simulation.model.state_dict().items():
-        torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    expected = dict(simulation.model.state_dict())
+    torch.testing.assert_close(tensors, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_private_runs_charge_each_ledger_as_simulations(federation: Federation) -> None:
@@ -115,13 +113,10 @@ def test_server_resumes_from_its_checkpoint(federation: Federation) -> None:
     same_model(finished, settings)
 
 
-@pytest.mark.parametrize(
-    ("folder", "reason"),
-    [
-        ("strangers", "does not know the key of this client"),
-        ("keys", "with this key is connected"),
-    ],
-)
+UNKNOWN, DUPLICATE = "does not know the key of this client", "with this key is connected"
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("strangers", UNKNOWN), ("keys", DUPLICATE)])
 def test_unknown_and_duplicate_keys_are_refused(
     federation: Federation, folder: str, reason: str
 ) -> None:
@@ -141,9 +136,7 @@ def test_unknown_and_duplicate_keys_are_refused(
     assert not list(home.glob("*.jsonl"))
 
 
-def test_secure_sums_continue_without_a_killed_node(
-    federation: Federation,
-) -> None:
+def test_secure_sums_continue_without_a_killed_node(federation: Federation) -> None:
     """One client is paused while another is killed: this round's sum and all later ones contain the
     remaining clients. (One of the three may collude and one may be lost: each adds all the noise.)"""
     settings = sections("fedstats", run={"rounds": 4})
