@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,25 +88,18 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
 NAME = f"{TRAINED}x"
 
 
-def test_damaged_shared_files_are_replaced(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / NAME).write_bytes(b"damaged")
-    writer = checkpoints(tmp_path / "run", 0.0, shared)
-    assert writer.load(NAME) is None
-    writer.finish(NAME, 3, lambda: WEIGHTS)
-    state = read_loop_state(shared / NAME, "")
+def test_damaged_shared_files_are_replaced_and_unwritable_folders_tolerated(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / NAME).write_bytes(b"damaged")
+    (tmp_path / "file").write_text("not a folder")
+    for folder in ("shared", "file"):
+        writer = checkpoints(tmp_path / f"run-{folder}", 0.0, tmp_path / folder)
+        assert writer.load(NAME) is None
+        writer.finish(NAME, 3, lambda: WEIGHTS)
+        assert checkpoints(tmp_path / f"run-{folder}").load(NAME) is not None
+    state = read_loop_state(tmp_path / "shared" / NAME, "")
     assert state is not None
     assert state.step == 3
-
-
-def test_unwritable_shared_folder_is_tolerated(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.write_text("a file")
-    writer = checkpoints(tmp_path / "run", 0.0, shared)
-    writer.load(NAME)
-    writer.finish(NAME, 3, lambda: WEIGHTS)  # falls back to the run folder
-    assert checkpoints(tmp_path / "run").load(NAME) is not None
 
 
 def finish_many(folder: Path, shared: Path) -> None:
@@ -167,17 +161,9 @@ def test_custom_private_or_multi_round_training_is_not_shared(
     assert not shared.exists()
 
 
-class Images(NamedTuple):
-    """The data of clients that a digest reads."""
-
-    x: Tensor
-    y: Tensor
-
-    def images(self, indices: Tensor) -> Tensor:
-        return self.x[indices]
-
-    def labels(self, indices: Tensor) -> Tensor:
-        return self.y[indices]
+def data_of(x: Tensor, y: Tensor) -> Any:
+    """Returns the data of clients that a digest reads."""
+    return SimpleNamespace(images=lambda indices: x[indices], labels=lambda indices: y[indices])
 
 
 def small_network(changed: str = "", *extra: nn.Module) -> nn.Module:
@@ -201,7 +187,7 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
         "settings": sgd,
         "seed": 0,
         "penalty": pull,
-        "data": Images(x, y),
+        "data": data_of(x, y),
         "precision": torch.float32,
     }
 
@@ -231,7 +217,7 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
             *(None, replace(pull, weight=0.6)),
             *(replace(pull, center=torch.ones(20)), replace(pull, linear=torch.zeros(20))),
         ],
-        "data": [Images(pixel, y), Images(x, label)],
+        "data": [data_of(pixel, y), data_of(x, label)],
         "precision": [torch.bfloat16],
     }
     digests = [digest(**{name: value}) for name, values in changes.items() for value in values]

@@ -26,7 +26,7 @@ from tests.quick_settings import folder_of, quick_sections
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """Returns runs of FedAvg with seeds 0 and 1, of FedDM, and of FedDM with privacy."""
-    local: Any = {"partition": {"local_test": 0.2}, "model": {"name": "linear", "norm": "none"}}
+    local: Any = {"partition": {"local_test": 0.2}}
     base, loaded = tmp_path_factory.mktemp("runs"), []
     for sections in (
         quick_sections("fedavg", **local),
@@ -56,6 +56,12 @@ def test_curve_points_match_rows(runs: list[Run]) -> None:
     ):
         with pytest.raises(RunFolderError, match=f"has no round with both {metric} and {by}"):
             curve(run, metric, by)
+    notes: list[str] = []
+    assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
+    omitted = [f"left out: the run {run.name}" for run in runs[2:]]
+    assert [note.split(" has no ")[0] for note in notes] == omitted
+    with pytest.raises(RunFolderError, match=r"none of these runs has both local\.amp"):
+        curves(runs[2:], "local.amp", "rounds")
 
 
 def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
@@ -67,16 +73,6 @@ def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
     assert middle == pytest.approx((a + b) / 2)
     _, low, high = line.band[-1]
     assert high - low == pytest.approx(2 * abs(a - b) / 2**0.5)
-
-
-def test_runs_without_metric_are_omitted_with_note(runs: list[Run]) -> None:
-    notes: list[str] = []
-    assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
-    assert [note.split(" has no ")[0] for note in notes] == [
-        f"left out: the run {run.name}" for run in runs[2:]
-    ]
-    with pytest.raises(RunFolderError, match=r"none of these runs has both local\.amp"):
-        curves(runs[2:], "local.amp", "rounds")
 
 
 def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
@@ -150,31 +146,23 @@ def test_page_has_measures_by_domain_and_client(runs: list[Run]) -> None:
     assert ("client 0" in private, "AUROC" in private) == (False, True)
 
 
-def test_private_partition_is_hidden_by_default(runs: list[Run]) -> None:
-    private = runs[3]
+def test_pages_hide_private_partitions_and_escape_texts(runs: list[Run], tmp_path: Path) -> None:
+    run, private = runs[0], runs[3]
     for shown_all in (False, True):
         page = runs_page([private], simulation_only=shown_all)
         assert ("examples of each class" in page) == shown_all
         assert ("Do not share this page" in page) == shown_all
-
-
-def test_texts_of_runs_are_escaped(runs: list[Run], tmp_path: Path) -> None:
     markup = "<script>alert(1)</script>\u202e"
-    run = runs[0]
-    hostile = replace(
-        run,
-        folder=tmp_path / "<b>x",
-        summary={**run.summary, "method": markup, "dataset": markup},
-        settings={**run.settings, markup: markup},
-    )
-    text = runs_page([hostile])
+    summary = {**run.summary, "method": markup, "dataset": markup}
+    settings = {**run.settings, markup: markup}
+    text = runs_page([replace(run, folder=tmp_path / "<b>x", summary=summary, settings=settings)])
     assert not any(part in text for part in ("<script", "<b>", "\u202e"))
 
 
 def test_commands_write_pages_and_plots(runs: list[Run], tmp_path: Path) -> None:
     folders = [str(run.folder) for run in runs[:2]]
     for command, name in (
-        ("report", "r.html"),
+        ("report", "r"),
         ("plot", "c.svg"),
         ("plot", "c.html"),
         ("plot", "c.png"),

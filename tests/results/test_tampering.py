@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,19 +32,34 @@ from fedsynth.privacy.report.file import stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
-from tests.results.private_runs import run, settings, verify
+from tests.quick_settings import folder_of, quick_sections
 from tests.special_files import make_special_file
 
 NAME, START = "privacy_report.json", "privacy_start.json"
+MODEL, IMAGES, RESUMPTIONS = "model.safetensors", "synthetic.safetensors", "resumed.json"
 LEDGER = "ledger/client-000.jsonl"
 ENDED = Event(kind="ended", rounds_done=1, why="x")
-RESUMED = Event(kind="resumed", rounds_done=1)
+AGAIN = Event(kind="resumed", rounds_done=1).to_json()
 CHARGES = "lacks synthetic"
 ENDED_EARLY = "which the limit on ε does not explain"
 Report = dict[str, Any]
 Tamper = Callable[[Path], Any]
 P = ParamSpec("P")
+
+
+def settings(method: str = "feddm", **privacy: Any) -> dict[str, Any]:
+    """Returns the sections of a run of two rounds."""
+    return quick_sections(method, privacy={"noise_multiplier": 1.0, **privacy})
+
+
+def run(output: Path, sections: dict[str, Any], **values: Any) -> Path:
+    return folder_of(simulate(resolve(sections), output=output, **values))
+
+
+def verify(folder: Path, **values: Any) -> list[str]:
+    return verify_run(folder, **values).problems
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +106,11 @@ def pages(folder: Path, report: Report) -> None:
 def fit_figures(folder: Path) -> None:
     """Recomputes all figures from the report's rows, δ and adjacency, and rewrites the pages."""
     report = report_of(folder)
-    promise, adjacency = report["guarantee"], report["adjacency"]
-    if promise is not None and adjacency in ADJACENCIES:
-        rows, delta = stated_rows(report), promise["delta"]
-        report["guarantee"] = sections.guarantee(rows, delta, adjacency).to_json()
+    if report["guarantee"] is not None and report["adjacency"] in ADJACENCIES:
+        rows, facts = stated_rows(report), (report["guarantee"]["delta"], report["adjacency"])
+        report["guarantee"] = sections.guarantee(rows, *facts).to_json()
         worst = report["guarantee"]["worst_client"]
-        report["accountant"] = sections.accountant(rows, worst, delta, adjacency).to_json()
+        report["accountant"] = sections.accountant(rows, worst, *facts).to_json()
     pages(folder, report)
 
 
@@ -221,12 +236,11 @@ def remove_client(report: Report) -> None:
 def rewrite_ledger(folder: Path) -> None:
     """Reduces the steps of all clients consistently, unlike those of config.toml."""
     report = report_of(folder)
-    for path in sorted((folder / "ledger").iterdir()):
+    for path in (folder / "ledger").iterdir():
         old = read_ledger(path)
-        rows = old.releases
         path.unlink()
         ledger = Ledger(old.client, path, dataset=old.dataset)
-        for release in rows:
+        for release in old.releases:
             ledger.charge(replace(release, steps=1))
         report["ledger_heads"][old.client]["chain"] = ledger.history().chain
     for entry in report["ledger"]:
@@ -345,16 +359,16 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (row(2, "lost", {"1": "n_k=312"}), "lost is"),
     (
         all_of(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
-        "upload sizes that contradict each other",
+        "upload sizes",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
     (ended_after(0), ENDED_EARLY),
     (ended_after(1), ENDED_EARLY),
     (
-        all_of(write("resumed.json", '{"after_rounds": [1]}'), put("events", [RESUMED.to_json()])),
-        "lacks a resumption that resumed.json states",
+        all_of(write(RESUMPTIONS, '{"after_rounds": [1]}'), put("events", [AGAIN])),
+        "lacks a resumption",
     ),
-    (write("resumed.json", '{"after_rounds": [2]}'), "was resumed after round 2"),
+    (write(RESUMPTIONS, '{"after_rounds": [2]}'), "was resumed after round 2"),
     (pipe("resumed.json"), "resumed.json"),
     (pipe("metrics.jsonl"), "metrics.jsonl"),
     (pipe("summary.json"), "run's summary"),
@@ -363,20 +377,11 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "artefacts.json exists, but",
     ),
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
-    (
-        tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
-        "model.safetensors.",
-    ),
-    (all_of(write("model.safetensors", "x"), fit_hashes), "model.safetensors cannot be read"),
-    (
-        tensors("synthetic.safetensors", lambda t: t.update(n_k=torch.tensor([312]))),
-        "synthetic.safetensors.n_k is",
-    ),
-    (
-        tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
-        "contains clients or classes that do not exist",
-    ),
-    (write("model.safetensors", "x"), "files.model.safetensors is"),
+    (tensors(MODEL, lambda t: t.update({min(t): torch.zeros(3)})), "model.safetensors."),
+    (all_of(write(MODEL, "x"), fit_hashes), "model.safetensors cannot be read"),
+    (tensors(IMAGES, lambda t: t.update(n_k=torch.tensor([312]))), "synthetic.safetensors.n_k is"),
+    (tensors(IMAGES, lambda t: t["client"].fill_(312)), "clients or classes that do not exist"),
+    (write(MODEL, "x"), "files.model.safetensors is"),
 ]
 
 
@@ -389,11 +394,8 @@ def test_tampering_is_detected(tamper: Tamper, text: str, folder: Path) -> None:
 
 
 def test_missing_files_are_named(folder: Path) -> None:
-    names = ["synthetic.safetensors", "metrics.jsonl", "summary.json", "model.safetensors"]
-    for name in (*names, "privacy_report.md", "privacy_report.html"):
-        (folder / name).unlink()
-        assert f"{name} is missing" in verify(folder)
-    for name in ("privacy_start.json", "config.toml"):
+    pages = ["privacy_report.md", "privacy_report.html"]
+    for name in (IMAGES, "metrics.jsonl", "summary.json", MODEL, *pages, START, "config.toml"):
         (folder / name).unlink()
         assert f"{name} is missing" in verify(folder)
 
@@ -402,10 +404,9 @@ def test_unexpected_images_are_detected(folder: Path, tmp_path: Path) -> None:
     """Regression: `files` of the report listed their hash."""
     averaged = run(tmp_path / "averaged", settings("fedavg"))
     assert verify(averaged) == []
-    name = "synthetic.safetensors"
-    shutil.copy(folder / name, averaged / name)
+    shutil.copy(folder / IMAGES, averaged / IMAGES)
     fit_hashes(averaged)
-    assert verify(averaged) == [f"{name} exists, but this run does not write such a file"]
+    assert verify(averaged) == [f"{IMAGES} exists, but this run does not write such a file"]
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -438,16 +439,11 @@ def test_verification_opens_files_for_reading_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Auditors cannot open files for writing; root can, so the flags are checked."""
-    opened: list[int] = []
-    original = os.open
-
-    def recorded_open(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        opened.append(flags)
-        return original(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", recorded_open)
+    opened = Mock(side_effect=os.open)
+    monkeypatch.setattr(os, "open", opened)
     assert verify(folder) == []
-    assert not any(flags & (os.O_RDWR | os.O_WRONLY) for flags in opened)
+    assert opened.call_count > 5
+    assert not any(call.args[1] & (os.O_RDWR | os.O_WRONLY) for call in opened.mock_calls)
 
 
 def test_other_versions_are_named_and_their_pages_not_compared(folder: Path) -> None:
@@ -464,9 +460,8 @@ def test_other_versions_are_named_and_their_pages_not_compared(folder: Path) -> 
 def test_forged_guarantees_are_detected(folder: Path, tmp_path: Path) -> None:
     """Copies the verdict, and then all of the formal report of the same settings."""
     paper = run(tmp_path, settings(mechanism="paper"))
-    report = report_of(paper)
     formal = report_of(folder)
-    pages(paper, {**report, "verdict": formal["verdict"]})
+    pages(paper, {**report_of(paper), "verdict": formal["verdict"]})
     assert any("verdict.formal is True" in problem for problem in verify(paper))
     pages(paper, formal)
     assert any("guarantee is {" in problem for problem in verify(paper))
@@ -479,9 +474,8 @@ def test_inaccessible_ledgers_are_reported(tmp_path: Path) -> None:
     assert result.problems == []
     assert "no ledger was compared" in result.notes[0]
     assert "moved" in verify_run(folder, ledger=tmp_path / "moved").notes[0]
-    assert verify(folder, ledger=tmp_path / "nowhere") == [
-        f"the ledger folder {tmp_path / 'nowhere'} does not exist"
-    ]
+    (problem,) = verify(folder, ledger=tmp_path / "nowhere")
+    assert problem == f"the ledger folder {tmp_path}/nowhere does not exist"
     edit(hide_last_rows)(folder)
     assert "has 1 rows, but ledger_heads states 2" in " ".join(verify(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)

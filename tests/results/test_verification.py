@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.verification import unfinished_report, verify_run
 from tests.quick_settings import quick_sections
-from tests.results.private_runs import run, settings, verify
+from tests.results.test_tampering import run, settings, verify
 from tests.simulation.test_resume import interrupted_at, unfinished
 
 
@@ -30,15 +31,9 @@ def named_clients_runs(output: Path) -> list[Path]:
     train, test = load_dataset("digits")
     spec = replace(train.spec, name="scans", train_size=600)
     data = [from_arrays(raw.images.numpy(), raw.labels.numpy(), spec) for raw in (train, test)]
-    folder = run(
-        output,
-        settings(max_records=1000, ledger=str(output / "kept")),
-        data=(data[0], data[1]),
-        parts=np.split(np.arange(600), [100, 350]),
-        names=["east", "north", "west"],
-        test="private",
-    )
-    return [folder]
+    clients = {"parts": np.split(np.arange(600), [100, 350]), "names": ["east", "north", "west"]}
+    sections = settings(max_records=1000, ledger=str(output / "kept"))
+    return [run(output, sections, data=tuple(data), test="private", **clients)]
 
 
 def runs_of_one_ledger(output: Path) -> list[Path]:
@@ -101,11 +96,10 @@ def test_runs_on_shared_ledger_are_verified(
 
     def prepare_and_charge(self: InProcess, context: RoundContext) -> Any:
         refusals = prepare(self, context)
-        budgets = [client.budget for client in self.clients if client.budget is not None]
-        for ledger in [client.ledger for client in budgets] if context.round == 2 else ():
-            Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(
-                replace(ledger.releases[-1], quantity="something else", round=7)
-            )
+        for budget in [client.budget for client in self.clients] if context.round == 2 else ():
+            ledger = budget.ledger
+            other = replace(ledger.releases[-1], quantity="something else", round=7)
+            Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(other)
         return refusals
 
     monkeypatch.setattr(InProcess, "prepare", prepare_and_charge)
@@ -120,17 +114,12 @@ def test_runs_on_shared_ledger_are_verified(
 
 
 def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def secret(**options: Any) -> SecretGenerator:
-        return SecretGenerator(test_only=np.random.default_rng(0))
-
+    secret = partial(SecretGenerator, test_only=np.random.default_rng(0))
     monkeypatch.setattr(client_runtime, "SecretGenerator", secret)
     folder = run(tmp_path, settings())
     monkeypatch.undo()
     assert "not private" in (folder / "privacy_report.md").read_text()
     assert verify(folder) == []
-
-
-# ---------------------------------------------------------------------------------- unfinished runs
 
 
 def stopped_run(output: Path, ledger: Path) -> Path:
@@ -176,7 +165,7 @@ def test_torn_metrics_and_moved_ledgers_are_accepted(tmp_path: Path) -> None:
 
 
 def test_runs_without_privacy_have_no_report(tmp_path: Path) -> None:
-    folder = run(tmp_path, quick_sections("feddm"))
+    folder = run(tmp_path, quick_sections("fedavg"))
     (folder / "summary.json").unlink()
     assert is_unfinished(folder)
     with pytest.raises(PrivacyError, match="no differential privacy"):

@@ -1,4 +1,4 @@
-"""Tests of seeded audits of a run's settings: every mechanism, honest and faulty."""
+"""Tests of seeded audits of a run's settings: every mechanism, honest and faulty, and canaries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.simulation.audit import AuditedRun, AuditResult, audit_run
-from fedsynth.simulation.canaries import Canaries
+from fedsynth.simulation.canaries import COLUMNS, Canaries, draw_directions, log_likelihood_ratios
 from tests.families import by_family
+from tests.quick_settings import quick_sections
 
 CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}
 TRAIN = {"local_steps": 4, "batch": 20}
@@ -40,24 +41,18 @@ WIDTHS = {"gradient": 8, "dp-sgd": 16, "fedfm": 16}
 
 
 def audit_settings(
-    method: str,
-    values: dict[str, Any],
-    rounds: int = 2,
-    width: int = 32,
-    clients: int = 1,
-    **privacy: Any,
+    method: str, values: dict[str, Any], width: int = 32, rounds: int = 2, **privacy: Any
 ) -> RunSettings:
     """Returns settings on the digits' shape; each client nominally has 100 records and the canaries."""
     run = {"method": method, "rounds": rounds, "device": "cpu"}
-    sections = {"run": run, "partition": {"clients": clients}, "model": {"width": width}}
+    sections = {"run": run, "partition": {"clients": 1}, "model": {"width": width}}
     return resolve({**sections, "method": values, "privacy": {"nominal_size": 100, **privacy}})
 
 
 def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
-    method, method_settings = MECHANISMS[mechanism]
-    if method == "feddm":
-        privacy["mechanism"] = mechanism
-    return audit_settings(method, method_settings, width=WIDTHS.get(mechanism, 32), **privacy)
+    method, values = MECHANISMS[mechanism]
+    named = {"mechanism": mechanism} if method == "feddm" else {}
+    return audit_settings(method, values, WIDTHS.get(mechanism, 32), **named, **privacy)
 
 
 SMALL_SHARES = {"centre_share": 0.01, "moment_share": 0.01}
@@ -85,11 +80,6 @@ def settings_of(mechanism: str, epsilon: float, **privacy: Any) -> RunSettings:
     """Returns settings with the σ of an ε, computed once."""
     plan = plan_of(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
     return settings_with(mechanism, noise_multiplier=plan.noise_multiplier, **privacy)
-
-
-def all_records(mechanism: str) -> dict[str, float]:
-    """Returns settings without sampling for DP-SGD: sampling hides canaries, and thus the faults."""
-    return {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
 
 
 def seeded_audit(settings: RunSettings, seed: int = 0, **options: Any) -> AuditResult:
@@ -151,9 +141,8 @@ def charge_one_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BudgetEnforcer, "charge", charge)
 
 
-Fault = Callable[[pytest.MonkeyPatch], None]
 # canaries change their sign from round to round: equal noise cancels in their scores
-FAULTS: dict[Fault, float] = {
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], float] = {
     quarter_noise: 2.0,
     skip_clipping: 1.0,
     repeat_noise: 2.0,
@@ -175,9 +164,11 @@ FAULTS: dict[Fault, float] = {
     ],
 )
 def test_faulty_mechanisms_are_detected(
-    mechanism: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    mechanism: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(mechanism, FAULTS[fault], **all_records(mechanism))
+    # sampling hides canaries, and thus the faults
+    all_records = {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
+    settings = settings_of(mechanism, FAULTS[fault], **all_records)
     fault(monkeypatch)
     audit = seeded_audit(settings)
     assert 0.99 < audit.epsilon < 3
@@ -200,14 +191,9 @@ def test_audited_sums_clip_products_like_other_sums(
 ) -> None:
     """Regression: an audit that clips expanded products itself misses products without a clip."""
     if not clips:
-        for name, value in (
-            ("clip_rows", lambda x, clip: x),
-            ("clip_factors", lambda x, clip: x**0),
-        ):
-            monkeypatch.setattr(f"fedsynth.privacy.products.{name}", value)
-    columns = 100 * torch.eye(3, dtype=torch.float64)[:2]
-    rows = torch.ones(2, 2).double()
-    products = Outer(columns, rows, 1.0)
+        monkeypatch.setattr("fedsynth.privacy.products.clip_rows", lambda x, clip: x)
+        monkeypatch.setattr("fedsynth.privacy.products.clip_factors", lambda x, clip: x**0)
+    products = Outer(100 * torch.eye(3).double()[:2], torch.ones(2, 2).double(), 1.0)
     release = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
     canaries = Canaries(torch.tensor([0]), torch.tensor([True]), 1, torch.Generator())
     guard = BudgetEnforcer(Ledger("c"), 1e-5, None)
@@ -220,17 +206,14 @@ def test_audited_sums_clip_products_like_other_sums(
     assert (float(released.norm()) > 50) is not clips
 
 
-def test_audits_follow_the_plan_without_using_the_ledger(tmp_path: Path) -> None:
+def test_audits_follow_the_plan_without_using_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Public sizes are kept, although the random data are fewer and have no test split."""
-    sections = {
-        "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
-        "partition": {"clients": 2, "local_test": 0.2},
-        "model": {"width": 8},
-        "method": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 8},
-    }
-    ledger = str(tmp_path)
-    settings = resolve({**sections, "privacy": {"epsilon": 2.0, "ledger": ledger}})
-    simulate(resolve({**sections, "privacy": {"noise_multiplier": 7.0, "ledger": ledger}}))
+    sections = quick_sections("feddm", run={"rounds": 1}, partition={"local_test": 0.2})
+    ledger = {"ledger": str(tmp_path)}
+    settings = resolve({**sections, "privacy": {"epsilon": 2.0, **ledger}})
+    simulate(resolve({**sections, "privacy": {"noise_multiplier": 7.0, **ledger}}))
 
     def files() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -243,25 +226,23 @@ def test_audits_follow_the_plan_without_using_the_ledger(tmp_path: Path) -> None
         rows.extend(self.budget.ledger.history().releases)
         return original(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AuditedRun, "claimed", claimed)
-        audit = seeded_audit(settings, canaries=50)
+    monkeypatch.setattr(AuditedRun, "claimed", claimed)
+    audit = seeded_audit(settings, canaries=50)
     assert rows == plan_of(settings).planned()
     assert 0 < audit.epsilon < 2
     assert files() == initial_files
 
 
 def test_audited_client_takes_part_most_often() -> None:
-    settings = settings_of("residual", 2.0)
-    method = replace(settings.method, iterations=1, ipc=1)  # type: ignore[call-arg]
-    settings = replace(settings, participation=0.34, rounds=4, method=method)
-    settings = replace(settings, partition=replace(settings.partition, clients=3))
+    run = {"rounds": 4, "participation": 0.34}
+    settings = resolve(quick_sections("feddm", run=run, privacy={"noise_multiplier": 4.0}))
     audit = seeded_audit(settings, canaries=20)
     assert audit.epsilon == pytest.approx(plan_of(settings).planned_epsilon())
 
 
-SECURE = {"features": "pixels", "aggregation": "secure"}  # an upload is part of a sum
-PAPER = {"noise_multiplier": 1.0, "mechanism": "paper"}
+NOISE = {"noise_multiplier": 1.0}
+SECURE = quick_sections("fedstats", method={"aggregation": "secure"}, privacy=NOISE)
+PAPER = quick_sections("feddm", privacy={**NOISE, "mechanism": "paper"})
 
 
 @pytest.mark.parametrize(
@@ -272,8 +253,8 @@ PAPER = {"noise_multiplier": 1.0, "mechanism": "paper"}
         ({}, {"guesses": 7}, "must be even"),
         ({}, {"guesses": 1002}, "must be even"),
         ({}, {"confidence": 1.0}, "confidence must be in"),
-        (audit_settings("fedstats", SECURE, clients=3, noise_multiplier=1.0), {}, "aggregation"),
-        (audit_settings("feddm", {}, **PAPER), {}, "has no ε to test"),
+        (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
+        (resolve(PAPER), {}, "has no ε to test"),
     ],
 )
 def test_runs_that_cannot_be_audited_are_refused(
@@ -284,3 +265,92 @@ def test_runs_that_cannot_be_audited_are_refused(
         settings = replace(settings_of("residual", 2.0), **change)
     with pytest.raises((FedsynthError, PrivacyError), match=message):
         audit_run(settings, **options)
+
+
+def canaries() -> Canaries:
+    order = torch.arange(20)
+    return Canaries(order % 10, order % 3 == 0, 30, torch.Generator().manual_seed(0))
+
+
+def release_with(
+    audited: Canaries, width: int, device: torch.device, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (release, sampled records, added rows) of one release with almost no noise."""
+    row = Release(1, "x", "m", "x", 1e-9, 2.0, 1.0, "full", 1, 10 * width)
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
+    series = audited.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), secret)
+    indices = audited.among_records()
+    records = audited.rest + len(indices)
+    labels = torch.cat([torch.arange(audited.rest) % 10, audited.labels[indices]])
+    sampled = series.sample(records)
+    rows = scale * torch.randn(records, width, generator=torch.Generator().manual_seed(1))
+    for batch in sampled.split(7):
+        series.add(rows[batch].to(device), labels[batch].to(device))
+    return series.release().cpu().double(), sampled, rows
+
+
+def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
+    rows = rows.double() * (clip / rows.double().norm(dim=1, keepdim=True)).clamp_max(1)
+    return torch.zeros(10, rows.shape[1], dtype=torch.float64).index_add(0, labels, rows)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_vectors_belong_only_to_included_canaries(scale: float, device: torch.device) -> None:
+    """Norms in float32 overflow above 1e19."""
+    audited = canaries()
+    released, sampled, rows = release_with(audited, 5, device, scale)
+    assert len(sampled) == 30 + int(audited.included.sum())
+    remainder = released - sums(rows[:30], torch.arange(30) % 10, 2.0)
+    counts = torch.bincount(audited.labels[audited.included], minlength=10)
+    assert counts.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    torch.testing.assert_close(remainder.norm(dim=1), 2.0 * counts.double(), rtol=0, atol=1e-5)
+    assert bool((audited.scores[audited.included] > 0).all())
+    assert bool((audited.scores[~audited.included] < 0).all())
+
+
+def test_sampled_records_missing_from_the_sum_raise_errors() -> None:
+    """A broken version would cap batches, which the accounting ignores."""
+    audited = canaries()
+    row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, 50)
+    series = audited.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator())
+    series.sample(37)
+    series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
+    with pytest.raises(PrivacyError, match="all 37 sampled records, but added 36"):
+        series.release()
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_scores_are_likelihood_ratios_with_others_as_noise(rate: float, orthogonal: bool) -> None:
+    """Compares with a direct solution."""
+    rng = np.random.default_rng(0)
+    u, y, s = rng.normal(size=(6, 8)), rng.normal(size=8), 0.7
+    if orthogonal:
+        u = 2.0 * draw_directions(6, 8, torch.Generator().manual_seed(0)).units.numpy()
+    expected = []
+    for i in range(6):
+        others = np.delete(u, i, axis=0)
+        noise = s**2 * np.eye(8) + rate / 2 * (1 - rate / 2) * others.T @ others
+        z = u[i] @ np.linalg.solve(noise, y - rate / 2 * others.sum(axis=0))
+        k = u[i] @ np.linalg.solve(noise, u[i])
+        expected.append(np.log(1 - rate + rate * np.exp(z - k / 2)))
+    scores = log_likelihood_ratios(torch.tensor(y), torch.tensor(u), s, rate, orthogonal=orthogonal)
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 60), (40, 40), (40, 7)])
+def test_directions_are_unit_vectors_and_orthogonal_if_possible(count: int, width: int) -> None:
+    drawn = draw_directions(count, width, torch.Generator().manual_seed(0))
+    gram = drawn.units @ drawn.units.T
+    torch.testing.assert_close(gram.diagonal(), torch.ones(count, dtype=torch.float64))
+    assert drawn.orthogonal == (count <= width)
+    assert sorted(drawn.columns.tolist()) == list(range(width))
+    if drawn.orthogonal:
+        assert float((gram - torch.eye(count)).abs().max()) < 1e-12
+
+
+def test_directions_of_wide_releases_use_coordinates_of_all_parts() -> None:
+    drawn = draw_directions(3, 10 * COLUMNS, torch.Generator().manual_seed(0))
+    assert len(set(drawn.columns.tolist())) == COLUMNS
+    tenths = torch.bincount(drawn.columns // COLUMNS, minlength=10)
+    assert int(tenths.min()) > COLUMNS / 10 * 0.8

@@ -1,5 +1,5 @@
-"""Tests of runs on a user's own data: no data are public by default, all runs are charged, and runs
-may protect users with all their records."""
+"""Tests of runs on a user's own data and image folders: no data are public by default, all runs are
+charged, declarations and ledgers hold, and runs may protect users with all their records."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import re
 import tomllib
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from fedsynth import (
@@ -22,12 +24,16 @@ from fedsynth import (
     RunResult,
     RunSettings,
     from_arrays,
+    load_dataset,
+    load_folder,
     resolve,
     simulate,
 )
 from fedsynth.config.participation import Participation
+from fedsynth.data.medical_files import patient_of
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
+from fedsynth.federation.context import plan_of
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger.folder import LedgerFolder
@@ -36,7 +42,10 @@ from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit import audit_run
-from fedsynth.validation import to_toml
+from fedsynth.validation import read_sections, to_toml
+from tests.data.test_medical_files import NAME, write_ct
+from tests.image_folders import make_image_folder, write_declaration
+from tests.interruption import interrupt_in_round
 from tests.observers import NoteRecorder
 from tests.quick_settings import folder_of, quick_sections, verified
 from tests.simulation.test_recorded_numbers import user_data
@@ -73,38 +82,39 @@ def data_statements(folder: Path) -> str:
     return json.dumps([report[key] for key in ("verdict", "scope", "public_items")])
 
 
-# ------------------------------------------------------------ required ledgers
 def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
-    """Regression: a report states 'declared public' without the owner's declaration."""
-    runs = tmp_path / "runs"
-    with pytest.raises(
-        PrivacySettingError, match=r"privacy.ledger must be the folder .*'scans'.* or 'none"
-    ):
+    """Regression: a report states 'declared public' without the owner's declaration. A run folder has
+    only the rows of an external ledger, and no fingerprints."""
+    runs, ledgers = tmp_path / "runs", tmp_path / "ledgers"
+    with pytest.raises(PrivacySettingError, match=r"must be the folder .*'scans'.* or 'none"):
         run(tiny(privacy=private()), output=runs)
     assert not runs.exists()
     public = folder_of(run(tiny(privacy=private(ledger=NO_LEDGER)), output=runs))
     text = data_statements(public)
     assert "scans: the operator's own, declared public by the operator" in text
     assert DECLARED_PUBLIC.search(text)
-    private_folder = folder_of(run(tiny(privacy=private(ledger=tmp_path / "ledgers")), output=runs))
-    assert not DECLARED_PUBLIC.search(data_statements(private_folder))
-    assert not (private_folder / "ledger").exists()
+    folder = folder_of(run(tiny(privacy=private(ledger=ledgers)), output=runs))
+    assert not DECLARED_PUBLIC.search(data_statements(folder))
+    assert verify_run(folder, ledger=ledgers).problems == []
+    assert not (folder / "ledger").exists()
+    secrets = [path.read_bytes() for path in (ledgers / "private").iterdir()]
+    names = [path.name for path in (ledgers / "private").iterdir() if path.suffix != ".key"]
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        assert not any(secret in content or secret.hex().encode() in content for secret in secrets)
+        assert not any(name.encode() in content for name in names)
     for ledger in ("none", "None: this data set is public!", "", "none:"):
         with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
             PrivacySettings(noise_multiplier=1.0, ledger=ledger)
-
-
-def test_reports_without_ledgers_name_the_published_data_set(tmp_path: Path) -> None:
-    folder = folder_of(simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
-    report = json.loads((folder / "privacy_report.json").read_text())
+    published = folder_of(simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
+    report = json.loads((published / "privacy_report.json").read_text())
     assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
     assert not report["ledger_kept"]
-    text = " ".join((folder / "privacy_report.md").read_text().split())
+    text = " ".join((published / "privacy_report.md").read_text().split())
     assert "Earlier and later runs on the same data are not counted" in text
-    assert not DECLARED_PUBLIC.search(data_statements(folder))
+    assert not DECLARED_PUBLIC.search(data_statements(published))
 
 
-# ---------------------------------------------------------- records of a ledger
 def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
     settings, names = tiny(privacy=private(ledger=tmp_path / "ledgers")), ["north", "St.Mary"]
     first: Any = run(settings, names=names).privacy
@@ -128,31 +138,28 @@ def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
         run(settings, names=["north"])
 
 
-def test_run_folders_contain_no_ledger_keys_or_fingerprints(tmp_path: Path) -> None:
-    """A run folder has only the rows of an external ledger, and no fingerprints."""
-    ledgers = tmp_path / "ledgers"
-    folder = folder_of(run(tiny(privacy=private(ledger=ledgers)), output=tmp_path / "runs"))
-    assert verify_run(folder, ledger=ledgers).problems == []
-    secrets = [path.read_bytes() for path in (ledgers / "private").iterdir()]
-    names = [path.name for path in (ledgers / "private").iterdir() if path.suffix != ".key"]
-    for file in (path for path in folder.rglob("*") if path.is_file()):
-        content = file.read_bytes()
-        assert not any(secret in content or secret.hex().encode() in content for secret in secrets)
-        assert not any(name.encode() in content for name in names)
-
-
-# -------------------------------------------------- runs without privacy
-def test_runs_without_privacy_void_later_guarantees(tmp_path: Path) -> None:
-    """Regression: the next report states ε = 2 after a run that published raw images."""
+def test_runs_without_privacy_void_later_guarantees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the next report states ε = 2 after a run that published raw images. Rows of ledgers
+    are written before the clients' steps."""
     ledgers, notes = tmp_path / "ledgers", NoteRecorder()
+    rows: list[int] = []
+    step = Real.client_step
+
+    def counted_step(self: Real, *args: Any) -> Any:
+        rows.extend(len(ledger.releases) for ledger in LedgerFolder(ledgers).ledgers().values())
+        return step(self, *args)
+
+    monkeypatch.setattr(Real, "client_step", counted_step)
     result = run(tiny("real", run={"rounds": 2}, privacy={"ledger": str(ledgers)}), observer=notes)
     assert result.privacy is None
+    assert rows == [1, 1, 2, 2]
     assert "no later run on these data can state an ε" in notes.lines[1]
     for ledger in LedgerFolder(ledgers).ledgers().values():
         assert [row.round for row in ledger.releases] == [1, 2]
-        assert all(
-            "without differential privacy" in str(row.unaccounted) for row in ledger.releases
-        )
+        reasons = [str(row.unaccounted) for row in ledger.releases]
+        assert all("without differential privacy" in reason for reason in reasons)
     for target in ({"noise_multiplier": 3.0}, {}):
         capped = {"epsilon": 8.0, "max_records": 1000, "ledger": str(ledgers), **target}
         with pytest.raises(UnaccountedReleaseError, match=r"epsilon=8 cannot .*a round of real"):
@@ -166,38 +173,20 @@ def test_runs_without_privacy_void_later_guarantees(tmp_path: Path) -> None:
     assert later.summary["differential_privacy"]["epsilon"] is None
 
 
-def test_ledger_rows_are_written_before_client_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[int] = []
-    step = Real.client_step
-
-    def counted_step(self: Real, *args: Any) -> Any:
-        rows.extend(len(ledger.releases) for ledger in LedgerFolder(tmp_path).ledgers().values())
-        return step(self, *args)
-
-    monkeypatch.setattr(Real, "client_step", counted_step)
-    run(tiny("real", privacy={"ledger": tmp_path}))
-    assert set(rows) == {1}
-
-
 def test_only_clients_with_releases_are_charged(tmp_path: Path) -> None:
     """Participants are charged; all clients are if sampling uses sizes or test splits are measured."""
     (client,) = Participation(0, 2, 0.5).in_round(1)
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "part": ({}, {}),
-        "sizes": ({"sampling": "size"}, {}),
-        "splits": ({}, {"local_test": 0.5}),
-    }
-    for name, (sampling, partition) in cases.items():
+    for name, sampling, local_test, charged in (
+        ("part", "uniform", 0.0, {client}),
+        ("sizes", "size", 0.0, {0, 1}),
+        ("splits", "uniform", 0.5, {0, 1}),
+    ):
+        section = {"participation": 0.5, "sampling": sampling}
         ledger = {"ledger": str(tmp_path / name)}
-        participation = {"participation": 0.5, **sampling}
-        run(tiny("fedavg", run=participation, partition=partition, privacy=ledger))
+        run(tiny("fedavg", run=section, partition={"local_test": local_test}, privacy=ledger))
         ledgers = LedgerFolder(tmp_path / name).ledgers()
-        charged = {name for name, entries in ledgers.items() if entries.releases}
-        assert charged == (
-            {f"client-00{client}"} if name == "part" else {"client-000", "client-001"}
-        )
+        names = {name for name, entries in ledgers.items() if entries.releases}
+        assert names == {f"client-00{number}" for number in charged}
 
 
 def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
@@ -213,7 +202,6 @@ def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
         tiny(privacy={"ledger": str(tmp_path), "delta": 1e-6})
 
 
-# ------------------------------------------------------------------------ test images
 @pytest.mark.parametrize("protected", [True, False])
 @pytest.mark.parametrize("declared", [None, "public", "none"])
 def test_accuracy_on_private_test_images_is_in_simulation_only(
@@ -256,27 +244,26 @@ def test_methods_with_variants_and_own_models_run_without_test_images(method: st
 
 
 def test_invalid_data_and_test_statuses_are_rejected() -> None:
-    cases: list[tuple[Any, str | None, type[Exception], str]] = [
-        ((scans(), "public"), None, DataError, r"tuple \(train, test\)"),
-        ((None, scans()), None, DataError, "fedsynth.from_arrays"),
-        ("digits", None, DataError, r"data must be a tuple \(train, test\)"),
-        ((scans(), scans(name="other")), None, DataError, "same specification"),
-        ((scans(), scans()), "secret", UnknownNameError, "secret"),
+    cases: list[tuple[Any, str]] = [
+        ((scans(), "public"), r"tuple \(train, test\)"),
+        ((None, scans()), "fedsynth.from_arrays"),
+        ("digits", r"data must be a tuple \(train, test\)"),
+        ((scans(), scans(name="other")), "same specification"),
     ]
-    for data, test, kind, text in cases:
-        with pytest.raises(kind, match=text):
-            simulate(tiny(), data=data, test=test)
+    for data, text in cases:
+        with pytest.raises(DataError, match=text):
+            simulate(tiny(), data=data)
+    with pytest.raises(UnknownNameError, match="secret"):
+        simulate(tiny(), data=(scans(), scans()), test="secret")
 
 
-# ------------------------------------------------------------------------------------- users
 USERS = np.arange(320) // 8
 USER_PARTS = list(np.arange(320).reshape(4, 80))
+USER_PRIVACY = {"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10}
 
 
 def user_settings(method: str = "feddm", **privacy: Any) -> RunSettings:
-    return tiny(
-        method, privacy={"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10, **privacy}
-    )
+    return tiny(method, privacy={**USER_PRIVACY, **privacy})
 
 
 def user_run(settings: RunSettings, output: Path | None = None) -> RunResult:
@@ -284,19 +271,14 @@ def user_run(settings: RunSettings, output: Path | None = None) -> RunResult:
 
 
 def test_report_states_the_protected_unit_and_is_verified(tmp_path: Path) -> None:
-    result = user_run(user_settings(user_records=4), tmp_path)
+    """The sample rate is the method's batch over the nominal number of users, at most 1."""
+    result = user_run(user_settings("fedavg", user_records=4), tmp_path)
     report: Any = result.privacy
     assert (report["unit"]["kind"], report["unit"]["user_records"]) == (USER, 4)
     assert report["public_items"]["nominal persons of a client"].startswith("10 (declared)")
-    assert {row["unit"] for row in report["ledger"]} == {USER}
+    assert {(row["unit"], row["sample_rate"]) for row in report["ledger"]} == {(USER, 1.0)}
     assert [group["units"] for group in report["guarantee"]["groups"]] == [2, 5]
     assert "for one person of one client" in (verified(result) / "privacy_report.md").read_text()
-
-
-def test_sample_rate_uses_the_public_number_of_users() -> None:
-    """The rate is the method's batch over the nominal number of users, at most 1."""
-    report: Any = user_run(user_settings("fedavg")).privacy
-    assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
 
 
 @pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
@@ -363,3 +345,208 @@ def test_user_runs_can_be_audited() -> None:
     settings = user_settings(noise_multiplier=2.0)
     audit = audit_run(settings, canaries=40, test_only=np.random.default_rng(0))
     assert 0 <= audit.epsilon_lower_bound <= audit.epsilon
+
+
+BUDGET = {"noise_multiplier": 3.0}
+
+
+def on_folder(folder: Path, **sections: Any) -> RunSettings:
+    run = {"rounds": 1, "device": "cpu", **sections.pop("run", {})}
+    data = {"folder": str(folder), **sections.pop("data", {})}
+    method = {"ipc": 1, "iterations": 2, "server_epochs": 1, "min_examples": 1}
+    model = {"width": 4, "depth": 2}
+    return resolve({"run": run, "data": data, "method": method, "model": model, **sections})
+
+
+LINEAR = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+
+
+@pytest.fixture
+def clinic(tmp_path: Path) -> Path:
+    """Writes a folder of two sites with a signed declaration."""
+    write_declaration(make_image_folder(tmp_path / "clinic"))
+    return tmp_path / "clinic"
+
+
+def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -> None:
+    folder = make_image_folder(tmp_path / "sites", ("a", "b", "c"))
+    result = simulate(on_folder(folder), quiet=True)
+    assert sorted(result.uploads) == [0, 1, 2]
+    assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
+    linear = replace(LINEAR, partition=replace(LINEAR.partition, kind="iid", clients=5))
+    folder_data = load_folder(folder)
+    assert len(simulate(linear, data=folder_data, quiet=True).uploads) == 3
+    assert len(simulate(linear, data=(folder_data.train, None), quiet=True).uploads) == 5
+    pooled = make_image_folder(tmp_path / "pooled", sites=())
+    with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
+        simulate(on_folder(pooled), quiet=True)
+
+
+def test_no_file_of_a_run_has_dicom_headers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Patients are the privacy unit, but neither their IDs nor hashes of them leave the reader."""
+    folder = tmp_path / "clinic"
+    for site, label, number in product(("north", "south"), ("ill", "well"), range(4)):
+        path = folder / site / label / f"{number}.dcm"
+        write_ct(path, f"ID-{site}-{label}-{number // 2}")
+    write_declaration(folder, users=16)
+    private = on_folder(folder, privacy={**BUDGET, "unit": "user"})
+    assert private.privacy.nominal_size == 8  # 16 declared users at two sites
+    result = simulate(private, output=tmp_path / "runs")
+    hidden = [NAME, "ID-north", patient_of(folder / "north/ill/0.dcm")]
+    paths = (*result.folder.rglob("*"), *(folder / "fedsynth-ledger").rglob("*"))
+    texts = [capsys.readouterr().err.encode()]
+    texts += [path.read_bytes() for path in paths if path.is_file()]
+    assert len(texts) > 5
+    assert not [text for text in texts for secret in hidden if secret.encode() in text]
+
+
+def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
+    """Otherwise sizes, classes or the shape of private images would become public."""
+    folder = make_image_folder(tmp_path)
+    with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then"):
+        simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    with pytest.raises(DataError, match="needs a declaration"):
+        simulate(on_folder(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
+    write_declaration(folder, by="")
+    with pytest.raises(DataError, match=r"is not signed. "):
+        simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    assert not (tmp_path / "runs").exists()
+    write_declaration(folder, ledger="")
+    with pytest.raises(PrivacySettingError, match="ledger must be the folder"):
+        simulate(on_folder(folder, privacy=BUDGET), quiet=True)
+
+
+def test_private_runs_use_the_declaration(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a resumed run fills other settings from the declaration than config.toml has."""
+    settings = on_folder(clinic, run={"rounds": 2}, privacy=BUDGET)
+    with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+        simulate(settings, output=tmp_path / "runs", quiet=True)
+    (unfinished,) = (tmp_path / "runs").iterdir()
+    resumed_settings = resolve(read_sections(unfinished / "config.toml"))
+    result = simulate(resumed_settings, resume=unfinished, quiet=True)
+    assert (len(result.metrics), len(result.deviations)) == (2, 1)
+    report: Any = result.privacy
+    assert report["max_records"] == 100
+    assert report["public_items"]["nominal records of a client"].startswith("25 ")  # 50 over 2
+    assert set(report["guarantee"]["epsilon_by_client"]) == {"north", "south"}
+    verified(result)
+    assert (clinic / "fedsynth-ledger" / "north.jsonl").exists()
+    # the ledger folder among the images is not read as a class
+    same = {**BUDGET, "ledger": str(clinic / "fedsynth-ledger")}
+    second_report: Any = simulate(on_folder(clinic, privacy=same), quiet=True).privacy
+    assert second_report["guarantee"]["epsilon"] > 1.2 * report["guarantee"]["epsilon"]
+    # a new ledger would start at ε = 0 for images whose budget is spent
+    elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
+    with pytest.raises(SettingError, match=r"ledger.* must be the ledger folder of the decl"):
+        simulate(on_folder(clinic, privacy=elsewhere), quiet=True)
+
+
+def test_reports_do_not_depend_on_image_counts(tmp_path: Path) -> None:
+    """Regression: a private report contains a true count."""
+    reports = []
+    for count in (5, 9):
+        folder = tmp_path / f"{count}" / "clinic"
+        write_declaration(make_image_folder(folder, per_class=count))
+        run = simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / f"{count}", quiet=True)
+        report: Any = run.privacy
+        # the folder's name has the time; hashes are of files that hold released noise
+        run_specific = ("ledger_heads", "run", "files")
+        reports.append({k: v for k, v in report.items() if k not in run_specific})
+    assert reports[0] == reports[1]
+
+
+def test_plans_and_audits_read_the_declaration_and_no_image(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    plan = plan_of(on_folder(clinic, privacy={"epsilon": 8.0}))
+    assert (plan.run.partition.clients, plan.max_records, plan.nominal_size) == (2, 100, 25)
+    assert [history.client for history in plan.histories] == ["north", "south"]
+    settings = on_folder(clinic, privacy=BUDGET)
+    audit = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
+    assert 0 < audit.epsilon < 20
+    assert not (clinic / "fedsynth-ledger").exists()
+
+
+@pytest.mark.parametrize(("kind", "stated"), [("public", None), ("", "private")])
+def test_accuracy_needs_test_images_declared_public(
+    clinic: Path, tmp_path: Path, kind: str, stated: str | None
+) -> None:
+    folder = make_image_folder(tmp_path / "test", sites=(), per_class=3)
+    data = {"test_folder": str(folder), "test": kind}
+    result = simulate(
+        on_folder(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True
+    )
+    verified(result)
+    assert (result.summary["test_accuracy"] is not None) == (kind == "public")
+    assert result.summary.get("test_data") == stated
+
+
+def test_duplicate_test_images_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies of training images in the test folder are counted under any name; public data sets are
+    not checked."""
+    make_image_folder(tmp_path / "scans")
+    test_folder = make_image_folder(tmp_path / "test", sites=(), per_class=2)  # from equal seeds
+    Image.open(test_folder / "ill/00.png").save(test_folder / "ill/00.bmp")
+    (test_folder / "ill/00.png").unlink()
+    simulate(on_folder(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
+    assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
+    train, test = load_dataset("digits")
+    without = simulate(LINEAR, data=(train, test.subset(np.arange(5))), test="none")
+    assert without.accuracy is None
+    simulate(LINEAR, data=(train, test.subset(np.arange(5))))
+    assert "are identical" not in capsys.readouterr().err
+    user_data = replace(train, spec=replace(train.spec, name="mine"))
+    simulate(LINEAR, data=(user_data, user_data.subset(np.arange(5))))
+    assert "5 of 5 test images are identical" in capsys.readouterr().err
+
+
+def test_incomplete_published_data_sets_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, test = load_dataset("digits")
+    few = (train.subset(np.arange(1000)), test)
+    monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
+    simulate(LINEAR)
+    text = "has 1,000 training images, but the published version has 1,438"
+    assert text in capsys.readouterr().err
+    simulate(resolve({**LINEAR.to_mapping(), "privacy": {"noise_multiplier": 3.0}}))
+    assert "missing" not in capsys.readouterr().err  # it depends on private data
+
+
+def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
+    """Regression: a report treats a user's folder as MNIST."""
+    folder = make_image_folder(tmp_path / "mnist")
+    with pytest.raises(SettingError, match=r"data.dataset cannot be mnist, which is a published"):
+        on_folder(folder, data={"dataset": "mnist"})
+    assert on_folder(folder).dataset == "own mnist"
+
+
+def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> None:
+    """Regression: the same images get two budgets, one pooled and one by site, or at another size."""
+    simulate(on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
+        simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
+    declaration = clinic / "fedsynth.toml"
+    declaration.write_text(declaration.read_text().replace("height = 16", "height = 24"))
+    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
+        simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
+
+
+def test_user_privacy_reads_users_csv(tmp_path: Path) -> None:
+    """Regression: users.csv is ignored, and the guarantee is only for images."""
+    folder = make_image_folder(tmp_path / "clinic")
+    write_declaration(folder, users=20)
+    by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
+    with pytest.raises(DataError, match="must state the user of each record"):
+        simulate(on_folder(folder, privacy=by_user), quiet=True)
+    images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
+    rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
+    (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
+    report: Any = simulate(on_folder(folder, privacy=by_user), quiet=True).privacy
+    assert report["unit"]["kind"] == "user"

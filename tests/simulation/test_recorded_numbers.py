@@ -17,6 +17,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from itertools import cycle
 from math import fsum, sqrt
 from pathlib import Path
@@ -187,12 +188,7 @@ class RepeatableNoise:
     """
 
     def __init__(self, client: int) -> None:
-        self._client = client
-        self._drawn: dict[str, np.random.Generator] = {}
-
-    def _generator_of(self, kind: str) -> np.random.Generator:
-        seed = [self._client, _number_of(kind)]
-        return self._drawn.setdefault(kind, np.random.default_rng(seed))
+        self._generator_of = cache(lambda kind: np.random.default_rng([client, _number_of(kind)]))
 
     def standard_normal(self, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
         return self._generator_of(f"noise {tuple(shape)}").standard_normal(shape)

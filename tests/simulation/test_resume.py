@@ -25,7 +25,7 @@ from fedsynth.methods import METHODS
 from fedsynth.privacy import PrivacyError, read_ledger
 from fedsynth.privacy.files import write_whole
 from fedsynth.results import checkpoint as checkpoints
-from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder, LoopCheckpoints
+from fedsynth.results.checkpoint import POINTER, CheckpointFolder, LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
@@ -111,9 +111,6 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-# ------------------------------------------------------------------------------- identical numbers
-
-
 @pytest.mark.parametrize("method", by_family(METHODS, ("scaffold", "feddm", "fedkf")))
 def test_resumed_run_equals_uninterrupted_run(method: str, tmp_path: Path) -> None:
     settings = sections(method)
@@ -148,7 +145,7 @@ def test_runs_killed_in_checkpoint_writes_resume_identically(tmp_path: Path) -> 
     uninterrupted = run(settings, tmp_path / "whole")
     for call, moment in (("replace", 1), ("replace", 5), ("fsync", 6), ("replace", 9)):
         output = tmp_path / f"cut-{moment}"
-        run_and_kill(settings, output, partial(kill_at, call, moment))
+        run_and_kill(settings, output, partial(kill_at, os, call, moment))
         if not (unfinished(output) / "config.toml").exists():  # the run had not started
             with pytest.raises(OutputError, match=r"no config\.toml"):
                 resume(settings, output)
@@ -156,19 +153,18 @@ def test_runs_killed_in_checkpoint_writes_resume_identically(tmp_path: Path) -> 
         assert_same(uninterrupted, resume(settings, output))
 
 
-def kill_at(call: str, moment: int) -> None:
-    """Patches a function of `os` to kill the process at the n-th call."""
-    original, calls = getattr(os, call), itertools.count(1)
+def kill_at(owner: Any, name: str, moment: int = 1, *, after: bool = False) -> None:
+    """Patches a function to kill the process at its n-th call, or right after it."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def killing(*arguments: Any, **values: Any) -> Any:
-        if next(calls) == moment:
+        last = next(calls) == moment
+        result = original(*arguments, **values) if after or not last else None
+        if last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **values)
+        return result
 
-    setattr(os, call, killing)
-
-
-# ---------------------------------------------------------------------------------- inside a round
+    setattr(owner, name, killing)
 
 
 def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -226,24 +222,6 @@ def test_loops_of_private_runs_are_not_checkpointed(
     assert steps == []
 
 
-def test_loops_are_not_resumed_on_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first round has no earlier checkpoint whose identity could be compared."""
-    record_steps(monkeypatch)
-    settings = sections("fedavg", run={"rounds": 1}, method={"local_epochs": 3})
-    train, test = load_dataset("digits")
-    other = replace(train, images=255 - train.images), test
-    uninterrupted = run(settings, tmp_path / "whole", data=other)
-    with interrupted(LoopCheckpoints, "offer", lambda name, step, _: step == 2):
-        run(settings, tmp_path / "cut", data=(train, test))
-    assert list((unfinished(tmp_path / "cut") / "simulation_only").rglob("steps-*"))
-    assert_same(uninterrupted, resume(settings, tmp_path / "cut", data=other))
-
-
-# ----------------------------------------------------------------------------------------- privacy
-
-
 def ledgers(folder: Path) -> list[list[int]]:
     """Returns the rounds of each client's ledger rows."""
     files = sorted(folder.glob("*.jsonl"))
@@ -277,7 +255,7 @@ def test_rows_of_repeated_rounds_need_a_stated_resumption(tmp_path: Path) -> Non
     settings = sections("feddm", privacy=PRIVATE)
     with interrupted_at(1, replacing=True):
         run(settings, tmp_path)
-    run_and_kill(settings, tmp_path, partial(kill_after, "finish"))
+    run_and_kill(settings, tmp_path, partial(kill_at, RunFolder, "finish"))
     result = resume(settings, tmp_path)
     assert len(result.deviations) == 1
     folder = verified(result)
@@ -302,7 +280,7 @@ def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
     verified(result)
 
 
-def test_checkpoints_contain_no_keys_or_ledgers(tmp_path: Path) -> None:
+def test_private_checkpoints_contain_no_keys_and_are_needed_to_resume(tmp_path: Path) -> None:
     notes = NoteRecorder()
     run_folder = interrupt(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
     assert "interrupted after 2 of 3 rounds" in notes.lines[-1]
@@ -314,6 +292,11 @@ def test_checkpoints_contain_no_keys_or_ledgers(tmp_path: Path) -> None:
         content = path.read_bytes().lower()
         for word in (b"generator", b"secret", b"chacha", b"quantity"):
             assert word not in content, path
+    rows = read_rows(run_folder)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"the checkpoint in .* is missing"):
+        resume(sections("feddm", privacy=PRIVATE), tmp_path)
+    assert read_rows(run_folder) == rows
 
 
 def test_runs_killed_at_start_or_finish_are_charged_once(tmp_path: Path) -> None:
@@ -321,28 +304,14 @@ def test_runs_killed_at_start_or_finish_are_charged_once(tmp_path: Path) -> None
     settings = sections("feddm", privacy=PRIVATE)
     uninterrupted = verified(run(settings, tmp_path / "whole"))
     for moment in ("write_private_start", "write_model", "finish"):
-        run_and_kill(settings, tmp_path / moment, partial(kill_after, moment))
+        kill = partial(kill_at, RunFolder, moment, after=moment != "finish")
+        run_and_kill(settings, tmp_path / moment, kill)
         result = resume(settings, tmp_path / moment)
         folder = verified(result)
         assert len(result.deviations) == (moment == "write_private_start")
         assert ledgers(folder / "ledger") == ledgers(uninterrupted / "ledger")
         expected = os.listdir(uninterrupted / "simulation_only")
         assert set(os.listdir(folder / "simulation_only")) == set(expected)
-
-
-def kill_after(name: str) -> None:
-    """Kills the process after this method of the run folder, or before `finish`."""
-    original = getattr(RunFolder, name)
-
-    def killing(self: RunFolder, *arguments: Any) -> None:
-        if name != "finish":
-            original(self, *arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(RunFolder, name, killing)
-
-
-# ------------------------------------------------------------------------------------- full disk
 
 
 def test_full_disks_keep_the_last_checkpoint_intact(
@@ -363,9 +332,6 @@ def test_full_disks_keep_the_last_checkpoint_intact(
         with pytest.raises(OutputError, match="cannot write"):
             run(settings, tmp_path / "cut")
     assert_same(uninterrupted, resume(settings, tmp_path / "cut"))
-
-
-# -------------------------------------------------------------------------------------- refusals
 
 
 def test_resuming_with_changed_or_busy_runs_is_refused(tmp_path: Path) -> None:
@@ -415,43 +381,16 @@ def test_runs_with_truncated_ledgers_are_not_resumed(loss: str, tmp_path: Path) 
         resume(settings, tmp_path / "runs")
 
 
-def test_runs_without_checkpoints_do_not_restart(tmp_path: Path) -> None:
-    settings = sections("feddm", privacy=PRIVATE)
-    folder = interrupt(settings, tmp_path)
-    rows = (folder / "metrics.jsonl").read_text()
-    shutil.rmtree(folder / "simulation_only" / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"the checkpoint in .* is missing"):
-        resume(settings, tmp_path)
-    assert (folder / "metrics.jsonl").read_text() == rows
-
-
-# -------------------------------------------------------------------------------------------- size
-
-
-def test_old_checkpoints_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One state and one memory of each client are kept for any number of rounds."""
-    write = CheckpointFolder.write
-    counted: list[dict[str, int]] = []
-
-    def counting(self: CheckpointFolder, checkpoint: Checkpoint, *clients: Any) -> None:
-        write(self, checkpoint, *clients)
-        kinds = [path.name.split("-")[0] for path in self.path.iterdir()]
-        counted.append({kind: kinds.count(kind) for kind in set(kinds)})
-
-    monkeypatch.setattr(CheckpointFolder, "write", counting)
-    run(sections("scaffold", run={"rounds": 5}), tmp_path)
-    assert counted[-1] == {"state": 1, "memory": 4, POINTER: 1}
-    assert all(counts["state"] == 1 and counts["memory"] <= 4 for counts in counted)
-
-
-def test_memories_of_inactive_clients_are_on_disk(
+def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One state and one memory of each client are kept for any number of rounds."""
     settings = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     expected = simulate(resolve(settings))
     keep, memory = simulated_run.Simulation._write_checkpoint, CheckpointFolder.memory
     in_memory: list[int] = []
     loaded: list[int] = []
+    kinds: list[list[str]] = []
 
     def loading(self: CheckpointFolder, client: int) -> Any:
         loaded.append(client)
@@ -459,11 +398,16 @@ def test_memories_of_inactive_clients_are_on_disk(
 
     def counting(self: simulated_run.Simulation, context: Any) -> None:
         keep(self, context)
+        (folder,) = tmp_path.glob("*/simulation_only/checkpoint")
+        kinds.append(sorted(path.name.split("-")[0] for path in folder.iterdir()))
         in_memory.append(sum(bool(client._memory) for client in self.exchange.clients))
 
     monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
     monkeypatch.setattr(CheckpointFolder, "memory", loading)
     result = run(settings, tmp_path)
+    clients = {client for row in result.metrics for client in row["participants"]}
+    assert kinds[-1] == sorted([POINTER, "state", *["memory"] * len(clients)])
+    assert all(names.count("state") == 1 and len(names) <= len(kinds[-1]) for names in kinds)
     assert max(in_memory[:-1]) <= 1
     assert len(loaded) <= sum(len(row["participants"]) for row in result.metrics)
     weights = expected.model.state_dict(), result.model.state_dict()

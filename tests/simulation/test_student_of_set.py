@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.simulation.student import Student, real_images
 from tests.image_folders import make_image_folder
+from tests.quick_settings import folder_of, quick_sections
 
 BRIEF = StudentSettings(steps=3, views=1)
 LINEAR = ModelSettings("linear")
@@ -81,7 +83,6 @@ def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
     return to
 
 
-# ------------------------------------------------------------------------------- the run's model
 def test_exported_models_give_the_logits_of_the_run(
     run: RunResult, share: Path, bare: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,12 @@ def test_exported_models_give_the_logits_of_the_run(
     stated = json.loads(metadata(share / "model.safetensors")["settings"])
     assert sorted(stated) == ["method", "model", "run"]
     assert stated["run"] == {"method": "fedstats"}
+    # sections of a file on data or privacy have no effect on this machine
+    stated |= {"run": {**stated["run"], "rounds": 10**9}, "data": {"folder": "/x"}}
+    text = json.dumps({**stated, "privacy": {"epsilon": -1}})
+    assert (
+        load_model(changed(share / "model.safetensors", tmp_path / "m", settings=text)) is not None
+    )
     with pytest.raises(OutputError, match="must be a model file"):
         load_model(bare)
     with pytest.raises(OutputError, match="does not state the architecture"):
@@ -104,41 +111,22 @@ def test_exported_models_give_the_logits_of_the_run(
         load_model(tmp_path / "copy")
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "message"),
-    [
-        ("settings", '{"run": {"method": "nosuch"}}', "cannot be used"),
-        ("settings", '{"method": {"features": "nosuch"}}', "cannot be used"),
-        ("settings", "{", "cannot be used"),
-        ("spec", '{"name": [1]}', "cannot be used"),
-        (
-            "spec",
-            {"width": 100_000, "height": 100_000},
-            "exceed the limits",
-        ),  # of a file of a kilobyte
-        ("spec", {"width": 20_000}, "parameters"),
-        ("logits", '"x"', "cannot be used"),
-    ],
-)
-def test_hostile_model_files_raise_one_line_errors(
-    key: str, text: Any, message: str, share: Path, tmp_path: Path
-) -> None:
+def test_hostile_model_files_raise_one_line_errors(share: Path, tmp_path: Path) -> None:
     file = share / "model.safetensors"
-    stated = {key: text}
-    if isinstance(text, dict):
-        spec = {**json.loads(metadata(file)["spec"]), **text}
-        stated = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
-    with pytest.raises(OutputError, match=message):
-        load_model(changed(file, tmp_path / "model.safetensors", **stated))
-
-
-def test_unrelated_settings_of_a_model_file_are_ignored(share: Path, tmp_path: Path) -> None:
-    """Regression: sections on data or privacy of a file take effect on this machine."""
-    file = share / "model.safetensors"
-    settings = json.loads(metadata(file)["settings"])
-    settings["run"]["rounds"] = 10**9
-    text = json.dumps({**settings, "data": {"folder": "/x"}, "privacy": {"epsilon": -1}})
-    assert load_model(changed(file, tmp_path / "model.safetensors", settings=text)) is not None
+    spec = json.loads(metadata(file)["spec"])
+    linear = '{"model": {"name": "linear"}}'
+    huge = json.dumps({**spec, "width": 100_000, "height": 100_000})  # in a file of a kilobyte
+    for stated, message in (
+        ({"settings": '{"run": {"method": "nosuch"}}'}, "cannot be used"),
+        ({"settings": '{"method": {"features": "nosuch"}}'}, "cannot be used"),
+        ({"settings": "{"}, "cannot be used"),
+        ({"spec": '{"name": [1]}'}, "cannot be used"),
+        ({"spec": huge, "settings": linear}, "exceed the limits"),
+        ({"spec": json.dumps({**spec, "width": 20_000}), "settings": linear}, "parameters"),
+        ({"logits": '"x"'}, "cannot be used"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            load_model(changed(file, tmp_path / "model.safetensors", **stated))
 
 
 ENCODER = """
@@ -163,9 +151,8 @@ def test_changed_encoder_weights_are_detected(
     settings = RunSettings(method, rounds=2, privacy=PrivacySettings(epsilon=20.0))
     result = simulate(settings, output=tmp_path / "runs", quiet=True)
     share = export_run(str(result.folder), tmp_path / "share", with_model=True)
-    assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in (
-        (share / "README.md").read_text()
-    )
+    text = (share / "README.md").read_text()
+    assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in text
     assert load_model(share, features=f"{file}:encoder") is not None
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
@@ -177,7 +164,6 @@ def test_changed_encoder_weights_are_detected(
         load_model(share)
 
 
-# ------------------------------------------------------------------------------------ the student
 def test_soft_labels_and_the_sets_teacher_are_the_default(
     run: RunResult, share: Path, bare: Path
 ) -> None:
@@ -248,12 +234,9 @@ def test_unusable_labels_teachers_and_images_are_refused(share: Path, tmp_path: 
             call(**arguments)
 
 
-class CustomNetwork(torch.nn.Sequential):
-    """A user's own network."""
-
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        size = image_shape[1] * image_shape[2]
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
+def custom(image_shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
+    """Returns a user's own network."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(prod(image_shape), classes))
 
 
 def test_guarantee_holds_only_without_other_private_inputs(
@@ -262,8 +245,7 @@ def test_guarantee_holds_only_without_other_private_inputs(
     """Regression: a network claims the set's ε after learning from an unprotected run's model or from
     initial weights that were trained on private data."""
     settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
-    folder = simulate(settings, output=tmp_path / "open", quiet=True).folder
-    assert folder is not None
+    folder = folder_of(simulate(settings, output=tmp_path / "open", quiet=True))
     open_set = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
     no_copies = StudentSettings(steps=2, views=0)
     for teacher, model, training, holds in (
@@ -276,14 +258,14 @@ def test_guarantee_holds_only_without_other_private_inputs(
         (f"{share}/model.safetensors", LINEAR, BRIEF, True),
         (load_model(folder), LINEAR, BRIEF, False),
         (str(folder), LINEAR, no_copies, True),  # it has nothing to label
-        ("auto", CustomNetwork, BRIEF, True),
-        ("auto", CustomNetwork((1, 8, 8), 10), BRIEF, False),
+        ("auto", custom, BRIEF, True),
+        ("auto", custom((1, 8, 8), 10), BRIEF, False),
     ):
         trained = student_of_set(share, model, training, teacher=teacher)
         assert trained.guaranteed is holds, (teacher, model)
         assert trained.taught is (teacher != "none" and training is BRIEF)
         if model is not LINEAR:
-            assert isinstance(trained.network, CustomNetwork)
+            assert isinstance(trained.network, torch.nn.Sequential)
             continue
         trained.save(tmp_path / "made.safetensors")
         stated = json.loads(metadata(tmp_path / "made.safetensors")["epsilon"])
@@ -291,9 +273,7 @@ def test_guarantee_holds_only_without_other_private_inputs(
 
 
 def test_sets_without_soft_labels_give_hard_label_students(tmp_path: Path) -> None:
-    method = {"ipc": 1, "iterations": 1, "server_epochs": 1}
-    model = {"width": 4, "depth": 2}
-    sections = {"run": {"rounds": 1}, "method": method, "model": model, "privacy": {"epsilon": 8.0}}
+    sections = quick_sections("feddm", privacy={"epsilon": 8.0})
     out = tmp_path / "share"
     synthesize(owner_settings(sections), out, runs=tmp_path / "runs", with_model=True)
     trained = student_of_set(out, LINEAR, BRIEF)
