@@ -56,8 +56,6 @@ def test_rows_are_split_by_declaration() -> None:
 
 @dataclass(frozen=True)
 class Undeclared(FedAvg):
-    """Reports an undeclared metric."""
-
     name: ClassVar[str] = "undeclared"
     key: str = "clean_loss"
 
@@ -76,7 +74,6 @@ class Declared(Undeclared):
 
 
 def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
-    """Checks the observers and metrics.jsonl."""
     recorder = Mock(spec=Observer)
     undeclared = settings(Undeclared, noise_multiplier=3.0)
     with pytest.raises(UnaccountedReleaseError, match="'clean_loss'"):
@@ -86,13 +83,15 @@ def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
     public_run = simulate(settings(Undeclared), observer=recorder)
     assert [call.args[0] for call in recorder.round_ended.mock_calls] == public_run.metrics
     assert public_run.metrics[0]["clean_loss"] == 0.25
-    run = simulate(settings(Declared, noise_multiplier=3.0), output=tmp_path / "declared")
+    declared, logger = settings(Declared, noise_multiplier=3.0), ListLogger(tmp_path)
+    run = simulate(declared, output=tmp_path / "declared", observer=logger)
+    assert logger._log == [numbers_of(row) for row in read_rows(folder_of(run))]
+    assert "seconds" not in logger._log[0]
     assert [row["clean_loss"] for row in read_rows(folder_of(run))] == [0.25, 0.25]
     assert verify_run(folder_of(run), method=Declared).problems == []
 
 
 def test_methods_cannot_declare_engine_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declarations have reasons."""
     assert not declared_row(Declared)["seconds"].may_be_shown
     declared = {"test_accuracy": public("by the method")}
     monkeypatch.setattr(Undeclared, "metric_privacy", declared)
@@ -104,14 +103,27 @@ def test_methods_cannot_declare_engine_keys(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 TINY = quick_sections("fedavg", partition={"local_test": 0.2})
-PRIVATE = quick_sections("fedavg", privacy={"noise_multiplier": 2.0})
 
 
-def test_observers_receive_all_events(tmp_path: Path) -> None:
-    first, second = Mock(spec=Observer), Mock(spec=Observer)
-    settings = resolve(TINY)
-    result = simulate(settings, output=tmp_path, observer=Several([first, second]))
+class ListLogger(Logger):
+    name = "list"
+
+    def _open(self, name: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+        return []
+
+    def _write(self, values: Mapping[str, float], round: int) -> None:
+        self._log.append(dict(values))
+
+
+def test_observers_receive_all_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger that fails is left out."""
+    first, second, logger = Mock(spec=Observer), Mock(spec=Observer), ListLogger(tmp_path)
+    monkeypatch.setattr(logger, "_write", Mock(side_effect=OutputError("no place")))
+    observer = Several([first, logger, second])
+    result = simulate(resolve(TINY), output=tmp_path, observer=observer)
     assert first.mock_calls == second.mock_calls
+    stopped = call("warning: ListLogger has stopped logging: no place")
+    assert first.note.mock_calls.count(stopped) == 1
     started, *_, ended = first.mock_calls
     assert started == call.started(result.settings, result.folder)
     first.step.assert_called()
@@ -132,25 +144,6 @@ def test_observer_errors_end_run(error: BaseException) -> None:
 def logged(name: str, base: Path) -> Path:
     (logger,) = make_loggers([name], base, private=False, note=print)
     return folder_of(simulate(resolve(TINY), output=base / "runs", observer=logger))
-
-
-class ListLogger(Logger):
-    """Keeps the numbers of each round in a list."""
-
-    name = "list"
-
-    def _open(self, name: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
-        return []
-
-    def _write(self, values: Mapping[str, float], round: int) -> None:
-        self._log.append(dict(values))
-
-
-def test_private_runs_log_only_published_metrics(tmp_path: Path) -> None:
-    logger = ListLogger(tmp_path)
-    result = simulate(resolve(PRIVATE), output=tmp_path / "runs", observer=logger)
-    assert logger._log == [numbers_of(row) for row in read_rows(folder_of(result))]
-    assert "seconds" not in logger._log[0]
 
 
 def test_tensorboard_logs_metrics_and_settings(tmp_path: Path) -> None:
@@ -215,14 +208,6 @@ def test_failed_logger_start_raises_output_error(
         monkeypatch.setattr(loggers, "import_module", Mock(side_effect=error))
         with pytest.raises(OutputError, match=message):
             LOGGERS[name](tmp_path)
-
-
-def test_failing_logger_does_not_stop_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, logger = Mock(spec=Observer), ListLogger(tmp_path)
-    monkeypatch.setattr(logger, "_write", Mock(side_effect=OutputError("no place")))
-    result = simulate(resolve(TINY), observer=Several([recorder, logger]))
-    recorder.note.assert_called_with("warning: ListLogger has stopped logging: no place")
-    assert recorder.mock_calls[-1] == call.ended(result.summary)
 
 
 def test_unknown_loggers_are_rejected_and_private_runs_warned_of_times(

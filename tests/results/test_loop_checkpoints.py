@@ -162,7 +162,6 @@ def test_custom_private_or_multi_round_training_is_not_shared(
 
 
 def data_of(x: Tensor, y: Tensor) -> Any:
-    """Returns the data of clients that a digest reads."""
     return SimpleNamespace(images=lambda indices: x[indices], labels=lambda indices: y[indices])
 
 
@@ -176,7 +175,6 @@ def small_network(changed: str = "", *extra: nn.Module) -> nn.Module:
 
 
 def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each single change yields a different digest."""
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6)
     sgd = SgdSettings(2, 3, MomentumSgd(0.1, 0.9))

@@ -75,20 +75,16 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
     assert len(set(finished)) == 5
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert summary == {"rounds": 1, "folder": str(finished[0])}
-
-
-def test_folder_names_are_valid_for_any_data_set(tmp_path: Path) -> None:
-    """Regression: slashes created folders, and some names were invalid for files."""
+    # slashes created folders, and some names of data sets were invalid for files
     for name, ending in (
         ("feddm-a/b", "feddm-a_b"),
         ("feddm-" + "é" * 190, "feddm-" + "é" * 54),
         ("feddm-x.incomplete", "feddm-x"),
         ("feddm-synthetic(1,0.5)", "feddm-synthetic(1,0.5)"),
     ):
-        finished = RunFolder(tmp_path, name).finish(Disclosed({}))
-        assert (finished.parent, finished.name[16:]) == (tmp_path, ending)
-        assert finished.is_dir()
-    assert len(names(tmp_path)) == 4
+        path = RunFolder(tmp_path, name).finish(Disclosed({}))
+        assert (path.parent, path.name[16:], path.is_dir()) == (tmp_path, ending, True)
+    assert len(names(tmp_path)) == 9
 
 
 def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
@@ -132,7 +128,6 @@ def test_invalid_report_settings_are_rejected() -> None:
 
 
 def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
-    """Folders with a missing or damaged model are rejected."""
     with pytest.raises(OutputError, match="must be a model file"):
         load_model(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
@@ -161,7 +156,6 @@ def test_report_is_written_despite_failed_model(
 
 
 def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records the synced inodes when the folder is renamed."""
     synced: set[tuple[int, int]] = set()
     at_rename: list[set[tuple[int, int]]] = []
     original_sync = os.fsync

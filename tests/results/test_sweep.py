@@ -111,9 +111,8 @@ def test_grid_has_all_combinations(make_sweep: SweepFactory) -> None:
     assert base_key == key('[grid]\n"run.method" = ["fedavg"]\n"run.seed" = [0]\n')
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_invalid_sweeps_are_rejected(make_sweep: SweepFactory) -> None:
+    for text, message in (
         ("[grid]\nalpha = 0.1\n", "alpha must list numbers"),
         ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
         ("[grid]\nalpah = [1]\n", "the run alpah=1 are invalid: .*alpah"),
@@ -125,11 +124,9 @@ def test_grid_has_all_combinations(make_sweep: SweepFactory) -> None:
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
         ("[sweep]\njobs = 0\n", "sweep.jobs must be between 1 and 1000"),
         ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
-    ],
-)
-def test_invalid_sweeps_are_rejected(make_sweep: SweepFactory, text: str, message: str) -> None:
-    with pytest.raises(FedsynthError, match=message):
-        make_sweep(text)
+    ):
+        with pytest.raises(FedsynthError, match=message):
+            make_sweep(text)
 
 
 def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> None:
@@ -179,10 +176,8 @@ def test_as_many_runs_as_jobs_are_active_but_one_on_a_ledger(
 ) -> None:
     ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
     for privacy, active in (("", 3), (ledger, 1)):
-        grid = f"{privacy}[grid]\nseed = [0, 1, 2, 3]\n"
-        sweep = replace(
-            make_sweep(f"[sweep]\njobs = 3\n{grid}", 0.2), output=tmp_path / str(active)
-        )
+        sweep = make_sweep(f"[sweep]\njobs = 3\n{privacy}[grid]\nseed = [0, 1, 2, 3]\n", 0.4)
+        sweep = replace(sweep, output=tmp_path / str(active))
         run_sweep(sweep, train_command, lambda text: None)
         spans = times(sweep)
         assert max(sum(a <= begun < b for a, b, _ in spans) for begun, _, _ in spans) == active

@@ -50,7 +50,6 @@ P = ParamSpec("P")
 
 
 def settings(method: str = "feddm", **privacy: Any) -> dict[str, Any]:
-    """Returns the sections of a run of two rounds."""
     return quick_sections(method, privacy={"noise_multiplier": 1.0, **privacy})
 
 
@@ -81,7 +80,7 @@ def tampering(change: Callable[Concatenate[Path, P], Any]) -> Callable[P, Tamper
 @tampering
 def write(folder: Path, name: str, content: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(content)
+    (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
 
 
 @tampering
@@ -115,13 +114,11 @@ def fit_figures(folder: Path) -> None:
 
 
 def fit_hashes(folder: Path) -> None:
-    """Updates the hashes in the report."""
     pages(folder, {**report_of(folder), "files": exported_files(folder)})
 
 
 @tampering
 def edit_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Changes a JSON file only."""
     content = json.loads((folder / name).read_text())
     change(content)
     (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
@@ -136,7 +133,6 @@ def set_at(content: Any, path: str, value: Any) -> None:
 
 
 def changed(name: str, path: str, value: Any) -> Tamper:
-    """Changes a single value of a JSON file."""
     return edit_json(name, lambda content: set_at(content, path, value))
 
 
@@ -179,7 +175,6 @@ def delete(folder: Path, name: str) -> None:
 
 @tampering
 def first_lines(folder: Path, name: str, number: int) -> None:
-    """Keeps the first lines of a file, or deletes it."""
     lines = (folder / name).read_text().splitlines(keepends=True)[:number]
     (folder / name).write_text("".join(lines))
     if not lines:
@@ -294,6 +289,7 @@ def test_changed_values_are_detected(
         assert any(problem.startswith(expected) for problem in problems), (expected, problems)
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (all_of(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
@@ -382,13 +378,25 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (tensors(IMAGES, lambda t: t.update(n_k=torch.tensor([312]))), "synthetic.safetensors.n_k is"),
     (tensors(IMAGES, lambda t: t["client"].fill_(312)), "clients or classes that do not exist"),
     (write(MODEL, "x"), "files.model.safetensors is"),
+    *((write("summary.json", content), "") for content in ("[]", "\ud800", '{"a": 1, "a": 2}')),
+    *((write("metrics.jsonl", content), "") for content in ("{}\n", f'{{"round": {DEEP}}}\n')),
+    (write("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'), ""),
+    *((write(START, content), "") for content in ("\0", f'{{"ledgers": {DEEP}}}')),
+    (write("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'), ""),
+    (write("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"), ""),
+    (write(RESUMPTIONS, '{"after_rounds": [1, 0]}'), ""),
+    (write(IMAGES, "\0" * 100), ""),
 ]
 
 
 @pytest.mark.parametrize(("tamper", "text"), TAMPERINGS, ids=[text for _, text in TAMPERINGS])
 def test_tampering_is_detected(tamper: Tamper, text: str, folder: Path) -> None:
     tamper(folder)
-    problems = verify(folder)
+    try:
+        problems = verify(folder)
+    except PrivacyError as error:
+        assert not text
+        problems = [str(error)]
     assert any(text in problem for problem in problems), problems
     assert all(len(problem) < 2000 for problem in problems)
 
@@ -407,32 +415,6 @@ def test_unexpected_images_are_detected(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / IMAGES, averaged / IMAGES)
     fit_hashes(averaged)
     assert verify(averaged) == [f"{IMAGES} exists, but this run does not write such a file"]
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("summary.json", text) for text in ("[]", "\ud800", '{"a": 1, "a": 2}')),
-        *(("metrics.jsonl", text) for text in ("{}\n", f'{{"round": {DEEP}}}\n')),
-        ("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'),
-        *(("privacy_start.json", text) for text in ("\0", f'{{"ledgers": {DEEP}}}')),
-        ("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'),
-        ("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"),
-        ("resumed.json", '{"after_rounds": [1, 0]}'),
-        ("synthetic.safetensors", "\0" * 100),
-    ],
-)
-def test_damaged_files_are_reported_as_problems(name: str, content: str, folder: Path) -> None:
-    (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
-    try:
-        problems = verify(folder)
-    except PrivacyError as error:
-        problems = [str(error)]
-    assert problems
-    assert all(len(problem) < 2000 for problem in problems)
 
 
 def test_verification_opens_files_for_reading_only(

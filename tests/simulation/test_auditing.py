@@ -179,7 +179,6 @@ def test_faulty_mechanisms_are_detected(
 def test_reduced_noise_is_detected_in_each_fedstats_release(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claimed ε is 1."""
     quarter_noise(monkeypatch)
     canaries = 320 if phase in SCATTERED else 1000
     assert seeded_audit(statistics(phase, 3.74), canaries=canaries).fault
@@ -245,26 +244,24 @@ SECURE = quick_sections("fedstats", method={"aggregation": "secure"}, privacy=NO
 PAPER = quick_sections("feddm", privacy={**NOISE, "mechanism": "paper"})
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        ({"privacy": None}, {}, "privacy.noise_multiplier or privacy.epsilon must be set"),
-        ({}, {"canaries": 1}, "canaries must be at least 2"),
-        ({}, {"guesses": 7}, "must be even"),
-        ({}, {"guesses": 1002}, "must be even"),
-        ({}, {"confidence": 1.0}, "confidence must be in"),
+def test_runs_that_cannot_be_audited_are_refused() -> None:
+    honest = settings_of("residual", 2.0)
+    cases: list[tuple[RunSettings, dict[str, Any], str]] = [
+        (
+            replace(honest, privacy=None),
+            {},
+            "privacy.noise_multiplier or privacy.epsilon must be set",
+        ),
+        (honest, {"canaries": 1}, "canaries must be at least 2"),
+        (honest, {"guesses": 7}, "must be even"),
+        (honest, {"guesses": 1002}, "must be even"),
+        (honest, {"confidence": 1.0}, "confidence must be in"),
         (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
         (resolve(PAPER), {}, "has no ε to test"),
-    ],
-)
-def test_runs_that_cannot_be_audited_are_refused(
-    change: Any, options: dict[str, Any], message: str
-) -> None:
-    settings = change
-    if isinstance(change, dict):
-        settings = replace(settings_of("residual", 2.0), **change)
-    with pytest.raises((FedsynthError, PrivacyError), match=message):
-        audit_run(settings, **options)
+    ]
+    for settings, options, message in cases:
+        with pytest.raises((FedsynthError, PrivacyError), match=message):
+            audit_run(settings, **options)
 
 
 def canaries() -> Canaries:
@@ -322,7 +319,6 @@ def test_sampled_records_missing_from_the_sum_raise_errors() -> None:
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_scores_are_likelihood_ratios_with_others_as_noise(rate: float, orthogonal: bool) -> None:
-    """Compares with a direct solution."""
     rng = np.random.default_rng(0)
     u, y, s = rng.normal(size=(6, 8)), rng.normal(size=8), 0.7
     if orthogonal:

@@ -72,7 +72,6 @@ def private(**privacy: Any) -> dict[str, Any]:
 
 
 def run(settings: RunSettings, **more: Any) -> RunResult:
-    """Runs the settings on the scans of two clients."""
     return simulate(settings, **{"data": (scans(), None), "parts": PARTS, **more})
 
 
@@ -154,7 +153,7 @@ def test_runs_without_privacy_void_later_guarantees(
     monkeypatch.setattr(Real, "client_step", counted_step)
     result = run(tiny("real", run={"rounds": 2}, privacy={"ledger": str(ledgers)}), observer=notes)
     assert result.privacy is None
-    assert rows == [1, 1, 2, 2]
+    assert rows == [1] * 4 + [2] * 4  # of two ledgers, before the steps of two clients
     assert "no later run on these data can state an ε" in notes.lines[1]
     for ledger in LedgerFolder(ledgers).ledgers().values():
         assert [row.round for row in ledger.releases] == [1, 2]
@@ -270,7 +269,7 @@ def user_run(settings: RunSettings, output: Path | None = None) -> RunResult:
     return simulate(settings, data=user_data(), parts=USER_PARTS, output=output)
 
 
-def test_report_states_the_protected_unit_and_is_verified(tmp_path: Path) -> None:
+def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
     """The sample rate is the method's batch over the nominal number of users, at most 1."""
     result = user_run(user_settings("fedavg", user_records=4), tmp_path)
     report: Any = result.privacy
@@ -279,6 +278,9 @@ def test_report_states_the_protected_unit_and_is_verified(tmp_path: Path) -> Non
     assert {(row["unit"], row["sample_rate"]) for row in report["ledger"]} == {(USER, 1.0)}
     assert [group["units"] for group in report["guarantee"]["groups"]] == [2, 5]
     assert "for one person of one client" in (verified(result) / "privacy_report.md").read_text()
+    settings = user_settings(noise_multiplier=2.0)  # each canary of an audit is a user
+    audit = audit_run(settings, canaries=40, test_only=np.random.default_rng(0))
+    assert 0 <= audit.epsilon_lower_bound <= audit.epsilon
 
 
 @pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
@@ -340,13 +342,6 @@ def test_invalid_user_settings_are_refused() -> None:
         run(user_settings(), data=(data, test), parts=[np.arange(95), np.arange(95, 320)])
 
 
-def test_user_runs_can_be_audited() -> None:
-    """Each canary is a user; the claim of an honest run is not refuted."""
-    settings = user_settings(noise_multiplier=2.0)
-    audit = audit_run(settings, canaries=40, test_only=np.random.default_rng(0))
-    assert 0 <= audit.epsilon_lower_bound <= audit.epsilon
-
-
 BUDGET = {"noise_multiplier": 3.0}
 
 
@@ -363,7 +358,6 @@ LINEAR = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "l
 
 @pytest.fixture
 def clinic(tmp_path: Path) -> Path:
-    """Writes a folder of two sites with a signed declaration."""
     write_declaration(make_image_folder(tmp_path / "clinic"))
     return tmp_path / "clinic"
 
@@ -446,7 +440,6 @@ def test_private_runs_use_the_declaration(
 
 
 def test_reports_do_not_depend_on_image_counts(tmp_path: Path) -> None:
-    """Regression: a private report contains a true count."""
     reports = []
     for count in (5, 9):
         folder = tmp_path / f"{count}" / "clinic"
@@ -471,18 +464,15 @@ def test_plans_and_audits_read_the_declaration_and_no_image(clinic: Path) -> Non
     assert not (clinic / "fedsynth-ledger").exists()
 
 
-@pytest.mark.parametrize(("kind", "stated"), [("public", None), ("", "private")])
-def test_accuracy_needs_test_images_declared_public(
-    clinic: Path, tmp_path: Path, kind: str, stated: str | None
-) -> None:
+def test_accuracy_needs_test_images_declared_public(clinic: Path, tmp_path: Path) -> None:
     folder = make_image_folder(tmp_path / "test", sites=(), per_class=3)
-    data = {"test_folder": str(folder), "test": kind}
-    result = simulate(
-        on_folder(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True
-    )
-    verified(result)
-    assert (result.summary["test_accuracy"] is not None) == (kind == "public")
-    assert result.summary.get("test_data") == stated
+    for kind in ("public", ""):
+        data = {"test_folder": str(folder), "test": kind}
+        settings = on_folder(clinic, data=data, privacy=BUDGET)
+        result = simulate(settings, output=tmp_path / "runs", quiet=True)
+        verified(result)
+        assert (result.summary["test_accuracy"] is not None) == (kind == "public")
+        assert result.summary.get("test_data") == (None if kind else "private")
 
 
 def test_duplicate_test_images_are_counted(
@@ -520,7 +510,6 @@ def test_incomplete_published_data_sets_are_reported(
 
 
 def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
-    """Regression: a report treats a user's folder as MNIST."""
     folder = make_image_folder(tmp_path / "mnist")
     with pytest.raises(SettingError, match=r"data.dataset cannot be mnist, which is a published"):
         on_folder(folder, data={"dataset": "mnist"})

@@ -92,7 +92,6 @@ def case(name: str, /, **sections: Mapping[str, Any]) -> Sections:
 
 
 def private(name: str, /, **sections: Mapping[str, Any]) -> Sections:
-    """Returns a case with noise and Poisson sampling."""
     protection = {"noise_multiplier": 2.0, "sample_rate": 0.25, **sections.pop("privacy", {})}
     if name == "fedstats":  # samples nothing
         del protection["sample_rate"]
@@ -384,7 +383,6 @@ def test_small_changes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record_numbers() -> None:
-    """Writes the file of recorded numbers."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cases = {name: numbers(run(name, monkeypatch)) for name in CASES}

@@ -51,7 +51,6 @@ def run(settings: Sections, output: Path, **values: Any) -> RunResult:
 
 
 def resume(settings: Sections, output: Path, **values: Any) -> RunResult:
-    """Resumes the one run in `output` that did not finish."""
     return simulate(resolve(settings), resume=unfinished(output), **values)
 
 
@@ -89,7 +88,6 @@ def interrupted_at(round: int, *, replacing: bool = False) -> Any:
 
 
 def interrupt(settings: Sections, output: Path, **values: Any) -> Path:
-    """Interrupts a run after two rounds and returns its folder."""
     with interrupted_at(min(2, settings["run"]["rounds"])):
         run(settings, output, **values)
     return unfinished(output)
@@ -223,7 +221,6 @@ def test_loops_of_private_runs_are_not_checkpointed(
 
 
 def ledgers(folder: Path) -> list[list[int]]:
-    """Returns the rounds of each client's ledger rows."""
     files = sorted(folder.glob("*.jsonl"))
     return [[row.round for row in read_ledger(file).releases] for file in files]
 
@@ -267,7 +264,6 @@ def test_rows_of_repeated_rounds_need_a_stated_resumption(tmp_path: Path) -> Non
 
 
 def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
-    """Repeated rounds spend the budget of later ones."""
     settings = sections("feddm", privacy={"epsilon": 4.0}, run={"participation": 1.0})
     for _ in range(2):
         folders = list(tmp_path.glob("*.incomplete"))

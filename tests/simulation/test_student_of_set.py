@@ -66,7 +66,6 @@ def share(run: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bare(run: RunResult, tmp_path: Path) -> Path:
-    """Exports the set without the run's model."""
     return export_run(str(run.folder), tmp_path / "bare")
 
 
@@ -77,7 +76,6 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
-    """Writes a copy of a model file with other weights or metadata."""
     weights = {name: value + shift for name, value in load_file(file).items()}
     save_file(weights, to, metadata={**metadata(file), **stated})
     return to
@@ -142,7 +140,6 @@ def encoder(image_shape):
 def test_changed_encoder_weights_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a model with another encoder loads without an error."""
     monkeypatch.setattr(registry, "_CUSTOM", {})
     file = tmp_path / "enc.py"
     file.write_text(ENCODER.format(seed=0))
@@ -235,7 +232,6 @@ def test_unusable_labels_teachers_and_images_are_refused(share: Path, tmp_path: 
 
 
 def custom(image_shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
-    """Returns a user's own network."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(prod(image_shape), classes))
 
 
