@@ -231,7 +231,7 @@ def remove_client(report: Report) -> None:
 def rewrite_ledger(folder: Path) -> None:
     """Reduces the steps of all clients consistently, unlike those of config.toml."""
     report = report_of(folder)
-    for path in (folder / "ledger").iterdir():
+    for path in sorted((folder / "ledger").iterdir()):
         old = read_ledger(path)
         path.unlink()
         ledger = Ledger(old.client, path, dataset=old.dataset)
