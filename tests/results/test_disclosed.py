@@ -119,7 +119,7 @@ def test_observers_receive_all_events(tmp_path: Path, monkeypatch: pytest.Monkey
     """A logger that fails is left out."""
     first, second, logger = Mock(spec=Observer), Mock(spec=Observer), ListLogger(tmp_path)
     monkeypatch.setattr(logger, "_write", Mock(side_effect=OutputError("no place")))
-    observer = Several([first, logger, second])
+    observer = Several([logger, first, second])
     result = simulate(resolve(TINY), output=tmp_path, observer=observer)
     assert first.mock_calls == second.mock_calls
     stopped = call("warning: ListLogger has stopped logging: no place")
