@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -163,10 +164,10 @@ class LayerGradients(Products):
         vectors = iter(self.values.split([length for block in self.blocks for length in block], 1))
         return [tuple(next(vectors) for _ in block) for block in self.blocks]
 
-    def _factors(self) -> Tensor:
-        """Computes the factors [N] that clip the gradients."""
+    def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Computes the factors [N] that clip the gradients of these blocks."""
         squares = self.values.new_zeros(len(self), dtype=torch.float64)
-        for first, *second in self._vectors():
+        for first, *second in blocks:
             block = squared_norms(first)
             for row in second:
                 block *= squared_norms(row)
@@ -183,10 +184,14 @@ class LayerGradients(Products):
         return clip_rows(exact.gradients(), self.bound)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        weights = _weighted(self._factors()[:, None], shares_N)
+        blocks = self._vectors()
+        for position, vectors in enumerate(blocks):
+            if len(vectors) == 2:  # converted once for the norm and the sum
+                blocks[position] = (vectors[0].double(), vectors[1].double())
+        weights = _weighted(self._factors(blocks)[:, None], shares_N)
         used = weights[:, 0] != 0
         pieces = []
-        for first, *second in self._vectors():
+        for first, *second in blocks:
             if second:
                 column, row = used_rows(first, used), used_rows(second[0], used)
                 pieces.append(((column * weights).T @ row).flatten())
