@@ -134,9 +134,10 @@ class Outer(Products):
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         # r is much longer than l, so l is multiplied by the factor that clips r
-        weights = _weighted(clip_factors(squared_norms(self.row), 1.0)[:, None], shares_N)
-        row = used_rows(self.row, weights[:, 0] != 0)
-        return ((clip_rows(self.column, self.bound) * weights).T @ row).flatten()
+        row = self.row.to(torch.float64)
+        weights = _weighted(clip_factors(squared_norms(row), 1.0)[:, None], shares_N)
+        column = clip_rows(self.column, self.bound) * weights
+        return (column.T @ used_rows(row, weights[:, 0] != 0)).flatten()
 
 
 @dataclass(frozen=True, eq=False)

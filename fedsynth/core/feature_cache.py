@@ -65,7 +65,8 @@ class _Table:
                 vectors = compute(chunk)
                 self.vectors[chunk.to(vectors.device, non_blocking=True)] = vectors
             self.computed[missing] = True
-        return self.vectors.__getitem__
+        # twice as fast as indexing
+        return lambda records: self.vectors.index_select(0, records.to(self.vectors.device))
 
 
 _CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Table]] = WeakKeyDictionary()
