@@ -93,10 +93,10 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
-        own = memory_spans(self._next.arrays(), server=True)
+        server_memory = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
-                self._check(phase, client, reply, context, own)
+                self._check(phase, client, reply, context, server_memory)
             except UploadRejectedError as error:
                 rejected[client] = error
             else:
@@ -104,14 +104,19 @@ class Server:
         return accepted, rejected
 
     def _check(
-        self, phase: str, client: int, reply: Message, context: RoundContext, own: list[Span]
+        self,
+        phase: str,
+        client: int,
+        reply: Message,
+        context: RoundContext,
+        server_memory: list[Span],
     ) -> None:
         expected = declared(self.method, phase, "upload")
         if type(reply) is not expected:
             raise UploadRejectedError(
                 "the message", f"is a {type(reply).__name__}, but must be a {expected.__name__}"
             )
-        check_fields(reply, self.method.upload_rules(phase, client, context), own)
+        check_fields(reply, self.method.upload_rules(phase, client, context), server_memory)
         for name, tensor in reply.arrays():
             if tensor.device.type != context.device.type:
                 raise UploadRejectedError(
