@@ -324,21 +324,6 @@ def test_scale_reduces_cost_settings() -> None:
             scaled(settings, invalid)
 
 
-def test_scaled_cell_runs_end_to_end(tmp_path: Path, speed: Changes) -> None:
-    table = preset("feddm:table2")
-    cells = table.select(dataset="mnist", alpha=0.1, method="feddm")
-    changes = {**ALL, "model": {"width": 8}}
-    jobs = jobs_of(table, cells, [0], scale=0.002, changes=changes, speed=speed)
-    rows = Rows(tmp_path, 0.002)
-    assert run_jobs(rows, jobs) == ["finished"]
-    cases = lines(table, cells, [0], rows.all(), scale=0.002, changes=changes)
-    assert len(cases) == len(cells[0].numbers)
-    for line in cases:
-        assert (list(line.values), line.verdict) == ([0], "scaled: no verdict")
-        assert 0 <= line.values[0] <= 100
-    assert lines(table, cells, [0], Rows(tmp_path).all())[0].verdict == "not run"
-
-
 def test_verdict_compares_difference_with_deviation() -> None:
     assert format_number(70.123, 0.456) == "70.12 ± 0.46"
     assert format_number(0.00797, 0.0007) == "0.0080 ± 0.0007"
