@@ -3,6 +3,7 @@ ledgers."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -163,6 +164,9 @@ def test_private_nodes_send_only_ledger_rows_and_releases(
 # ------------------------------------------------------------------------------ policies
 
 
+CAPPED = Policy(epsilon=1.5, delta=1e-5)
+
+
 def serve_with_policy(setup: Setup, policy: Policy, settings: Any) -> NetworkedRun:
     """Runs with a policy at the last client."""
     return setup.serve(settings, setup.link(*map(setup.node, range(2)), setup.node(2, policy)))
@@ -201,6 +205,30 @@ def test_runs_continue_without_clients_that_decline(setup: Setup) -> None:
     setup.verified_reports(CLIENTS)
 
 
+def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
+    """The run has no cap, and its server repeats the requests: the ledger does not grow. Owners read
+    a run's cost and the spent budget."""
+    settings = sections("feddm", privacy=PRIVATE)
+    served, second_run = (serve_with_policy(setup, CAPPED, settings) for _ in range(2))
+    assert "lost" not in served.record.rows[0]
+    assert served.record.rows[1]["lost"]["2"].startswith("declines: ")
+    assert all("2" in row["lost"] for row in second_run.record.rows)
+    assert len(setup.ledger(2)) * 4 == len(setup.ledger(0))
+    summaries = [text for text in setup.messages if "asks client 0 of 3: feddm, 2 rounds" in text]
+    assert "privacy: ε = 1.95" in summaries[0]
+    assert "earlier runs have already spent ε = 1.95 of this budget" in summaries[1]
+
+
+@pytest.mark.parametrize("policy", [CAPPED, None], ids=["owners", "run"])
+def test_run_ends_when_all_budgets_are_exhausted(setup: Setup, policy: Policy | None) -> None:
+    privacy = PRIVATE if policy else {**PRIVATE, "epsilon": 1.5}
+    link = setup.link(*(setup.node(k, policy) for k in range(CLIENTS)))
+    served = setup.serve(sections("feddm", privacy=privacy), link)
+    assert len(served.record.rows) == 1
+    assert any("ended after 1 of 2 rounds" in text for text in served.record.deviations)
+    setup.verified_reports()
+
+
 class UnmaskedFedSum(FedSum):
     """A method that shares noise and sends its uploads unmasked."""
 
@@ -228,22 +256,6 @@ def test_shared_noise_without_secure_sums_is_refused(setup: Setup) -> None:
     assert join(setup.node(0), accepted).kind == "answer"
 
 
-def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
-    """The run has no cap, and its server repeats the requests: the ledger does not grow. Owners read
-    a run's cost and the spent budget."""
-    settings, policy = sections("feddm", privacy=PRIVATE), Policy(epsilon=1.5, delta=1e-5)
-    served = serve_with_policy(setup, policy, settings)
-    assert "lost" not in served.record.rows[0]
-    assert served.record.rows[1]["lost"]["2"].startswith("declines: ")
-    assert len(setup.ledger(2)) * 2 == len(setup.ledger(0))
-    second_run = serve_with_policy(setup, policy, settings)
-    assert all("2" in row["lost"] for row in second_run.record.rows)
-    assert len(setup.ledger(2)) * 4 == len(setup.ledger(0))
-    summaries = [text for text in setup.messages if "asks client 0 of 3: feddm, 2 rounds" in text]
-    assert "privacy: ε = 1.95" in summaries[0]
-    assert "earlier runs have already spent ε = 1.95 of this budget" in summaries[1]
-
-
 def test_owner_budgets_use_the_owners_delta() -> None:
     """The server chooses a run's δ: with a larger one the same releases have a smaller ε."""
     row = Release(1, "sums", "residual", "each", 5.0, 1.0, 1.0, "full", 3, 10)
@@ -258,17 +270,6 @@ def test_owner_budgets_use_the_owners_delta() -> None:
                     guard.check([row])
             else:
                 guard.check([row])
-
-
-@pytest.mark.parametrize("cap", ["owners", "run"])
-def test_run_ends_when_all_budgets_are_exhausted(setup: Setup, cap: str) -> None:
-    policy = Policy(epsilon=1.5, delta=1e-5) if cap == "owners" else None
-    privacy = {**PRIVATE, **({"epsilon": 1.5} if cap == "run" else {})}
-    link = setup.link(*(setup.node(k, policy) for k in range(CLIENTS)))
-    served = setup.serve(sections("feddm", privacy=privacy), link)
-    assert len(served.record.rows) == 1
-    assert any("ended after 1 of 2 rounds" in text for text in served.record.deviations)
-    setup.verified_reports()
 
 
 def test_approvals_hold_for_one_agreement(setup: Setup) -> None:
@@ -506,25 +507,24 @@ def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bo
     policy = Policy() if declared else Policy(**DECLARED)
     if declared:
         text = describe_folder(FolderSettings(str(folder)), print).toml
-        text = text.replace('by = ""', 'by = "A"')
-        (folder / "fedsynth.toml").write_text(text.replace('date = ""', 'date = "2026-01-01"'))
+        text = text.replace('by = ""', 'by = "A"').replace('date = ""', 'date = "2026-01-01"')
+        (folder / "fedsynth.toml").write_text(text)
 
-    def answer(home: str, policy: Policy | None, **spec: Any) -> Frame:
-        node = setup.node(0, policy, home=home, source=ClassFolders(folder))
+    def answer(policy: Policy | None, **spec: Any) -> Frame:
+        source = ClassFolders(folder)
+        node = setup.node(0, policy, home=f"home-{next(homes)}", source=source)
         return join(node, scan_proposal(scans(**spec), **PRIVATE))
 
-    assert answer("same", policy).kind == "answer"
-    classes = (("ill", "healthy"), ("healthy", "flu"))
-    others: list[dict[str, Any]] = [{"class_names": names} for names in classes]
-    others += [{"height": 16}, {"width": 16}]
+    homes = itertools.count()
+    assert answer(policy).kind == "answer"
     (folder / "flu").mkdir()
-    for number, spec in enumerate(others):
-        reply = answer(str(number), policy, **spec)
+    others: list[dict[str, Any]] = [{"height": 16}, {"width": 16}]
+    others += [{"class_names": names} for names in (("ill", "healthy"), ("healthy", "flu"))]
+    for spec in others:
+        reply = answer(policy, **spec)
         assert reply.kind == "refusal"
         assert "owner" in reply.facts["reason"]
-    if not declared:
-        reply = answer("approved", None)
-        assert "has not declared the classes" in reply.facts["reason"]
+    assert declared or "has not declared the classes" in answer(None).facts["reason"]
 
 
 def test_unreadable_data_give_one_answer(setup: Setup) -> None:
@@ -563,7 +563,6 @@ def perturbed(request: Frame) -> Frame:
 
 
 def replay(node: Node, run: str, request: Frame) -> Frame:
-    """Returns a node's answer to a recorded request."""
     return Frame.from_bytes(node.answer(run, request.to_bytes()))
 
 
