@@ -312,8 +312,5 @@ def fuzz(kind: str, seed: int, count: int) -> dict[str, Any]:
 if __name__ == "__main__":
     tracemalloc.start()
     seed, pickles, others = map(int, sys.argv[1:])
-    print(
-        json.dumps(
-            {kind: fuzz(kind, seed, pickles if kind == "pickle" else others) for kind in KINDS}
-        )
-    )
+    counts = {kind: pickles if kind == "pickle" else others for kind in KINDS}
+    print(json.dumps({kind: fuzz(kind, seed, count) for kind, count in counts.items()}))

@@ -425,16 +425,13 @@ def test_large_tables_and_pictures_are_bounded(clients: int, classes: int, tmp_p
         assert max(picture.size) <= 2100
 
 
-def test_partition_picture_is_shaded_by_count(tmp_path: Path) -> None:
+def test_pictures_are_shaded_by_count_and_labelled(tmp_path: Path) -> None:
     partition_png([[0, 1_000_000], [250_000, 0]], tmp_path / "p.png")
     pixels = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
     # the cells begin at (12, 40) and are 26 wide
     assert pixels[40 + 1, [13, 39]].tolist() == [[255, 255, 255], [8, 48, 107]]
     halfway = [132, 152, 181]  # sqrt(1/4) = 1/2
     assert pixels[40 + 27, [13, 39]].tolist() == [halfway, [255, 255, 255]]
-
-
-def test_picture_rows_are_labelled(tmp_path: Path) -> None:
     grid = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
     image_grid_png(grid, tmp_path / "g.png", 1, ("ill", "healthy"))
     pixels = np.asarray(Image.open(tmp_path / "g.png"))

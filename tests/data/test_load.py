@@ -19,15 +19,10 @@ import torchvision
 from fedsynth.config.resolve import resolve
 from fedsynth.data.array_files import SVHN_MD5
 from fedsynth.data.images import normalise, require_all_classes
-from fedsynth.data.load import (
-    DIGITS,
-    device_sizes,
-    draw_device,
-    load_dataset,
-    missing_files,
-)
+from fedsynth.data.load import device_sizes, draw_device, load_dataset, missing_files
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import DataFilesMissingError, SettingError, UnknownNameError
+from tests.data.conftest import leaf, writer
 from tests.data.fuzz_readers import ROWS, python2
 
 RNG = np.random.default_rng(0)
@@ -147,6 +142,15 @@ def test_femnist_orders_writers_by_name(files: Any, tmp_path: Path) -> None:
     assert test.labels.tolist()[-2:] == tested["f0000_14"][1]
 
 
+def test_femnist_pixels_are_rounded_to_levels(files: Any, tmp_path: Path) -> None:
+    content = leaf({"w": writer(1)})
+    content["user_data"]["w"]["x"][0][:5] = [1, 0, 0.5, 0.4999 / 255, 254.5001 / 255]
+    for split in ("train", "test"):
+        files.write_leaf(split, 0, content)
+    train, _ = load_dataset("femnist", tmp_path)
+    assert train.images[0, 0, 0, :5].tolist() == [255, 0, 128, 0, 255]
+
+
 def test_digits_need_no_files() -> None:
     train, test = load_dataset("digits")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
@@ -157,13 +161,6 @@ def test_digits_need_no_files() -> None:
     assert train.spec.mean[0] == pytest.approx(float(pixels.mean()), abs=1e-4)
     assert train.spec.std[0] == pytest.approx(float(pixels.std()), abs=1e-4)
     assert test.labels[:2].tolist() == [4, 9]  # examples 4 and 9 of scikit-learn's list
-
-
-def test_digits_equal_scikit_learn() -> None:
-    bundled = pytest.importorskip("sklearn.datasets").load_digits()
-    with np.load(DIGITS) as file:
-        assert np.array_equal(file["images"], bundled.images)
-        assert np.array_equal(file["labels"], bundled.target)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,9 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------- patients
 
 
-def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
+def test_patient_ids_group_images_and_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only a hash of the ID is kept, and two spellings of an ID are one patient."""
     for name, patient in {"ill/1": "A7", "ill/2": " A7 ", "well/3": "B2"}.items():
         write_ct(tmp_path / f"{name}.dcm", patient)
@@ -192,6 +194,9 @@ def test_patient_ids_group_images_and_are_not_kept(tmp_path: Path) -> None:
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
         assert load_folder(tmp_path).train.groups is None
+    monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
+    with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
+        load_folder(tmp_path, image_size=8)
 
 
 def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
@@ -360,10 +365,3 @@ def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
         load_folder(tmp_path)
     with pytest.raises(SettingError, match=r"data.window must be CENTER,WIDTH"):
         FolderSettings("x", window="40")
-
-
-def test_medical_files_need_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_ct(tmp_path / "ill/1.dcm")
-    monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
-    with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
-        load_folder(tmp_path, image_size=8)
