@@ -87,6 +87,7 @@ def test_exported_models_give_the_logits_of_the_run(
     test = load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
     exported = load_model(share)
+    assert not exported.training
     with torch.no_grad():
         torch.testing.assert_close(exported(images), run.model.eval()(images))
     assert "model.safetensors" in (share / "SHA256SUMS").read_text()
