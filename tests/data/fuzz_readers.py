@@ -21,6 +21,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import nibabel
@@ -124,7 +125,9 @@ def dicom_files() -> list[bytes]:
         {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg])},
         {"syntax": RLELossless, "PixelData": encapsulate([rle])},
     ]
-    return [write_dicom(Path("valid"), grey, **each).read_bytes() for each in changes]
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "valid.dcm")
+        return [write_dicom(file, grey, **each).read_bytes() for each in changes]
 
 
 def leaves(rng: random.Random) -> bytes:
