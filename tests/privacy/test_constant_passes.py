@@ -385,5 +385,5 @@ def test_influence_exceeds_clip_without_clipping(
 ) -> None:
     assert 0.8 < image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) < 1 + 1e-6
     ones = torch.ones
-    monkeypatch.setattr(LayerGradients, "_factors", lambda self: ones(len(self)).double())
+    monkeypatch.setattr(LayerGradients, "_factors", lambda self, blocks: ones(len(self)).double())
     assert image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) > 10

@@ -233,9 +233,10 @@ def rewrite_ledger(folder: Path) -> None:
     report = report_of(folder)
     for path in sorted((folder / "ledger").iterdir()):
         old = read_ledger(path)
+        releases = old.releases  # read before the file is replaced
         path.unlink()
         ledger = Ledger(old.client, path, dataset=old.dataset)
-        for release in old.releases:
+        for release in releases:
             ledger.charge(replace(release, steps=1))
         report["ledger_heads"][old.client]["chain"] = ledger.history().chain
     for entry in report["ledger"]:
