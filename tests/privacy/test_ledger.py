@@ -94,7 +94,15 @@ def test_charges_are_synced_before_return(path: Path, monkeypatch: pytest.Monkey
     assert len(ledger.releases) == 3  # the line reached the file, so it counts
 
 
+def with_invalid_release(text: str) -> str:
+    """Returns a ledger with one more line, a release of no steps with a valid hash."""
+    entry = json.loads(text.splitlines()[-1])
+    chain = entry.pop("chain")
+    return text + encode({**entry, "steps": 0}, chain)[0].decode()
+
+
 DAMAGE: dict[str, Callable[[str], str]] = {
+    "invalid release": with_invalid_release,
     "edited": lambda text: text.replace('"round": 2', '"round": 3'),
     "header": lambda text: text.replace('"client": "alice"', '"client": "alicf"'),
     "schema": lambda text: text.replace('"fedsynth_ledger": 2', '"fedsynth_ledger": 3'),
