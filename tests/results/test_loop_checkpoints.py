@@ -153,7 +153,7 @@ def test_custom_private_or_multi_round_training_is_not_shared(
     shared = tmp_path / "shared"
     run(sections("fedavg"), tmp_path / "rounds", trained=shared)
     monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
-    model = own_model(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    model = own_model(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)))
     settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
     simulate(settings, output=tmp_path / "own", trained=shared, quiet=True)
     private = sections("fedavg", run={"rounds": 1}, privacy={"noise_multiplier": 1.0})
