@@ -19,15 +19,17 @@ from typing import Any
 from library.machine import run_cases, timing_options
 
 PROGRAM = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
+FIRST = "train --method feddm --dp-sigma 3"  # the README's first command
 FEDSTATS = "train --method fedstats --dataset fashion-mnist --dp-epsilon 1 --rounds 32"
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """Returns the CPU seconds of one command."""
+def cpu_seconds(command: str, folder: str) -> float:
+    """Returns the CPU seconds of one command, which runs in a folder."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [*PROGRAM, *arguments],
+        [*PROGRAM, *command.split()],
+        cwd=folder,
         env=environment,
         check=True,
         stdout=subprocess.DEVNULL,
@@ -38,22 +40,21 @@ def cpu_seconds(*arguments: str) -> float:
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the median seconds of commands that train nothing."""
+    """Returns the median seconds of short commands."""
     repeats = range(1 if options.quick else options.repeats)
     times = {}
-    for command in ("--help", "methods"):
-        times[command] = statistics.median(cpu_seconds(command) for _ in repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        for command in ("--help", "methods", FIRST):
+            times[command] = statistics.median(cpu_seconds(command, folder) for _ in repeats)
     return {"CPU seconds": times}
 
 
 def fedstats(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of a run that stores its vectors, and of a run that reads them."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*FEDSTATS.split(), "--output", folder, "--encoder-cache", f"{folder}/cache"]
-        if options.quick:
-            command += ["--subset", "0.01"]
+        command = f"{FEDSTATS} --encoder-cache cache{' --subset 0.01' if options.quick else ''}"
         runs = ("first run", "second run")
-        return {"CPU seconds": {name: cpu_seconds(*command) for name in runs}}
+        return {"CPU seconds": {name: cpu_seconds(command, folder) for name in runs}}
 
 
 CASES = {"start": start, "FedStats on Fashion-MNIST": fedstats}
