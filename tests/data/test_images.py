@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
+from torchvision.utils import make_grid
 
 from fedsynth import (
     DatasetSpec,
@@ -34,7 +35,7 @@ from fedsynth.data.images import (
 )
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import bounded, check_one_client_each, hold_out
-from fedsynth.data.picture import by_class, image_grid_png, partition_png, partition_table
+from fedsynth.data.picture import GREY, by_class, image_grid_png, partition_png, partition_table
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.run_data import Clients
@@ -439,6 +440,16 @@ def test_pictures_are_shaded_by_count_and_labelled(tmp_path: Path) -> None:
     for row in range(2):  # letters before each row, and the image behind them
         assert pixels[49 * row : 49 * (row + 1), :margin].min() < 100
         assert pixels[49 * row + 24, margin + 24].max() == 0
+
+
+@pytest.mark.parametrize(("count", "channels", "columns"), [(7, 1, 3), (6, 3, 3), (2, 3, 5)])
+def test_image_grid_equals_torchvision(
+    count: int, channels: int, columns: int, tmp_path: Path
+) -> None:
+    x = torch.arange(count * channels * 50 * 60).to(torch.uint8).view(count, channels, 50, 60)
+    image_grid_png(x, tmp_path / "g.png", columns)
+    expected = make_grid(x, nrow=columns, padding=1, pad_value=GREY).permute(1, 2, 0)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "g.png")), expected)
 
 
 def test_image_grid_is_ordered_by_class() -> None:
