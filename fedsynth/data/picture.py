@@ -162,8 +162,8 @@ def _grid(images_NCHW: Tensor, columns: int) -> Tensor:
     grid = images_NCHW.new_full((3, *size), GREY)
     for number, image in enumerate(images_NCHW):
         row, column = divmod(number, columns)
-        top, left = row * (height + 1) + 1, column * (width + 1) + 1
-        grid[:, top : top + height, left : left + width] = image
+        y, x = row * (height + 1) + 1, column * (width + 1) + 1
+        grid[:, y : y + height, x : x + width] = image
     return grid
 
 
