@@ -267,7 +267,7 @@ def check_fields(
     Args:
         upload: the upload.
         rules: a rule for each field.
-        server_memory: the memory of tensors that are not the client's (`memory_spans`).
+        server_memory: the memory of the server's tensors (`memory_spans`).
 
     Raises:
         UploadRejectedError: a field breaks its rule, or a tensor shares memory with another tensor

@@ -1,6 +1,6 @@
 """Measures of a classifier other than accuracy, computed from its logits.
 
-The values are those of torchmetrics, whose import takes longer than a short run.
+The values are those of torchmetrics, whose import would take seconds at each start.
 """
 
 from __future__ import annotations
