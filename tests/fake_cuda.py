@@ -1,9 +1,9 @@
 """A fake GPU for machines without one: tensors of device `cuda` that hold their values.
 
 Operations run on the values on the CPU. They raise where a GPU would refuse tensors of two devices.
-Where the host would wait for the device (reading a value, a blocking copy), a `Wait` is recorded. For
-C++ the device is `meta`, since the autograd engine asks a driver about streams of `cuda`. Tested with
-PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver.
+Where the host would wait for the device (reading a value, a blocking copy), a `Wait` is recorded.
+For C++ the device is `meta`, since the autograd engine asks a driver about streams of `cuda`.
+Tested with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class GpuTensor(Tensor):
 
 
 class _DeviceNames(TorchFunctionMode):
-    """Replaces `cuda` by `meta` in calls, since C++ would ask the driver for the device's number."""
+    """Replaces `cuda` by `meta` in calls, since C++ would ask the driver for the device's
+    number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -115,7 +115,8 @@ QUICK = [f"{name}, open" for name in FAMILIES] + ["fedstats, private", "feddm, p
 
 @pytest.mark.parametrize("name", by_family(CASES, QUICK))
 def test_runs_on_gpu_equal_cpu_without_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers the first exchange, client and server steps, and evaluation on both kinds of images."""
+    """Covers the first exchange, client and server steps, and evaluation on both kinds of
+    images."""
     actual, waits = run_on_fake_gpu(CASES[name], monkeypatch)
     assert not forbidden_waits(waits)
     expected = recorded.numbers(recorded.run("here", monkeypatch))

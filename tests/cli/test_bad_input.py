@@ -1,5 +1,6 @@
-"""User errors, and files and folders of options: each gives a result, or one line on stderr, with the setting's
-key in a config file, and exit code 2, without a run folder, blocking on a pipe or reading a device."""
+"""User errors, and files and folders of options: each gives a result, or one line on stderr, with
+the setting's key in a config file, and exit code 2, without a run folder, blocking on a pipe or
+reading a device."""
 
 from __future__ import annotations
 

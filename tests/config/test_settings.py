@@ -1,4 +1,5 @@
-"""Settings: merging, conversion, checks and the round trip through TOML; errors name section and key."""
+"""Settings: merging, conversion, checks and the round trip through TOML; errors name section and
+key."""
 
 from __future__ import annotations
 

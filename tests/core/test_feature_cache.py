@@ -1,4 +1,5 @@
-"""The cache of features and embeddings: equal to fresh values, computed once, keyed by embedding."""
+"""The cache of features and embeddings: equal to fresh values, computed once, keyed by
+embedding."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class Forged(Message):
 def edited(
     good: bytes = GOOD, version: str = "", shape: list[int] | None = None, **header: Any
 ) -> bytes:
-    """Returns `good` with a changed JSON header, and optionally another version, or another shape of
-    `parameters.w` without its numbers."""
+    """Returns `good` with a changed JSON header, and optionally another version, or another shape
+    of `parameters.w` without its numbers."""
     length = struct.unpack("<Q", good[:8])[0]
     outer = json.loads(good[8 : 8 + length])
     inner = {**json.loads(outer["__metadata__"]["header"]), **header}

@@ -1,5 +1,5 @@
-"""Images and vectors: `from_arrays`, normalisation, runs on vectors, users and their bounded records,
-hashes of records, and pictures of images and counts."""
+"""Images and vectors: `from_arrays`, normalisation, runs on vectors, users and their bounded
+records, hashes of records, and pictures of images and counts."""
 
 from __future__ import annotations
 
@@ -315,7 +315,8 @@ def test_bounded_is_independent_of_other_users() -> None:
 
 
 def test_local_splits_are_disjoint_with_given_share() -> None:
-    """Equal records are in the same split, also from different files; the label is part of a record."""
+    """Equal records are in the same split, also from different files; the label is part of a
+    record."""
     data = people(np.zeros(3000, np.int64))
     parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
     training, testing = hold_out(parts, 0.2, 0, data)

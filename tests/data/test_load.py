@@ -356,7 +356,8 @@ def test_synthetic_labels_are_exact_for_model_inputs(name: str) -> None:
 
 
 def test_synthetic_devices_have_paper_moments() -> None:
-    """Moments of 400 devices, α = 3 and β = 2 as standard deviations, within five standard errors."""
+    """Moments of 400 devices, α = 3 and β = 2 as standard deviations, within five standard
+    errors."""
     alpha, beta, K, n = 3.0, 2.0, 400, 200
     drawn = [draw_device(alpha, beta, k, n) for k in range(K)]
     W, b = np.stack([d[1] for d in drawn]), np.stack([d[2] for d in drawn])

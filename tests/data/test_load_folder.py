@@ -233,7 +233,8 @@ FORMS: list[Callable[[str], bytes]] = [
 @pytest.mark.parametrize("encode", FORMS)
 @pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
 def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], name: str) -> None:
-    """Both readers accept the same tables. A Macintosh may store the accents of a name separately."""
+    """Both readers accept the same tables. A Macintosh may store the accents of a name
+    separately."""
     rows = [(f"KÖLN/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
     for path, _ in rows:
         write_image(tmp_path / unicodedata.normalize("NFD", path), 1)

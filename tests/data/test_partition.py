@@ -1,5 +1,5 @@
-"""The partition rules: properties for all label arrays, errors, FedDM's Table 3, and the label skews
-of the public code of FedFM, FedKF and NIID-Bench."""
+"""The partition rules: properties for all label arrays, errors, FedDM's Table 3, and the label
+skews of the public code of FedFM, FedKF and NIID-Bench."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def balanced(classes: int, size: int) -> IntArray:
 
 
 def counts_of(sizes: npt.ArrayLike, **rule: Any) -> IntArray:
-    """Partitions `sizes[c]` examples of each class c; returns the count of each client and class."""
+    """Partitions `sizes[c]` examples of each class c; returns the count of each client and
+    class."""
     classes = len(np.asarray(sizes))
     y = np.repeat(np.arange(classes), sizes)
     return count_matrix(y, partition(y, PartitionSettings(**rule), classes), classes)

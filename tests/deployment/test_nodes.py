@@ -206,8 +206,8 @@ def test_runs_continue_without_clients_that_decline(setup: Setup) -> None:
 
 
 def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
-    """The run has no cap, and its server repeats the requests: the ledger does not grow. Owners read
-    a run's cost and the spent budget."""
+    """The run has no cap, and its server repeats the requests: the ledger does not grow. Owners
+    read a run's cost and the spent budget."""
     settings = sections("feddm", privacy=PRIVATE)
     served, second_run = (serve_with_policy(setup, CAPPED, settings) for _ in range(2))
     assert "lost" not in served.record.rows[0]
@@ -655,7 +655,8 @@ def test_errors_in_a_step_give_one_answer(setup: Setup, monkeypatch: pytest.Monk
 
 
 def test_ledgers_reject_other_records(setup: Setup) -> None:
-    """A trial with another partition has other records: the ledger refuses them, and no client joins."""
+    """A trial with another partition has other records: the ledger refuses them, and no client
+    joins."""
     setup.serve(sections("feddm", privacy=PRIVATE))
     changed = sections("feddm", privacy=PRIVATE)
     changed["partition"]["alpha"] = 0.3

@@ -1,5 +1,5 @@
-"""Tests of runs over nodes with secure sums: the server's knowledge, lost clients, and equality with
-the simulation."""
+"""Tests of runs over nodes with secure sums: the server's knowledge, lost clients, and equality
+with the simulation."""
 
 from __future__ import annotations
 
@@ -230,8 +230,9 @@ FAILURES = [
 def test_failed_clients_are_left_out_of_the_sum(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client lost at unmasking has sent its vector, which counts; a malformed message excludes only
-    its sender. There is no sum of two clients, although they add the noise: one may collude."""
+    """A client lost at unmasking has sent its vector, which counts; a malformed message excludes
+    only its sender. There is no sum of two clients, although they add the noise: one may
+    collude."""
     seen = observe_sums(monkeypatch, setup.folder / "runs")
     link = setup.link(*[setup.node(k) for k in range(4)])
 
@@ -426,8 +427,8 @@ def test_identities_prevent_impersonation_by_the_server(server: FakeServer, sign
 def test_restarted_server_gets_a_fresh_sum_that_is_charged(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server is killed with all masked vectors: a repeated sum has fresh noise and masks, as the
-    difference of two sums of the same uploads could reveal one of them."""
+    """The server is killed with all masked vectors: a repeated sum has fresh noise and masks, as
+    the difference of two sums of the same uploads could reveal one of them."""
     settings = sections("fedsum", privacy={**PRIVATE, "epsilon": 60.0})
     monkeypatch.setattr(grid, "FINE", 2.0**30)  # so fine that no word is another's by chance
     link = setup.link()

@@ -1,5 +1,5 @@
-"""Documents: valid links and `fedsynth …` commands, wrapped prose and plain-text tutorials. Generated
-pages: each method, command, option, exported name and example is included."""
+"""Documents: valid links and `fedsynth …` commands, wrapped prose and plain-text tutorials.
+Generated pages: each method, command, option, exported name and example is included."""
 
 from __future__ import annotations
 

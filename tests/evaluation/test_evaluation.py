@@ -1,4 +1,5 @@
-"""Measures of classifiers, generated images and clients' splits, FID and KID, against NumPy and SciPy."""
+"""Measures of classifiers, generated images and clients' splits, FID and KID, against NumPy and
+SciPy."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ def test_vectors_are_independent_and_differentiable(name: str, shape: Shape) -> 
 
 @pytest.mark.parametrize(("name", "shape"), [MAPS[2], MAPS[6]])
 def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
-    """Recomputing the constants from seeded images gives the stored digits, so no data is needed."""
+    """Recomputing the constants from seeded images gives the stored digits, so no data is
+    needed."""
     features = feature_map(name, shape)
     norm, radius = constants(public_vectors(features.function, shape))
     smaller = SMALLER if name in (PAIR, MIRRORED) else 1.0
@@ -277,8 +278,8 @@ def test_feature_kinds_have_balanced_scales() -> None:
 
 
 def test_blocks_are_matrices_of_channels_by_cells() -> None:
-    """A broken version would have cells before channels, or blocks in another order, and covariances
-    of cells that are no neighbours."""
+    """A broken version would have cells before channels, or blocks in another order, and
+    covariances of cells that are no neighbours."""
     features = feature_map(PAIR, LARGER)
     assert sum(a * s for a, s in features.blocks) == features.dimension
     assert [cells for _, cells in features.blocks] == [9, 9]

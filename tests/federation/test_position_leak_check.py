@@ -1,4 +1,5 @@
-"""Tests of the trial of a private run's client steps, and of its warnings in the report's verdict."""
+"""Tests of the trial of a private run's client steps, and of its warnings in the report's
+verdict."""
 
 from __future__ import annotations
 

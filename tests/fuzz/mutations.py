@@ -83,8 +83,8 @@ def value_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
 
 
 def altered_json(valid: Any, rng: random.Random) -> Any:
-    """Returns a copy of a JSON value with one random change: another value, a similar value, a removed
-    or added key or entry, or deeper nesting."""
+    """Returns a copy of a JSON value with one random change: another value, a similar value, a
+    removed or added key or entry, or deeper nesting."""
     value = copy.deepcopy(valid)
     path = rng.choice(list(value_paths(value)))
     parent, key = functools.reduce(operator.getitem, path[:-1], value), path[-1]
@@ -182,8 +182,8 @@ EXPECTED_ERRORS = (FedsynthError, PrivacyError, CommandFailedError)
 
 
 def command(*args: str) -> tuple[int, str]:
-    """Runs `fedsynth` in this process; returns its exit code, 0 or 1, and its output. Exit code 2 and
-    one line on stderr raise a CommandFailedError, any other exit an AssertionError."""
+    """Runs `fedsynth` in this process; returns its exit code, 0 or 1, and its output. Exit code 2
+    and one line on stderr raise a CommandFailedError, any other exit an AssertionError."""
     runner = CliRunner(env={"FEDSYNTH_DATA": None, "COLUMNS": "200"})
     run = runner.invoke(app, list(args), catch_exceptions=False)
     if run.exit_code == 2:
@@ -229,7 +229,8 @@ class Fuzzer:
         return result
 
     def check(self, refused: float, accepted: float) -> None:
-        """Asserts no problem, no missing case, and at least these shares of refused and accepted."""
+        """Asserts no problem, no missing case, and at least these shares of refused and
+        accepted."""
         assert self.faults == [], f"{len(self.faults)} faults:\n" + "\n".join(self.faults[:40])
         assert self.refused + self.accepted == len(self.numbers)
         assert self.refused >= refused * len(self.numbers)

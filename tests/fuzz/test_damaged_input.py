@@ -101,7 +101,8 @@ def finite(settings: RunSettings) -> bool:
 
 
 def read_settings(path: Path) -> None:
-    """Reads the settings of a file, and asserts possible numbers and the round trip through TOML."""
+    """Reads the settings of a file, and asserts possible numbers and the round trip through
+    TOML."""
     settings = resolve(read_sections(path))
     assert finite(settings), settings
     text = to_toml(settings.to_mapping())
@@ -289,8 +290,8 @@ def rows_of(path: Path) -> tuple[Release, ...]:
 
 
 def read_changed_ledger(path: Path, repair: bool, prefixes: list[list[Any]]) -> None:
-    """Asserts that only a prefix of complete lines is accepted as the ledger. After a repair, the file
-    contains charged rows only, or is unchanged."""
+    """Asserts that only a prefix of complete lines is accepted as the ledger. After a repair, the
+    file contains charged rows only, or is unchanged."""
     original = path.read_bytes()
     try:
         if repair:
@@ -425,8 +426,8 @@ def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
 
 
 def frames(fuzzer: Fuzzer) -> None:
-    """Sends a damaged frame before each frame of a valid conversation: a client answers each of them
-    with a frame, and the valid ones as usual."""
+    """Sends a damaged frame before each frame of a valid conversation: a client answers each of
+    them with a frame, and the valid ones as usual."""
     other_run: list[Node] = []
 
     def requests() -> Iterator[tuple[Node, Frame]]:

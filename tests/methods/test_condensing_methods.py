@@ -64,7 +64,8 @@ def test_open_clients_send_classes_of_ten_examples() -> None:
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
 def test_private_clients_send_every_class(mechanism: str) -> None:
-    """The list of classes that a client has is private, and the start does not depend on its data."""
+    """The list of classes that a client has is private, and the start does not depend on its
+    data."""
     ledger, ctx = Ledger("0"), round_context(replace(NOISY, mechanism=mechanism))
     clients = private_clients(FAST, ctx, digits(LABELS), PARTS[:1], [ledger])
     assert upload(FAST, ctx, clients).labels.tolist() == [c for c in range(10) for _ in range(2)]
@@ -204,7 +205,8 @@ TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
 
 @pytest.mark.parametrize("name", [*CONDENSING, "fedsum", "own"])
 def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further record would move other records to another kernel. With ipc 2 no pass is partial."""
+    """A further record would move other records to another kernel. With ipc 2 no pass is
+    partial."""
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f.__name__) or f)
     monkeypatch.setattr(matching, "CPU_BYTES", 2 * 4 * 8 * 8 * 4)  # two images a pass

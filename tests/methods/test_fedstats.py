@@ -387,7 +387,8 @@ def test_steps_have_momentum() -> None:
 
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_rate_gives_the_intended_logit_noise(aggregation: str) -> None:
-    """Simulates a logit's noise after all steps, with noise of every client and with shares of it."""
+    """Simulates a logit's noise after all steps, with noise of every client and with shares of
+    it."""
     method = fs.FedStats(features="pixels", second_moments="no", aggregation=aggregation)
     privacy = fs.PrivacySettings(noise_multiplier=5.0)
     plans = method.release_plans(privacy, context(rounds=12, clients=4))

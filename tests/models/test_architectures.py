@@ -1,5 +1,5 @@
-"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps, refusals,
-batch norm in condensation, and memory formats."""
+"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps,
+refusals, batch norm in condensation, and memory formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of users and libraries, and models on fixed feature maps: checks, training and refusals."""
+"""Models of users and libraries, and models on fixed feature maps: checks, training and
+refusals."""
 
 from __future__ import annotations
 

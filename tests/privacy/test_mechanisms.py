@@ -1,5 +1,5 @@
-"""Tests of the Gaussian mechanism: sensitivity for records and users, noise, secrecy, and budgets of
-which each charged release is taken once."""
+"""Tests of the Gaussian mechanism: sensitivity for records and users, noise, secrecy, and budgets
+of which each charged release is taken once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of factored vectors and of sums on a grid: both have the sensitivity and the distribution of
-the plain sums."""
+"""Tests of factored vectors and of sums on a grid: both have the sensitivity and the distribution
+of the plain sums."""
 
 from __future__ import annotations
 
@@ -222,7 +222,8 @@ def test_rounded_parts_reveal_only_their_sum(means: tuple[float, ...], tau: floa
 
 
 def test_grid_is_coarsest_sufficient_one() -> None:
-    """A step at the bound has 2^10 float64 values and sums are below 2^62 steps, or it is rejected."""
+    """A step at the bound has 2^10 float64 values and sums are below 2^62 steps, or it is
+    rejected."""
     rng = np.random.default_rng(0)
     accepted = 0
     for _ in range(400):

@@ -1,5 +1,6 @@
-"""Tests that a private run's metrics, summary and logs contain declared values only, and of loggers,
-which write with the real libraries, without a network, and are skipped where one is not installed."""
+"""Tests that a private run's metrics, summary and logs contain declared values only, and of
+loggers, which write with the real libraries, without a network, and are skipped where one is not
+installed."""
 
 from __future__ import annotations
 

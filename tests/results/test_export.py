@@ -1,5 +1,5 @@
-"""Tests of exported runs: sets of images with the listed files only, in the library datasets and the
-format Croissant, and ONNX files."""
+"""Tests of exported runs: sets of images with the listed files only, in the library datasets and
+the format Croissant, and ONNX files."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def check_no_internal_information(share: Path, site_folder: Path) -> None:
 
 
 def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: Path) -> None:
-    """A broken version would export a config, a ledger, a model or a partition. The hash of config.toml
-    would allow guesses of the paths in it."""
+    """A broken version would export a config, a ledger, a model or a partition. The hash of
+    config.toml would allow guesses of the paths in it."""
     (run,) = (share.parent / "runs").iterdir()
     with_model = export_run(run, tmp_path / "share", with_model=True)
     images = [f"images/{n // 2:02d}-{CLASSES[n // 2]}/{n:05d}.png" for n in range(4)]
@@ -395,8 +395,8 @@ def logits(file: Path, values: np.ndarray) -> Any:
 
 @pytest.mark.parametrize("method", [FedAvg(local_steps=1), FedStats(features="pixels")])
 def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
-    """Broken versions would leave the normalisation out, fix the number of images, or store lines of
-    the source code with the paths of the machine."""
+    """Broken versions would leave the normalisation out, fix the number of images, or store lines
+    of the source code with the paths of the machine."""
     result = model_run(method, tmp_path)
     file = export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
     _, test = load_dataset("digits")

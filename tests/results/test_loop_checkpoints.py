@@ -40,7 +40,8 @@ def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None)
 def test_finished_loops_are_written_every_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: of a hundred clients of half a minute each, every second one was trained again."""
+    """Regression: of a hundred clients of half a minute each, every second one was trained
+    again."""
     now = 0.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     writer = checkpoints(tmp_path)
@@ -56,7 +57,8 @@ def test_finished_loops_are_written_every_minute(
 
 
 def test_loops_of_equal_name_are_separate(tmp_path: Path) -> None:
-    """Regression: if a method trained a client twice in a round, the second training was skipped."""
+    """Regression: if a method trained a client twice in a round, the second training was
+    skipped."""
     writer = checkpoints(tmp_path, 0.0)
     for weights in (1.0, 2.0):
         assert writer.load("train-0") is None

@@ -1,5 +1,5 @@
-"""Tests of run folders: incomplete runs are recognised, invalid input leaves no folder, and the files
-match the run."""
+"""Tests of run folders: incomplete runs are recognised, invalid input leaves no folder, and the
+files match the run."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 
 def tampering(change: Callable[Concatenate[Path, P], Any]) -> Callable[P, Tamper]:
-    """Returns a function of the arguments after the folder, which returns the change of a folder."""
+    """Returns a function of the arguments after the folder, which returns the change of a
+    folder."""
     return lambda *values, **named: lambda folder: change(folder, *values, **named)
 
 

@@ -43,7 +43,8 @@ WIDTHS = {"gradient": 8, "dp-sgd": 16, "fedfm": 16}
 def audit_settings(
     method: str, values: dict[str, Any], width: int = 32, rounds: int = 2, **privacy: Any
 ) -> RunSettings:
-    """Returns settings on the digits' shape; each client nominally has 100 records and the canaries."""
+    """Returns settings on the digits' shape; each client nominally has 100 records and the
+    canaries."""
     run = {"method": method, "rounds": rounds, "device": "cpu"}
     sections = {"run": run, "partition": {"clients": 1}, "model": {"width": width}}
     return resolve({**sections, "method": values, "privacy": {"nominal_size": 100, **privacy}})

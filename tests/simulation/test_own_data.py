@@ -82,8 +82,8 @@ def data_statements(folder: Path) -> str:
 
 
 def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
-    """Regression: a report states 'declared public' without the owner's declaration. A run folder has
-    only the rows of an external ledger, and no fingerprints."""
+    """Regression: a report states 'declared public' without the owner's declaration. A run folder
+    has only the rows of an external ledger, and no fingerprints."""
     runs, ledgers = tmp_path / "runs", tmp_path / "ledgers"
     with pytest.raises(PrivacySettingError, match=r"must be the folder .*'scans'.* or 'none"):
         run(tiny(privacy=private()), output=runs)
@@ -140,8 +140,8 @@ def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
 def test_runs_without_privacy_void_later_guarantees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the next report states ε = 2 after a run that published raw images. Rows of ledgers
-    are written before the clients' steps."""
+    """Regression: the next report states ε = 2 after a run that published raw images. Rows of
+    ledgers are written before the clients' steps."""
     ledgers, notes = tmp_path / "ledgers", NoteRecorder()
     rows: list[int] = []
     step = Real.client_step
@@ -173,7 +173,8 @@ def test_runs_without_privacy_void_later_guarantees(
 
 
 def test_only_clients_with_releases_are_charged(tmp_path: Path) -> None:
-    """Participants are charged; all clients are if sampling uses sizes or test splits are measured."""
+    """Participants are charged; all clients are if sampling uses sizes or test splits are
+    measured."""
     (client,) = Participation(0, 2, 0.5).in_round(1)
     for name, sampling, local_test, charged in (
         ("part", "uniform", 0.0, {client}),
@@ -206,8 +207,8 @@ def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
 def test_accuracy_on_private_test_images_is_in_simulation_only(
     declared: str | None, protected: bool, tmp_path: Path
 ) -> None:
-    """Own test images are private unless declared public; runs without differential privacy show all
-    accuracies."""
+    """Own test images are private unless declared public; runs without differential privacy show
+    all accuracies."""
     absent = declared == "none"
     public = declared == "public" or (not protected and not absent)
     settings = tiny("fedavg", privacy=private(ledger=NO_LEDGER) if protected else {})
@@ -517,7 +518,8 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 
 
 def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> None:
-    """Regression: the same images get two budgets, one pooled and one by site, or at another size."""
+    """Regression: the same images get two budgets, one pooled and one by site, or at another
+    size."""
     simulate(on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
         simulate(on_folder(clinic, privacy=BUDGET), quiet=True)

@@ -211,8 +211,8 @@ def user_data() -> tuple[ImageData, ImageData]:
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch) -> RunResult:
-    """Runs a case. Clients' noise follows the order of their generators, which FedDM's `paper` makes
-    again."""
+    """Runs a case. Clients' noise follows the order of their generators, which FedDM's `paper`
+    makes again."""
     generators = map(RepeatableNoise, cycle(range(CLIENTS)))
     monkeypatch.setattr(randomness, "_fresh_generator", lambda: next(generators))
     sections = CASES[name]
@@ -230,8 +230,8 @@ def settings_of(sections: Sections) -> Any:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the size, sum, sum of squares, and product with a fixed vector (seeded by the names) of
-    tensors together, summed exactly: BLAS differs in the last digit from call to call."""
+    """Returns the size, sum, sum of squares, and product with a fixed vector (seeded by the names)
+    of tensors together, summed exactly: BLAS differs in the last digit from call to call."""
     values, fixed = np.empty(0), np.empty(0)
     for name, tensor in tensors.items():
         values = np.append(values, tensor.detach().cpu().to(torch.float64))
@@ -307,8 +307,9 @@ def machine() -> dict[str, str]:
 def differences(
     path: str, recorded: Any, actual: Any, tolerance: float, images: float
 ) -> Iterator[str]:
-    """Yields differences of two records: fingerprints by more than `tolerance` of their scale, other
-    numbers by more than that of themselves or of 1, accuracies by more than `images` (a share)."""
+    """Yields differences of two records: fingerprints by more than `tolerance` of their scale,
+    other numbers by more than that of themselves or of 1, accuracies by more than `images` (a
+    share)."""
     if isinstance(recorded, dict) and recorded.keys() == {"size", "sum", "squares", "product"}:
         yield from _moved(path, recorded, actual, tolerance)
     elif isinstance(recorded, dict) and isinstance(actual, dict):
@@ -373,7 +374,8 @@ def test_numbers_match_the_record(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_small_changes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rate that differs by a ten-thousandth is detected with the tolerances of the same machine."""
+    """A rate that differs by a ten-thousandth is detected with the tolerances of the same
+    machine."""
     name = "feddm, open"
     original = numbers(run(name, monkeypatch))
     assert not list(differences(name, original, numbers(run(name, monkeypatch)), 0.0, 0.0))

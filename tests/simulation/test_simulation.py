@@ -1,4 +1,5 @@
-"""Tests of the round loop: reproducibility, accounting, refusals, failing figures and clients, and memory."""
+"""Tests of the round loop: reproducibility, accounting, refusals, failing figures and clients, and
+memory."""
 
 from __future__ import annotations
 
@@ -281,8 +282,8 @@ def test_clients_lost_in_the_first_exchange_skip_the_second(
 
 
 def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
-    """If no round has a quorum, the run ends with the first model (test_malicious_uploads.py tests the
-    rounds)."""
+    """If no round has a quorum, the run ends with the first model (test_malicious_uploads.py tests
+    the rounds)."""
     result = simulate(failing_case("fedfm", quorum=0.75))
     counted = [row for row in result.metrics if "not_counted" not in row]
     assert 0 < len(counted) < ROUNDS

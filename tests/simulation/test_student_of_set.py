@@ -239,8 +239,8 @@ def custom(image_shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
 def test_guarantee_holds_only_without_other_private_inputs(
     run: RunResult, share: Path, tmp_path: Path
 ) -> None:
-    """Regression: a network claims the set's ε after learning from an unprotected run's model or from
-    initial weights that were trained on private data."""
+    """Regression: a network claims the set's ε after learning from an unprotected run's model or
+    from initial weights that were trained on private data."""
     settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
     folder = folder_of(simulate(settings, output=tmp_path / "open", quiet=True))
     open_set = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)

@@ -1,5 +1,5 @@
-"""Losses, generators, FedHydra's Eqs. 2 to 11, and epochs of FedHydra's and DENSE's servers, against
-numbers, plain layers and loops."""
+"""Losses, generators, FedHydra's Eqs. 2 to 11, and epochs of FedHydra's and DENSE's servers,
+against numbers, plain layers and loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Distribution matching against NumPy and autograd, private mechanisms against the exact gradient."""
+"""Distribution matching against NumPy and autograd, private mechanisms against the exact
+gradient."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
 
 
 def test_mean_of_per_example_gradients_is_the_batch_gradient(device: torch.device) -> None:
-    """Eq. 15 (FedDM's App. B) for classes of unequal sizes, one of them empty, in several passes."""
+    """Eq. 15 (FedDM's App. B) for classes of unequal sizes, one of them empty, in several
+    passes."""
     features, S = features_of(device), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
     segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
@@ -229,7 +231,8 @@ def test_feature_vjp_equals_autograd(norm: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_chunks_may_split_classes_and_clients(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means over segments and private sums over clients of unequal sizes do not depend on chunks."""
+    """Means over segments and private sums over clients of unequal sizes do not depend on
+    chunks."""
     features, parts = features_of(), torch.arange(N).split([5, 28, 27])
     exact = exact_matcher(parts)
     clients = exact.clients

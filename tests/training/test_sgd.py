@@ -1,5 +1,5 @@
-"""Training on resident data equals torch's SGD; training of many clients in one pass equals separate
-training; optimisers against NumPy, gradients of softmax regression against autograd."""
+"""Training on resident data equals torch's SGD; training of many clients in one pass equals
+separate training; optimisers against NumPy, gradients of softmax regression against autograd."""
 
 from __future__ import annotations
 

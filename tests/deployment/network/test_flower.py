@@ -86,8 +86,8 @@ def test_open_runs_match_the_model_of_a_simulation(federation: Federation) -> No
 
 
 def test_server_resumes_from_its_checkpoint(federation: Federation) -> None:
-    """The server is killed inside a round; the model equals that of an uninterrupted run. SCAFFOLD's
-    clients have memories.
+    """The server is killed inside a round; the model equals that of an uninterrupted run.
+    SCAFFOLD's clients have memories.
 
     One client is paused so that the server waits: if the server died while it sends, SuperNodes
     would wait three minutes until the SuperLink drops its message.
@@ -138,7 +138,8 @@ def test_unknown_and_duplicate_keys_are_refused(
 
 def test_secure_sums_continue_without_a_killed_node(federation: Federation) -> None:
     """One client is paused while another is killed: this round's sum and all later ones contain the
-    remaining clients. (One of the three may collude and one may be lost: each adds all the noise.)"""
+    remaining clients. (One of the three may collude and one may be lost: each adds all the
+    noise.)"""
     settings = sections("fedstats", run={"rounds": 4})
     settings["method"] |= {"aggregation": "secure", "honest": 1, "second_moments": "no"}
     run = federation.run(settings, answer=20.0)
@@ -175,7 +176,8 @@ def test_federation_contacts_no_other_machine_and_leaves_no_process(
 
 
 def is_local(host: Any) -> bool:
-    """Returns True for a name, address or socket file of this machine; None is any of its addresses."""
+    """Returns True for a name, address or socket file of this machine; None is any of its
+    addresses."""
     name = host.decode() if isinstance(host, bytes) else host
     if name is None or name == "localhost" or name.startswith("/"):
         return True
