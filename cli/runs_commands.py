@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +182,6 @@ def train_command(config: Path, output: Path, interrupted: Path | None) -> list[
 
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SCALED = "SCALED to {scale:g}. This tests that the cells run, but does not reproduce the numbers"
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
 """Settings that affect the speed of a run. They affect the results only by rounding errors."""
 
@@ -216,11 +216,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds for each cell.")] = 1,
     output: Annotated[Path, options.path_option("For the results.")] = Path("reproduction"),
     time_budget: Annotated[
-        str | None, typer.Option(help="Start no round that would end later (170m, 2h or seconds).")
-    ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(help="Test only this fraction, such as 0.05, of rounds and data."),
+        str | None, typer.Option(help="Stop after this time (170m, 2h or seconds).")
     ] = None,
     settings: options.Set = None,
     download: options.Download = False,
@@ -243,7 +239,7 @@ def reproduce(
     from fedsynth.reproduction.presets import cell_words
     from fedsynth.reproduction.presets import preset as preset_of
     from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
+    from fedsynth.reproduction.runs import Runner, jobs_of
 
     table = preset_of(preset)
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
@@ -259,20 +255,18 @@ def reproduce(
     for entry in cells:
         if reason := table.refusal(entry):
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
-    jobs = jobs_of(table, cells, range(seeds), scale=scale, changes=changes, speed=speed)
+    jobs = jobs_of(table, cells, range(seeds), changes=changes, speed=speed)
     if not jobs:
         raise OptionError(f"no selected cell of {preset} can be run")
-    if scale is not None:
-        say(SCALED.format(scale=scale))
     keep_large_allocations()
-    rows = Rows(output, scale)
-    clock = Clock(seconds_of(time_budget))
-    runner = Runner(rows, clock, report=say, watch=make_observer, download=download)
+    rows = Rows(output)
+    deadline = time.monotonic() + seconds_of(time_budget)
+    runner = Runner(rows, deadline, report=say, watch=make_observer, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
-    compared = lines(table, cells, range(seeds), rows.all(), scale, changes)
+    compared = lines(table, cells, range(seeds), rows.all(), changes)
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
-    _print_comparison(table, compared, scale)
+    _print_comparison(table, compared)
     if unfinished:
         count = f"{unfinished} of {len(outcomes)}"
         say(f"{count} runs are unfinished. Repeat the command to finish them")
@@ -281,13 +275,11 @@ def reproduce(
         raise errors[0]
 
 
-def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None) -> None:
+def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
     """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
     from fedsynth.reproduction.comparison import format_number
 
     print(f"{table.name}: {table.heading}")
-    if scale is not None:
-        print(SCALED.format(scale=scale))
     rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
     for line in lines:
         row = [line.cell + line.reduced_precision, line.number.label]

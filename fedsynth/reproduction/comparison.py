@@ -32,7 +32,6 @@ class Line:
         number: the published number.
         values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
         runs: the rows of all runs of the cell.
-        scale: the fraction of the work that the runs did. None for whole runs.
         changes: the settings of the runs that differ from the preset.
     """
 
@@ -41,7 +40,6 @@ class Line:
     number: Number
     values: Mapping[int, float]
     runs: Sequence[Row]
-    scale: float | None
     changes: Changes
 
     @property
@@ -75,8 +73,6 @@ class Line:
         There is no verdict if the runs were scaled, diverged, used changed settings or are missing.
         """
         diverged = sum("diverged" in run for run in self.runs)
-        if self.scale is not None:
-            return "scaled: no verdict"
         if diverged:
             return f"{diverged} diverged"
         if not self.values:
@@ -111,7 +107,6 @@ def lines(
     cells: Iterable[Cell],
     seeds: Sequence[int],
     rows: Mapping[str, Row],
-    scale: float | None = None,
     changes: Changes | None = None,
 ) -> list[Line]:
     """Returns one line for each published number of the cells.
@@ -128,9 +123,9 @@ def lines(
     for cell in cells:
         variant, dataset = table.variant(cell), dataset_of(cell.dataset)
         name = cell_words(cell, table)
-        jobs = jobs_of(table, [cell], seeds, scale=scale, changes=changes)
+        jobs = jobs_of(table, [cell], seeds, changes=changes)
         runs = _finished(jobs, rows)
-        fedavg = _finished(_fedavg_jobs(table, cell, seeds, scale, changes), rows)
+        fedavg = _finished(_fedavg_jobs(table, cell, seeds, changes), rows)
         for number in cell.numbers:
             values = {}
             for seed, row in runs.items():
@@ -141,7 +136,7 @@ def lines(
                 if value is not None:
                     values[seed] = value
             finished = list(runs.values())
-            result.append(Line(table.name, name, number, values, finished, scale, changes or {}))
+            result.append(Line(table.name, name, number, values, finished, changes or {}))
     return result
 
 
@@ -152,7 +147,7 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 
 
 def _fedavg_jobs(
-    table: Preset, cell: Cell, seeds: Sequence[int], scale: float | None, changes: Changes | None
+    table: Preset, cell: Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
     """Returns the runs of FedAvg that are needed to compute the numbers of a cell.
 
@@ -163,7 +158,7 @@ def _fedavg_jobs(
         return []
     data = (cell.dataset, cell.partition)
     same = [c for c in table.cells if c.method == "fedavg" and (c.dataset, c.partition) == data]
-    return jobs_of(table, same[:1], seeds, scale=scale, changes=changes)
+    return jobs_of(table, same[:1], seeds, changes=changes)
 
 
 def format_number(mean: float | None, std: float | None) -> str:

@@ -4,7 +4,6 @@ A row is the result of one finished run. The rows of a table are the lines of on
 
     OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
     OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
-    OUTPUT/scaled-0.05/…               the same for scaled runs, which are kept separate
 
 A run is identified by a hash of the settings that decide its result. Tables that need the same run
 therefore share it, such as FedKF's Tables V and VIII. The precision is not in the hash, because it
@@ -18,12 +17,10 @@ marks a round in which the metric was not computed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import statistics
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -35,15 +32,14 @@ from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, writing
-from fedsynth.privacy.files import decode_json, open_regular, read_text
+from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.reproduction.presets import Number
-from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS
-from fedsynth.results.finished import run_folders
+from fedsynth.results.file_names import METRICS
 from fedsynth.version import __version__
 
 Row = Mapping[str, Any]
 NEEDED = {
-    *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
+    *("preset", "cell", "seed", "settings", "changes", "precision", "seconds"),
     *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
 }
 """The keys that every row has."""
@@ -56,16 +52,10 @@ def run_hash(settings: RunSettings) -> str:
 
 
 class Rows:
-    """The results of finished runs in a folder, which are either whole runs or scaled runs.
+    """The results of finished runs in a folder."""
 
-    Args:
-        output: the folder.
-        scale: the fraction of the work that scaled runs do. None for whole runs.
-    """
-
-    def __init__(self, output: Path, scale: float | None = None) -> None:
-        self.folder = output if scale is None else output / f"scaled-{scale:g}"
-        self.scale = scale
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def all(self) -> dict[str, dict[str, Any]]:
         """Reads all rows, and returns a mapping from the hash of each run to its row.
@@ -80,8 +70,7 @@ class Rows:
                     row = decode_json(line)
                     if not row.keys() >= NEEDED:
                         raise ValueError
-                    if row["scale"] == self.scale:
-                        rows_by_settings[row["settings"]] = row
+                    rows_by_settings[row["settings"]] = row
             except OSError as error:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
             except (AttributeError, ValueError):
@@ -118,41 +107,6 @@ class Rows:
         if version is None or version.endswith("+"):
             return None
         return self.folder / "runs" / f"trained-{version}"
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[bool]:
-    """Claims a folder for this process in a `with` block, so that no other process uses it.
-
-    Yields True if the claim succeeded, and False if another process has claimed the folder.
-
-    Raises:
-        OutputError: the folder cannot be created.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_regular(folder / ".claimed", writing=True, create=True)
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
-def finished(folder: Path) -> Path | None:
-    """Returns the run folder of a finished run in `folder`, or None if there is none."""
-    return next(reversed(run_folders(folder)), None)
-
-
-def unfinished(folder: Path) -> Path | None:
-    """Returns the run folder of an unfinished run in `folder`, or None if there is none.
-
-    Such a run can be resumed.
-    """
-    configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
-    return max((path.parent for path in configs), default=None)
 
 
 def metrics_of(folder: Path | None) -> list[dict[str, Any]]:

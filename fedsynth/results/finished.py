@@ -184,6 +184,17 @@ def run_folders(folder: Path) -> list[Path]:
     return [path.parent for path in summaries]
 
 
+def finished_run(folder: Path) -> Path | None:
+    """Returns the last finished run below a folder, as by `run_folders`, or None."""
+    return next(reversed(run_folders(folder)), None)
+
+
+def unfinished_run(folder: Path) -> Path | None:
+    """Returns the last unfinished run below a folder, which can be resumed, or None."""
+    configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
+    return max((path.parent for path in configs), default=None)
+
+
 def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Returns the folders of all finished runs in the given folders.
 

@@ -45,8 +45,7 @@ from fedsynth.errors import FedsynthError
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
-from fedsynth.results.file_names import INCOMPLETE
-from fedsynth.results.finished import run_folders
+from fedsynth.results.finished import finished_run, unfinished_run
 from fedsynth.validation import check_fields, from_mapping, in_range, read_sections, to_toml
 
 MAX_RUNS = 10_000
@@ -291,8 +290,7 @@ class SweepResult:
 
 def finished(sweep: Sweep, cell: Cell) -> Path | None:
     """Returns the folder of a finished run in a sweep, or None if the run has not finished."""
-    folders = run_folders(sweep.output / cell.key)
-    return folders[-1] if folders else None
+    return finished_run(sweep.output / cell.key)
 
 
 def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> SweepResult:
@@ -355,11 +353,10 @@ def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
     folder = sweep.output / cell.key
     config = folder / "config.toml"
     folder.mkdir(parents=True, exist_ok=True)
-    interrupted = max(folder.glob(f"*{INCOMPLETE}"), default=None)
     config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
     with open_regular(folder / LOG, writing=True, create=True) as log:
         return subprocess.Popen(
-            command(config, folder, interrupted),
+            command(config, folder, unfinished_run(folder)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -51,7 +51,6 @@ LINES = (
     ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
     ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
     (f"reproduce {CELL} --time-budget soon", "--time-budget must be a duration"),
-    (f"reproduce {CELL} --scale 2", "scale must be above 0 and below 1, got 2.0"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
     ("runs {tmp}", "there is no finished run in {tmp}"),
     ("privacy report {tmp}", "cannot read the privacy report"),

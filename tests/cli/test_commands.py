@@ -186,18 +186,18 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
     assert "no selected cell of fedkf:table4 can be run" in refused.stderr
 
 
-def test_reproduce_runs_scaled_cell(fedsynth: Call, tmp_path: Path) -> None:
+def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
     cell = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedprox"
     line = f"reproduce {cell} --output {tmp_path / 'found'}"
-    first = fedsynth(f"{line} --scale 0.01").ok
-    assert first.stderr.startswith("SCALED to 0.01. ")
-    assert "scaled: no verdict" in first.stdout
-    second = fedsynth(f"{line} --scale 0.01")
+    changes = "--set run.rounds=2 --set local_epochs=1"
+    first = fedsynth(f"{line} {changes}").ok
+    assert "changed: no verdict" in first.stdout
+    second = fedsynth(f"{line} {changes}")
     assert "existing" in second.stderr
     assert "unfinished" not in second.stderr
-    unscaled = fedsynth(f"{line} --time-budget 0")
-    assert "not run" in unscaled.stdout  # a scaled row is not a row of a whole run
-    assert "not begun" in unscaled.stderr
+    whole = fedsynth(f"{line} --time-budget 0")
+    assert "not run" in whole.stdout
+    assert "not begun" in whole.stderr
 
 
 def test_time_budgets_are_parsed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,25 +14,20 @@ import pytest
 from fedsynth import load_preset
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import OutputError, SettingError, UnknownNameError
+from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction import presets
 from fedsynth.reproduction import rows as rows_module
+from fedsynth.reproduction import runs as runs_module
 from fedsynth.reproduction.comparison import ABOVE, NONE, WITHIN, format_number, lines, verdict
 from fedsynth.reproduction.presets import Number, PresetError, preset, preset_names, published
-from fedsynth.reproduction.rows import Rows, claimed, curve_of, measured, run_hash, unfinished
-from fedsynth.reproduction.runs import (
-    Clock,
-    Job,
-    Runner,
-    checkpointed_inside,
-    jobs_of,
-    round_fits,
-    scaled,
-)
+from fedsynth.reproduction.rows import Rows, curve_of, measured, run_hash
+from fedsynth.reproduction.runs import Job, Runner, jobs_of
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
+from fedsynth.results.finished import unfinished_run
+from fedsynth.results.run_folder import RunFolder
+from fedsynth.validation import to_toml
 from tests.data.conftest import OfficialFiles
 
 CHOSEN = "not given in the paper: chosen"
@@ -142,8 +137,7 @@ def test_settings_select_or_override_cells() -> None:
 
 
 Changes = dict[str, dict[str, Any]]
-ALL: Changes = {"partition": {"subset": 1.0}}
-SCALE = 0.05
+SHORT: Changes = {"run": {"rounds": 10}, "method": {"local_epochs": 2}}
 TABLE = preset("fedprox:synthetic")
 CELLS = TABLE.select(dataset="synthetic(0,0)", note="50 %")[1:]  # FedProx, with mu = 0 and 1
 
@@ -165,15 +159,30 @@ class Recorder(Observer):
         self._act.get(len(self.rounds), int)()
 
 
-def end(clock: Clock) -> None:
-    clock._end = time.monotonic()
+class Clock:
+    """A clock that stands still until `end` is called."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def end(self) -> None:
+        self.now = 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(runs_module, "time", clock)
+    return clock
 
 
 def run_jobs(
-    rows: Rows, jobs: list[Job], clock: Clock | None = None, observer: Observer | None = None
+    rows: Rows, jobs: list[Job], deadline: float = math.inf, observer: Observer | None = None
 ) -> list[str]:
     watched = nullcontext(observer or Observer())
-    runner = Runner(rows, clock or Clock(), report=lambda _: None, watch=lambda _: watched)
+    runner = Runner(rows, deadline, report=lambda _: None, watch=lambda _: watched)
     outcomes = list(runner.run(jobs))
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.status for outcome in outcomes]
@@ -193,12 +202,12 @@ def speed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    return jobs_of(TABLE, CELLS, [0], scale=SCALE)
+    return jobs_of(TABLE, CELLS, [0], changes=SHORT)
 
 
 @pytest.fixture(scope="module")
 def complete(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    rows = Rows(tmp_path_factory.mktemp("whole"), SCALE)
+    rows = Rows(tmp_path_factory.mktemp("whole"))
     assert run_jobs(rows, jobs) == ["finished", "finished"]
     return rows
 
@@ -208,22 +217,21 @@ def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) ->
     assert set(rows) == {run_hash(job.settings) for job in jobs}
     row = rows[run_hash(jobs[0].settings)]
     assert row["key"].startswith("fedprox:synthetic synthetic(0,0) fedprox (mu = 0) 50 %")
-    assert (row["scale"], row["seed"], row["rounds"]) == (SCALE, 0, 10)
+    assert (row["seed"], row["rounds"]) == (0, 10)
     assert len(row["curve"]["test_accuracy"]) == 10
     assert {"commit", "version", "date", "machine", "torch"} <= set(row)
     assert run_jobs(complete, jobs) == ["existing", "existing"]
-    assert complete.folder.name == "scaled-0.05"
-    assert Rows(complete.folder.parent).all() == {}  # whole runs exclude scaled rows
 
 
-def test_time_budget_stops_after_round(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
-    rows = Rows(tmp_path, SCALE)
-    clock = Clock()
-    recorder = Recorder(3, lambda: end(clock))
-    assert run_jobs(rows, jobs, clock=clock, observer=recorder) == ["stopped", "not begun"]
+def test_time_budget_stops_after_round(
+    complete: Rows, jobs: list[Job], tmp_path: Path, clock: Clock
+) -> None:
+    rows = Rows(tmp_path)
+    recorder = Recorder(3, clock.end)
+    assert run_jobs(rows, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
     assert recorder.rounds == [1, 2, 3]
-    assert run_jobs(rows, jobs, clock=Clock(0)) == ["not begun", "not begun"]
-    assert unfinished(rows.run_folder(jobs[0].settings)) is not None
+    assert run_jobs(rows, jobs, deadline=1.0) == ["not begun", "not begun"]
+    assert unfinished_run(rows.run_folder(jobs[0].settings)) is not None
     resumed = Recorder()
     assert run_jobs(rows, jobs, observer=resumed) == ["finished", "finished"]
     assert resumed.rounds[:2] == [4, 5]
@@ -236,15 +244,8 @@ def test_time_budget_stops_after_round(complete: Rows, jobs: list[Job], tmp_path
     assert curves(rows)[mark] == curves(complete)[mark]
 
 
-def test_rounds_start_only_within_time_budget() -> None:
-    assert round_fits(Clock(100), 50, checkpointed=False)
-    assert not round_fits(Clock(100), 150, checkpointed=False)
-    assert round_fits(Clock(100), 150, checkpointed=True)  # checkpoints inside the round
-    assert not round_fits(Clock(0), 0.0, checkpointed=True)
-
-
 def test_one_shot_methods_stop_within_round_and_share_training(
-    tmp_path: Path, speed: Changes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, speed: Changes, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time budget must end an hour of training, and other methods must not repeat it."""
     few = {"local_epochs": 2, "batch": 8}
@@ -252,14 +253,12 @@ def test_one_shot_methods_stop_within_round_and_share_training(
     table, jobs = preset("fedhydra:table1"), []
     for method, more in (("fedavg", few), ("dense", {**few, **small})):
         cells = table.select(dataset="mnist", alpha=0.1, method=method)[:1]
-        changes = {**ALL, "method": more}
-        jobs += jobs_of(table, cells, [0], scale=0.05, changes=changes, speed=speed)
+        jobs += jobs_of(table, cells, [0], changes={"method": more}, speed=speed)
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
-    clock = Clock()
-    stops = Recorder(act=lambda: end(clock))
-    rows = Rows(tmp_path, 0.05)
-    assert run_jobs(rows, jobs, clock=clock, observer=stops) == ["stopped", "not begun"]
+    stops = Recorder(act=clock.end)
+    rows = Rows(tmp_path)
+    assert run_jobs(rows, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
     assert [phase for phase, _ in stops.steps] == ["local training"]
     training: list[str] = []
     offer = LoopCheckpoints.offer
@@ -277,27 +276,21 @@ def test_one_shot_methods_stop_within_round_and_share_training(
     assert rows.trained is None  # the code has uncommitted changes
 
 
-def test_checkpoints_within_rounds_depend_on_method() -> None:
-    private = {"privacy": {"noise_multiplier": 1.0}}
-    for method, more, expected in (
-        *(("feddm", {}, True), ("fedavg", {}, True), ("dense", {}, True)),
-        ("fedavg", {"model": {"name": "mlp"}}, False),  # its clients are trained in one pass
-        *(("fedkf", {}, False), ("fedavg", private, False), ("feddm", private, False)),
-    ):
-        settings = resolve({"run": {"method": method}, **more})
-        assert checkpointed_inside(settings, dataset_spec("digits")) is expected, (method, more)
-
-
-def test_runs_claimed_by_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
-    rows = Rows(tmp_path, SCALE)
-    with claimed(rows.run_folder(jobs[0].settings)) as claim:
-        assert claim
-        assert run_jobs(rows, jobs[:1]) == ["claimed"]
+def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    settings = jobs[0].settings
+    folder = RunFolder(rows.run_folder(settings), "run")  # locked
+    folder.write_config(to_toml(settings.to_mapping()))
+    runner = Runner(rows, math.inf, report=lambda _: None, watch=lambda _: nullcontext(Observer()))
+    (outcome,) = runner.run(jobs[:1])
+    assert (outcome.status, "another process" in outcome.text) == ("failed", True)
+    folder.release()
 
 
 def test_run_hash_ignores_speed_settings(jobs: list[Job]) -> None:
-    changed = jobs_of(TABLE, CELLS, [0], scale=SCALE, changes={"method": {"mu": 0.3}})
-    fast = jobs_of(TABLE, CELLS, [0], scale=SCALE, speed={"run": {"precision": "bf16"}})
+    changes = {**SHORT, "method": {"local_epochs": 2, "mu": 0.3}}
+    changed = jobs_of(TABLE, CELLS, [0], changes=changes)
+    fast = jobs_of(TABLE, CELLS, [0], changes=SHORT, speed={"run": {"precision": "bf16"}})
     hashes = [run_hash(sequence[1].settings) for sequence in (jobs, changed, fast)]
     assert hashes[0] == hashes[2] != hashes[1]
 
@@ -306,22 +299,6 @@ def test_invalid_row_lines_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
     with pytest.raises(OutputError, match="a line that is not"):
         Rows(tmp_path).all()
-
-
-def test_scale_reduces_cost_settings() -> None:
-    run = {"run": {"method": "feddm", "rounds": 20}, "data": {"dataset": "mnist"}}
-    settings = resolve(run)
-    changes = scaled(settings, 0.05)
-    assert changes["run"] == {"rounds": 1}
-    assert changes["method"] == {"iterations": 50, "server_epochs": 25, "min_examples": 1}
-    assert changes["partition"] == {"subset": 0.05, "min_size": 1}
-    assert scaled(settings, 0.001)["partition"]["subset"] == pytest.approx(50 * 10 / 60_000)
-    assert scaled(settings, None) == {}
-    late = resolve({"run": {"method": "fedfm", "rounds": 100}, "method": {"start_round": 21}})
-    assert scaled(late, 0.1)["method"]["start_round"] == 2  # else it would never start
-    for invalid in (0.0, 1.0, -1.0):
-        with pytest.raises(SettingError, match="scale must be above 0"):
-            scaled(settings, invalid)
 
 
 def test_verdict_compares_difference_with_deviation() -> None:
