@@ -172,7 +172,7 @@ class NetworkedRun:
         checkpoint = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
         # the clients first: the checkpoint must not be ahead of them
         write_clients(self.file, self.exchange.clients)
-        self.checkpoints.write(checkpoint, frozenset())
+        self.checkpoints.write(checkpoint)
         self.record.tell(row)
 
     def _finish(self) -> Path:

@@ -24,9 +24,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.context import ServerState
 from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Memory, Method
 from fedsynth.data.images import ImageData
@@ -96,21 +97,20 @@ class CheckpointFolder:
         path: the folder. It is created when the first checkpoint is written.
         identity: a string that identifies the run's settings and data. A checkpoint that was
             written with a different identity is refused.
+        trained: the folder in which runs share finished trainings, or None.
     """
 
-    def __init__(self, path: Path, identity: str) -> None:
+    def __init__(self, path: Path, identity: str, trained: Path | None = None) -> None:
         self.path = path
         self.identity = identity
+        self.trained = trained
         self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
-    def write(
-        self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
-    ) -> None:
+    def write(self, checkpoint: Checkpoint, stored: Iterable[int] = ()) -> None:
         """Writes the checkpoint of a round, which replaces the previous checkpoint in the folder.
 
         Args:
             checkpoint: the state after a round.
-            changed: the clients whose memories have changed since the previous checkpoint.
             stored: the clients whose memories are only in files and not in RAM. These files are
                 kept unchanged.
 
@@ -122,12 +122,10 @@ class CheckpointFolder:
         contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
         hashes: dict[str, str] = {}
         memory_files = self._memories()
-        unchanged = (stored | checkpoint.memories.keys() - changed) & memory_files.keys()
-        for client in sorted(unchanged):
+        for client in stored:
             hashes[memory_files[client]] = self._files[memory_files[client]]
         for client, memory in checkpoint.memories.items():
-            if client not in unchanged:
-                contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
+            contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
         for client, upload in checkpoint.uploads.items():
             contents[f"upload-{client}-{number}.safetensors"] = upload
         with writing(self.path):
@@ -222,6 +220,60 @@ class CheckpointFolder:
         """Returns, for each client, the name of the file that contains the client's memory."""
         return {_client(name): name for name in self._files if name.startswith("memory-")}
 
+    def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
+        """Returns the checkpoint from which a run resumes, or None if the run starts from the
+        beginning.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or missing, or was made with other settings
+                or data.
+        """
+        if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
+            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
+        checkpoint = self.read(settings.method)
+        if checkpoint is None and run.has_rounds:
+            reason = "If the run began again, it would charge its ledgers twice"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
+        return checkpoint
+
+    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Gives the clients the memories that they had when the checkpoint was written.
+
+        A memory stays in its file until the client needs it.
+        """
+
+        def load(number: int) -> Memory:
+            return {name: tensor.to(device) for name, tensor in self.memory(number).items()}
+
+        for number in self.clients:
+            clients[number].store(partial(load, number))
+
+    def keep(
+        self, checkpoint: Checkpoint, clients: Sequence[ClientRuntime], device: torch.device
+    ) -> None:
+        """Writes a checkpoint after a round, and removes the clients' memories from RAM.
+
+        A memory stays in its file until the client needs it again.
+
+        Args:
+            checkpoint: the checkpoint of the round, without the clients' memories.
+            clients: all clients, in the order of their indices.
+            device: the device of the run.
+        """
+        stored: list[int] = []
+        memories: dict[int, Memory] = {}
+        for client in clients:
+            if client.stored:
+                stored.append(client.number)
+            elif client.memory:
+                memories[client.number] = client.memory
+        self.write(replace(checkpoint, memories=memories), stored)
+        self.give_memories(clients, device)
+
+    def steps_of(self, number: int) -> LoopCheckpoints:
+        """Returns the object that reads and writes the checkpoints of loops within one round."""
+        return LoopCheckpoints(self, number, STEP_SECONDS)
+
     def _prune(self) -> None:
         """Removes files that the current checkpoint does not list. A file that cannot be removed is
         left in the folder, because it does no harm.
@@ -310,24 +362,23 @@ class LoopState(Packed):
 class LoopCheckpoints(LoopCheckpointer):
     """Reads and writes the checkpoints of the loops within one round.
 
+    Runs may share finished trainings in `folder.trained`. The name of such a training, which begins
+    with `TRAINED`, must determine its result.
+
     Args:
         folder: the folder with the run's checkpoint.
         number: the round number.
         seconds: the minimum time between two writes.
-        trained: a folder in which runs share finished trainings, or None. The name of a training,
-            which begins with `TRAINED`, must determine its result.
 
     Attributes:
         resumed_seconds: the time in seconds that other processes have spent on the loops that were
             resumed. It includes earlier processes of the same run.
     """
 
-    def __init__(
-        self, folder: CheckpointFolder, number: int, seconds: float, trained: Path | None = None
-    ) -> None:
+    def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
         self.resumed_seconds = 0.0
-        self.shares_trainings = trained is not None
-        self._trained = trained
+        self.shares_trainings = folder.trained is not None
+        self._trained = folder.trained
         self._folder = folder
         self._number = number
         self._seconds = seconds
@@ -423,82 +474,3 @@ def _with_hash(state: LoopState, identity: str) -> bytes:
 
 def _loop_hash(content: bytes, identity: str) -> bytes:
     return hashlib.sha256(f"{FORMAT} {identity}\n".encode() + content).digest()
-
-
-class RunCheckpoints(CheckpointFolder):
-    """Reads and writes the checkpoints of one simulation.
-
-    Args:
-        path, identity: as for `CheckpointFolder`.
-        trained: the folder in which runs share finished trainings, or None.
-    """
-
-    def __init__(self, path: Path, identity: str, trained: Path | None = None) -> None:
-        super().__init__(path, identity)
-        self._trained = trained
-
-    def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
-        """Returns the checkpoint from which a run resumes, or None if the run starts from the
-        beginning.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or missing, or was made with other settings
-                or data.
-        """
-        if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
-            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
-        checkpoint = self.read(settings.method)
-        if checkpoint is None and run.has_rounds:
-            reason = "If the run began again, it would charge its ledgers twice"
-            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
-        return checkpoint
-
-    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Gives the clients the memories that they had when the checkpoint was written.
-
-        A memory stays in its file until the client needs it.
-        """
-        for number in self.clients:
-            self._store(clients[number], device)
-
-    def keep(
-        self,
-        checkpoint: Checkpoint,
-        clients: Sequence[ClientRuntime],
-        context: RoundContext,
-        following: Sequence[int],
-    ) -> None:
-        """Writes a checkpoint after a round.
-
-        Args:
-            checkpoint: the checkpoint of the round, without the clients' memories.
-            clients: all clients, in the order of their indices.
-            context: the context of the round.
-            following: the indices of the clients that take part in the next round. Empty after the
-                last round.
-        """
-        stored: set[int] = set()
-        memories: dict[int, Memory] = {}
-        for client in clients:
-            if client.stored:
-                stored.add(client.number)
-            elif client.memory:
-                memories[client.number] = client.memory
-        complete = replace(checkpoint, memories=memories)
-        self.write(complete, frozenset(context.active), frozenset(stored))
-        if following:
-            for number in memories.keys() - set(following):
-                self._store(clients[number], context.device)
-
-    def steps_of(self, number: int) -> LoopCheckpoints:
-        """Returns the object that reads and writes the checkpoints of loops within one round."""
-        return LoopCheckpoints(self, number, STEP_SECONDS, self._trained)
-
-    def _store(self, client: ClientRuntime, device: torch.device) -> None:
-        """Removes a client's memory from RAM. The memory stays in its file."""
-
-        def load() -> Memory:
-            memory = self.memory(client.number)
-            return {name: tensor.to(device) for name, tensor in memory.items()}
-
-        client.store(load)

@@ -48,7 +48,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
-from fedsynth.results.checkpoint import Checkpoint, RunCheckpoints, run_identity
+from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.run_folder import RunFolder
@@ -98,7 +98,7 @@ class Simulation:
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
-        self.checkpoints: RunCheckpoints | None = None
+        self.checkpoints: CheckpointFolder | None = None
         checkpoint = None
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
@@ -263,7 +263,7 @@ class Simulation:
             seconds_before = getattr(context.keeper, "resumed_seconds", 0.0)
             row = self.record.row(self.server.state, context, self.played, started - seconds_before)
             self._draw_round(number)  # before the checkpoint, which marks the round as finished
-            self._write_checkpoint(context)
+            self._write_checkpoint()
             self.record.tell(row)
         return self._finish()
 
@@ -314,16 +314,12 @@ class Simulation:
                     client.budget.ledger.note_resumption(len(rows))
         self.record.go_on(folder, rows)
 
-    def _write_checkpoint(self, context: RoundContext) -> None:
+    def _write_checkpoint(self) -> None:
         """Writes a checkpoint after a round, if the run has a folder."""
-        if self.checkpoints is None:
-            return
-        next_clients: Sequence[int] = ()
-        if context.round < self.settings.rounds:
-            next_clients = self.participation.in_round(context.round + 1)
-        uploads = synthetic_sets(self.uploads)
-        checkpoint = Checkpoint(tuple(self.record.rows), self.server.state, uploads=uploads)
-        self.checkpoints.keep(checkpoint, self.exchange.clients, context, next_clients)
+        if self.checkpoints is not None:
+            uploads = synthetic_sets(self.uploads)
+            checkpoint = Checkpoint(tuple(self.record.rows), self.server.state, uploads=uploads)
+            self.checkpoints.keep(checkpoint, self.exchange.clients, self.context.device)
 
     def _spent(self) -> str:
         """Describes how much ε the clients have spent so far.
@@ -359,8 +355,8 @@ class Simulation:
         self.checkpoints = self._checkpoints_of(folder)
         return folder
 
-    def _checkpoints_of(self, folder: RunFolder) -> RunCheckpoints:
-        return RunCheckpoints(folder.checkpoints, self._identity(), self._trained)
+    def _checkpoints_of(self, folder: RunFolder) -> CheckpointFolder:
+        return CheckpointFolder(folder.checkpoints, self._identity(), self._trained)
 
     # ------------------------------------------------------------------ results
 

@@ -187,7 +187,7 @@ def write_checkpoint(path: Path) -> Checkpoint:
     memories = {k: {"h.weight": torch.full((2, 3), float(k))} for k in (0, 2)}
     rows = ({"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25, "participants": [0, 2]})
     valid = Checkpoint(rows, state, memories)
-    CheckpointFolder(path, "run").write(valid, frozenset(memories))
+    CheckpointFolder(path, "run").write(valid)
     return valid
 
 

@@ -34,7 +34,7 @@ WEIGHTS = {"w": torch.ones(3)}
 
 
 def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
-    return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds, shared)
+    return LoopCheckpoints(CheckpointFolder(folder, "this run", shared), 1, seconds)
 
 
 def test_finished_loops_are_written_every_minute(
