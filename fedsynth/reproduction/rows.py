@@ -34,7 +34,6 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, writing
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.reproduction.presets import Number
-from fedsynth.results.file_names import METRICS
 from fedsynth.version import __version__
 
 Row = Mapping[str, Any]
@@ -107,16 +106,6 @@ class Rows:
         if version is None or version.endswith("+"):
             return None
         return self.folder / "runs" / f"trained-{version}"
-
-
-def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
-    """Reads the metrics of each round from a run folder.
-
-    The list is empty if no round is finished or `folder` is None.
-    """
-    if folder is None or not (folder / METRICS).exists():
-        return []
-    return list(map(decode_json, read_text(folder / METRICS).splitlines()))
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from fedsynth.errors import DivergedError, FedsynthError
 from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, override
-from fedsynth.reproduction.rows import Rows, environment, metrics_of, round_summary, run_hash
-from fedsynth.results.finished import finished_run, unfinished_run
+from fedsynth.reproduction.rows import Rows, environment, round_summary, run_hash
+from fedsynth.results.file_names import METRICS
+from fedsynth.results.finished import finished_run, read_rows, unfinished_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import flattened
 
@@ -197,7 +198,7 @@ class Runner:
         folder = self.rows.run_folder(job.settings)
         complete = finished_run(folder)
         if complete is not None:  # a call was killed between the run's end and writing its row
-            return self._append(job, metrics_of(complete))
+            return self._append(job, read_rows(complete / METRICS))
         if time.monotonic() >= self.deadline:
             return Outcome(job, "not begun", "the time budget is exhausted")
         return self._simulate(job, folder)
@@ -214,12 +215,12 @@ class Runner:
                     resume=unfinished_run(folder),
                     trained=self.rows.trained,
                 )
-            except OutOfTimeError:
-                rounds = len(metrics_of(unfinished_run(folder)))
-                text = f"after {rounds} of {settings.rounds} rounds. Repeat the command to resume"
+            except (OutOfTimeError, DivergedError) as error:
+                rows = read_rows((unfinished_run(folder) or folder) / METRICS)
+                if isinstance(error, DivergedError):
+                    return self._append(job, rows, diverged=str(error))
+                text = f"after {len(rows)} of {settings.rounds} rounds. Repeat the command to resume"
                 return Outcome(job, "stopped", text)
-            except DivergedError as error:
-                return self._append(job, metrics_of(unfinished_run(folder)), diverged=str(error))
         return self._append(job, result.metrics)
 
     def _append(self, job: Job, rows: list[dict[str, Any]], **more: Any) -> Outcome:

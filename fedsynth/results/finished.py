@@ -119,7 +119,8 @@ class Run:
             RunFolderError, ConfigFileError: a file is missing or damaged.
         """
         summary, settings = read_summary(folder), read_settings(folder)
-        return cls(folder, summary, settings, _rows(folder / METRICS), _rows(folder / HIDDEN))
+        rows, hidden = read_rows(folder / METRICS), read_rows(folder / HIDDEN)
+        return cls(folder, summary, settings, rows, hidden)
 
     @property
     def method(self) -> str:
@@ -260,10 +261,17 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
     return float(value)
 
 
-def _rows(file: Path) -> Rows:
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Reads the metrics of the rounds from a file such as metrics.jsonl, which may be missing.
+
+    If the run was killed while the last line was written, this incomplete line is skipped.
+
+    Raises:
+        RunFolderError: the file cannot be read, or a line does not contain a round's metrics.
+    """
     try:
         text = read_text(file) if file.exists() else ""
-        rows = list(map(decode_json, text.splitlines()))
+        rows = list(map(decode_json, text.split("\n")[:-1]))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):

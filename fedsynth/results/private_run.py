@@ -31,19 +31,19 @@ from fedsynth.federation.run_data import data_set_id
 from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
-from fedsynth.privacy.files import read_text
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import worst_by_round
 from fedsynth.privacy.report.figures import Event, Start
-from fedsynth.privacy.report.file import HOSTILE, LedgerRows, parse_json, read_json
+from fedsynth.privacy.report.file import HOSTILE, LedgerRows, read_json
 from fedsynth.privacy.report.verify import differences
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results import disclosed, run_folder
 from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED, Declared
 from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS, SUMMARY
+from fedsynth.results.finished import read_rows
 from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
@@ -170,21 +170,13 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 
 
 def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
-    """Reads the metrics of each round from metrics.jsonl. If the run was killed while the last line
-    was written, this incomplete line is skipped.
-    """
-    try:
-        text = read_text(file) if file.exists() else ""
-    except (OSError, ValueError) as error:
-        raise PrivacyError(f"cannot read {file}: {error}") from None
-    rows = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        row = parse_json(line, f"{file.name} is damaged")
-        if row.get("round") != number:
+    """Reads the metrics of all rounds, and checks that the run declares them."""
+    rows = read_rows(file)
+    for number, row in enumerate(rows, start=1):
+        if row["round"] != number:
             raise PrivacyError(f"{file.name}: line {number} does not describe round {number}")
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}")
-        rows.append(row)
     return rows
 
 
