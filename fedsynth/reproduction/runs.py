@@ -219,8 +219,8 @@ class Runner:
                 rows = read_rows((unfinished_run(folder) or folder) / METRICS)
                 if isinstance(error, DivergedError):
                     return self._append(job, rows, diverged=str(error))
-                text = f"after {len(rows)} of {settings.rounds} rounds. Repeat the command to resume"
-                return Outcome(job, "stopped", text)
+                rounds = f"{len(rows)} of {settings.rounds} rounds"
+                return Outcome(job, "stopped", f"after {rounds}. Repeat the command to resume")
         return self._append(job, result.metrics)
 
     def _append(self, job: Job, rows: list[dict[str, Any]], **more: Any) -> Outcome:

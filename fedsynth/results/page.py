@@ -5,8 +5,8 @@ generators, privacy and settings. It contains no script and loads no other file.
 it shows only what may be shared. The content of `simulation_only` is included only on request, and
 the page then begins with a warning that it must not be shared.
 
-Each section of the page is a list of parts. The template `templates/runs.html.j2` renders a part
-according to its kind, and escapes every text.
+Each section of the page is a list of parts, which are macros of `templates/parts.html.j2`. The
+macros and `templates/runs.html.j2` escape every text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,22 +30,9 @@ from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, report_sentences
 from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, svg_templates
+from fedsynth.results import finished
 from fedsynth.results.disclosed import DOMAIN_MEASURES, LOCAL, PRIVATE_TEST
-from fedsynth.results.finished import (
-    NONE,
-    SEEDS,
-    UNDEFINED,
-    Run,
-    RunFolderError,
-    auroc_text,
-    by_seed,
-    is_share,
-    labels,
-    overview,
-    percent,
-    value_at,
-    words_of,
-)
+from fedsynth.results.finished import NONE, Run, RunFolderError, percent, value_at, words_of
 from fedsynth.results.run_folder import PARTITION, ROUNDS
 
 
@@ -71,6 +59,10 @@ AXES: Mapping[str, Axis] = {
     "seconds": Axis("seconds so far", "seconds", cumulative=True),
     "eps": Axis("ε spent", "epsilon"),
 }
+LEFT_OUT = (
+    "left out: the run {run} has no round with both {metric} and {axis}. Private runs record no "
+    "seconds, and runs without a privacy guarantee record no ε"
+)
 NEEDS_MATPLOTLIB = "PNG plots need matplotlib: pip install 'fedsynth[plots]', or write SVG or HTML"
 
 
@@ -85,9 +77,6 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
         metric: the dotted path of a number in the round's metrics, such as "test_accuracy" or
             "local.amp".
         axis: the quantity on the x axis, one of `AXES`.
-
-    Raises:
-        RunFolderError: no round has both the metric and the quantity on the x axis.
     """
     _, key, scale, cumulative = AXES[axis]
     points = []
@@ -99,11 +88,6 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
         total = scale * x + total * cumulative
         if y is not None:
             points.append((total, y))
-    if not points:
-        raise RunFolderError(
-            f"the run {run.name} has no round with both {metric} and {axis}. Private runs record "
-            "no seconds, and runs without a privacy guarantee record no ε"
-        )
     return points
 
 
@@ -122,24 +106,23 @@ def curves(
     """
     drawn = []
     for run in runs:
-        try:
-            curve(run, metric, axis)
+        if curve(run, metric, axis):
             drawn.append(run)
-        except RunFolderError as error:
-            note(f"left out: {error}")
+        else:
+            note(LEFT_OUT.format(run=run.name, metric=metric, axis=axis))
     if not drawn:
         raise RunFolderError(f"none of these runs has both {metric} and {axis}")
     if not mean:
-        named = zip(labels(drawn), drawn, strict=True)
+        named = zip(finished.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]
-    groups = by_seed(drawn)
+    groups = finished.by_seed(drawn)
     seedless = []
     for run, *_ in groups:
-        settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
+        settings = {key: value for key, value in run.settings.items() if key not in finished.SEEDS}
         seedless.append(replace(run, settings=settings))
     return [
         _mean_line(name, [curve(run, metric, axis) for run in group])
-        for name, group in zip(labels(seedless), groups, strict=True)
+        for name, group in zip(finished.labels(seedless), groups, strict=True)
     ]
 
 
@@ -161,7 +144,7 @@ def _mean_line(name: str, lines: Sequence[Points]) -> Line:
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
     """Returns a plot of learning curves as SVG text, for an HTML page."""
-    share = is_share(metric)
+    share = finished.is_share(metric)
     return line_plot(lines, x=AXES[axis].label, y=words_of(metric), from_zero=False, percent=share)
 
 
@@ -187,7 +170,7 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
             x, low, high = zip(*line.band, strict=True)
             axes.fill_between(x, low, high, color=colour, alpha=0.18)
     axes.grid(alpha=0.3)
-    if is_share(metric):
+    if finished.is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if axis == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -195,12 +178,15 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     figure.savefig(path, format="png", dpi=150)
 
 
+GENERATED = ("generator.agreement", "generator.class_entropy_share", "generator.student")
+"""How often the teachers classify a generated image as the requested class, the entropy of the
+classes that the teachers predict, and how often the student predicts the same class as the teachers.
+"""
 MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
 MAX_IMAGE_BYTES = 2**24
 MAX_CLASSES = 20  # the largest confusion matrix that is shown
 MAX_CLIENTS = 100  # the longest table with a row for each client
-Part = dict[str, Any]
-Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
+Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Markup]]
 
 
 def _breakable(text: object) -> Markup:
@@ -214,6 +200,7 @@ def _breakable(text: object) -> Markup:
 _TEMPLATES = svg_templates(Path(__file__).parent / "templates")
 _TEMPLATES.filters["breakable"] = _breakable
 _TEMPLATES.finalize = lambda value: printable(value) if type(value) is str else value
+_PARTS: Any = _TEMPLATES.get_template("parts.html.j2").module  # the macros in this file
 
 
 def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
@@ -224,7 +211,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         simulation_only: whether to show, for private runs, the values that only a simulation may
             show.
     """
-    names = labels(runs)
+    names = finished.labels(runs)
     if simulation_only:
         runs = [replace(run, rows=_with_hidden(run)) for run in runs]
     builders: dict[str, Section] = {
@@ -233,8 +220,8 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         "Who has what": _partitions,
         "Synthetic images": _images,
         "Classification": _classification,
-        "Fairness": _fairness,
-        "Generators": _generators,
+        "Fairness": partial(_by_round, ("local.amp", "local.wlp", "local.fm")),
+        "Generators": partial(_by_round, GENERATED),
         "Privacy": _privacy,
         "Settings": _settings,
     }
@@ -250,10 +237,10 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
     """Returns an HTML page with one plot of learning curves."""
     title = f"{words_of(metric)} by {AXES[axis].label}"
-    return _page(title, {"": [_plot(curves_svg(lines, metric, axis), title)]})
+    return _page(title, {"": [_PARTS.plot(curves_svg(lines, metric, axis), title)]})
 
 
-def _page(title: str, sections: Mapping[str, Sequence[Part]], *, warn: bool = False) -> str:
+def _page(title: str, sections: Mapping[str, Sequence[Markup]], *, warn: bool = False) -> str:
     template = _TEMPLATES.get_template("runs.html.j2")
     return template.render(title=title, sections=sections, warn=warn, style=STYLE)
 
@@ -266,15 +253,15 @@ def _with_hidden(run: Run) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------ the sections
 
 
-def _runs(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    head, *figures = overview(runs)
+def _runs(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
+    head, *figures = finished.overview(runs)
     rows = []
     for run, name, row in zip(runs, names, figures, strict=True):
         rows.append([name, *row, str(run.summary.get("dataset", NONE)), run.name])
     yield _table("runs", ("run", *head, "data set", "folder"), rows)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
+def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
     metric = "test_accuracy"
     if not any(value_at(row, metric) is not None for run in runs for row in run.rows):
         metric = "private_test.test_accuracy" if simulation_only else "local.amp"
@@ -282,22 +269,24 @@ def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
         yield from _curve(runs, names, metric, axis)
 
 
-def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Part]:
+def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Markup]:
     """Yields a plot of a metric, with a line for each run that recorded this metric. Yields nothing
     if no run recorded the metric.
     """
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        with suppress(RunFolderError):
-            lines.append(Line(name, curve(run, metric, axis), colour=number))
+        if points := curve(run, metric, axis):
+            lines.append(Line(name, points, colour=number))
     if lines:
         caption = f"{words_of(metric)} by {AXES[axis].label}"
         if len(lines) < len(runs):
             caption += f" ({len(runs) - len(lines)} of {len(runs)} runs have no such value)"
-        yield _plot(curves_svg(lines, metric, axis), caption)
+        yield _PARTS.plot(curves_svg(lines, metric, axis), caption)
 
 
-def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
+def _partitions(
+    runs: Sequence[Run], names: Sequence[str], simulation_only: bool
+) -> Iterator[Markup]:
     """Yields a plot of each run's partition: the number of examples by client and class.
 
     Runs whose class distribution must not be shown are left out.
@@ -305,27 +294,27 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
     for run, name in zip(runs, names, strict=True):
         if run.private and not simulation_only:
             text = "not shown, because the partition is an exact function of private data"
-            yield {"kind": "text", "text": f"{name}: {text}"}
+            yield _PARTS.text(f"{name}: {text}")
         elif picture := _image(run.folder / PARTITION, f"{name}: examples of each class", ""):
-            yield {"kind": "heading", "text": name}
+            yield _PARTS.heading(name)
             yield picture
 
 
-def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
+def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
     """Yields synthetic images from several rounds of each run: the first round, the last, and some
     between.
     """
     for run, name in zip(runs, names, strict=True):
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
-        images: list[Part] = []
+        images: list[Markup] = []
         for path in (paths[int(position)] for position in positions):
             caption = re.sub("round-0*", "round ", path.stem)
             alt = f"{name}: synthetic images of {caption}, a row for each class"
             images += filter(None, [_image(path, alt, caption)])
         if images:
-            yield {"kind": "heading", "text": name}
-            yield {"kind": "images", "images": images}
+            yield _PARTS.heading(name)
+            yield _PARTS.images(images)
 
 
 _MEASURES = ("accuracy", "balanced accuracy", "AUROC", "F1", "calibration error")
@@ -345,12 +334,12 @@ def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
     """Returns the cells of a table for the columns in `_MEASURES`."""
     shares = [percent(value_at(values, key)) for key in ("f1", "calibration_error")]
     balanced = percent(value_at(values, "balanced_accuracy"))
-    return [percent(_number(accuracy)), balanced, auroc_text(values), *shares]
+    return [percent(_number(accuracy)), balanced, finished.auroc_text(values), *shares]
 
 
 def _classification(
     runs: Sequence[Run], names: Sequence[str], simulation_only: bool
-) -> Iterator[Part]:
+) -> Iterator[Markup]:
     """Yields tables with the measures of each run on the test set, also by domain and by client,
     and the confusion matrices.
     """
@@ -370,49 +359,37 @@ def _classification(
             clients.append([f"{name}, client {number}", percent(_number(share))])
     if any(cell != NONE for _, *cells in rows for cell in cells):
         yield _table("measures on the test set", ("run", *_MEASURES), rows)
-    if any(UNDEFINED in row for row in rows):
+    if any(finished.UNDEFINED in row for row in rows):
         text = "AUROC is undefined if all test examples have one class, or an output is not finite."
-        yield {"kind": "text", "text": text}
+        yield _PARTS.text(text)
     if 0 < len(clients) <= MAX_CLIENTS:
         yield _table("accuracy by client", ("client", "accuracy on its own test split"), clients)
     for run, name in zip(runs, names, strict=True):
         yield from _confusion(run, name)
 
 
-def _confusion(run: Run, name: str) -> Iterator[Part]:
+def _confusion(run: Run, name: str) -> Iterator[Markup]:
     """Yields the confusion matrix of a run with at most `MAX_CLASSES` classes, as a table."""
     matrix = run.summary.get("confusion_matrix") or []
     if 0 < len(matrix) <= MAX_CLASSES:
-        yield {"kind": "heading", "text": f"{name}: true classes (rows) and predicted classes"}
+        yield _PARTS.heading(f"{name}: true classes (rows) and predicted classes")
         rows = [[str(label), *map(str, counts)] for label, counts in enumerate(matrix)]
         if all(len(row) == len(matrix) + 1 for row in rows):
             yield _table("confusion matrix", ("class", *map(str, range(len(matrix)))), rows)
 
 
-def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields plots that show how well and how evenly the model works for the clients.
-
-    The metrics AMP, WLP and FM are measured on the clients' own test splits.
-    """
-    for key in ("amp", "wlp", "fm"):
-        yield from _curve(runs, names, f"local.{key}", "rounds")
-
-
-def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields plots that describe the generated images.
-
-    The plots show how often the teachers classify a generated image as the requested class, the
-    entropy of the classes that the teachers predict, and how often the student predicts the same
-    class as the teachers.
-    """
-    for key in ("agreement", "class_entropy_share", "student"):
-        yield from _curve(runs, names, f"generator.{key}", "rounds")
+def _by_round(
+    metrics: Sequence[str], runs: Sequence[Run], names: Sequence[str], simulation_only: bool
+) -> Iterator[Markup]:
+    """Yields plots of several metrics by round."""
+    for metric in metrics:
+        yield from _curve(runs, names, metric, "rounds")
 
 
-def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
+def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
     if not any(run.private for run in runs):
         text = "No run had differential privacy: the clients' uploads are not protected."
-        yield {"kind": "text", "text": text}
+        yield _PARTS.text(text)
         return
     head = ("run", "guarantee", "δ", "unit", "that is", "factor on the odds", "worst client")
     rows = []
@@ -424,12 +401,13 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
             lines.append(Line(name, points, colour=number))
     yield _table("privacy", head, rows)
     if lines:
-        yield _plot(line_plot(lines, x="round", y="ε"), "ε of the worst client after each round")
+        plot = line_plot(lines, x="round", y="ε")
+        yield _PARTS.plot(plot, "ε of the worst client after each round")
     text = (
         "To share the guarantee of a private run, use the privacy_report.html in its folder. The "
         "command fedsynth privacy verify RUN checks this report."
     )
-    yield {"kind": "text", "text": text}
+    yield _PARTS.text(text)
 
 
 def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
@@ -457,7 +435,7 @@ def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
     return row, [(float(point["round"]), point["worst"]) for point in guarantee["epsilon_by_round"]]
 
 
-def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
+def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
     """Yields a table with all settings of all runs. The settings in which the runs differ come
     first.
     """
@@ -470,29 +448,22 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 # ------------------------------------------------------------------------------------------- parts
 
 
-def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
+def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Returns a table as a part of the page. Empty columns are left out. The first cell of each row
     is the heading of the row.
     """
     columns = [0]
     columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
-    return {
-        "kind": "table",
-        "label": label,
-        "head": [head[i] for i in columns],
-        "rows": [[row[i] for i in columns] for row in rows],
-    }
+    cells = [[row[i] for i in columns] for row in rows]
+    table: Markup = _PARTS.table(label, [head[i] for i in columns], cells)
+    return table
 
 
-def _plot(svg: str, caption: str) -> Part:
-    return {"kind": "plot", "svg": svg, "caption": caption}
-
-
-def _image(path: Path, alt: str, caption: str) -> Part | None:
+def _image(path: Path, alt: str, caption: str) -> Markup | None:
     """Returns a PNG file as a part of the page, or None if it is missing or not a PNG file."""
     with suppress(OSError):
         content = read_regular(path, MAX_IMAGE_BYTES)
         if content.startswith(b"\x89PNG"):
-            data = base64.b64encode(content).decode()
-            return {"kind": "image", "alt": alt, "data": data, "caption": caption}
+            figure: Markup = _PARTS.image(alt, base64.b64encode(content).decode(), caption)
+            return figure
     return None
