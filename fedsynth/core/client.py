@@ -110,6 +110,8 @@ class _ClientView:
 
     def split(self) -> list[Any]:
         """Returns a list with one single-client group for each client (see `select`)."""
+        if len(self.ids) == 1:
+            return [self]
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
@@ -206,7 +208,7 @@ class ExactClientView(_ClientView):
         """
         if self._inputs is not None:
             return self._inputs(indices, len(indices))
-        return normalise(self.data.images[indices], self.spec)
+        return normalise(self.data.images.index_select(0, indices), self.spec)
 
     def labels(self, indices: Tensor) -> Tensor:
         return self.data.labels[indices]
@@ -465,7 +467,7 @@ class PrivateClientView(_ClientView):
         indices = records.to(self._data.labels.device, non_blocking=True)
         if self._inputs is not None:
             return self._inputs(indices, length)
-        images = self._data.images[indices]
+        images = self._data.images.index_select(0, indices)
         return normalise(padded(images, length), self.spec)
 
     def fit(
