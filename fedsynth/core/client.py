@@ -211,7 +211,7 @@ class ExactClientView(_ClientView):
         return normalise(self.data.images.index_select(0, indices), self.spec)
 
     def labels(self, indices: Tensor) -> Tensor:
-        return self.data.labels[indices]
+        return self.data.labels.index_select(0, indices)
 
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
