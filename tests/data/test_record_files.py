@@ -271,6 +271,9 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     private(file, unit="user")
     ledgers = sorted(path.name for path in (tmp_path / "fedsynth-ledger").glob("*.jsonl"))
     assert ledgers == ["north.jsonl", "south.jsonl"]
+    draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
+    with pytest.raises(DataError, match="the class '2', but .* declares only"):
+        private(file)
 
 
 def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:

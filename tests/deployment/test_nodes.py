@@ -222,9 +222,10 @@ def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
 @pytest.mark.parametrize("policy", [CAPPED, None], ids=["owners", "run"])
 def test_run_ends_when_all_budgets_are_exhausted(setup: Setup, policy: Policy | None) -> None:
     privacy = PRIVATE if policy else {**PRIVATE, "epsilon": 1.5}
-    link = setup.link(*(setup.node(k, policy) for k in range(CLIENTS)))
-    served = setup.serve(sections("feddm", privacy=privacy), link)
+    nodes = [setup.node(k, policy) for k in range(CLIENTS)]
+    served = setup.serve(sections("feddm", privacy=privacy), setup.link(*nodes))
     assert len(served.record.rows) == 1
+    assert [node.ended for node in nodes] == [1] * CLIENTS
     assert any("ended after 1 of 2 rounds" in text for text in served.record.deviations)
     setup.verified_reports()
 

@@ -27,6 +27,7 @@ from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
 from fedsynth.features.random_images import (
     AT_ONCE,
+    _shape,
     dead_leaves,
     random_generators,
     random_images,
@@ -311,6 +312,14 @@ def test_pixels_are_between_0_and_1_for_any_shape(shape: Shape) -> None:
     assert x.shape == (6, *shape)
     assert 0 <= x.min() < x.max() <= 1
     assert images(0, shape).shape == (0, *shape)
+
+
+def test_shapes_have_area_of_their_kind() -> None:
+    """Areas by hand: an ellipse of π, a square of 1.6², and a triangle of height 1.7 and base 2."""
+    side = torch.linspace(-1.5, 1.5, 601)
+    for kind, area in ((0.1, math.pi), (0.5, 1.6**2), (0.9, 1.7)):
+        inside = _shape(side[:, None], side[None], torch.tensor(kind))
+        assert inside.double().mean() * 9 == pytest.approx(area, rel=0.02)
 
 
 @pytest.mark.parametrize("process", [dead_leaves, random_generators, spectral_noise])

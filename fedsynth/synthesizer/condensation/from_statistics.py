@@ -195,8 +195,8 @@ def total_variation(x_NCHW: Tensor) -> Tensor:
 
     The vertical and the horizontal mean are added.
 
-    >>> float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])))
-    1.0
+    >>> float(total_variation(torch.tensor([[[[0.0, 2.0], [1.0, 4.0]]]])))
+    4.0
     """
     down = (x_NCHW[..., 1:, :] - x_NCHW[..., :-1, :]).abs()
     across = (x_NCHW[..., 1:] - x_NCHW[..., :-1]).abs()
