@@ -272,7 +272,7 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     ledgers = sorted(path.name for path in (tmp_path / "fedsynth-ledger").glob("*.jsonl"))
     assert ledgers == ["north.jsonl", "south.jsonl"]
     draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
-    with pytest.raises(DataError, match="the class '2', but .* declares only"):
+    with pytest.raises(DataError, match=r"the class '2', but .* declares only"):
         private(file)
 
 

@@ -268,8 +268,16 @@ def test_images_and_vectors_have_equal_logits() -> None:
     assert actual.tolist() == is_correct[[3, 5]].tolist()
 
 
-def test_local_training_is_softmax_regression() -> None:
-    method = fs.FedAvg(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
+class Ridge(fs.TrainsLocally):
+    name = "ridge"
+
+    def task(self, *arguments: Any) -> fs.LocalObjective:
+        return fs.LocalObjective(penalty=lambda model: model.classifier.weight.square().sum())
+
+
+@pytest.mark.parametrize(("kind", "ridge"), [(fs.FedAvg, 0.0), (Ridge, 1.0)])
+def test_local_training_is_softmax_regression(kind: type[fs.TrainsLocally], ridge: float) -> None:
+    method = kind(local_epochs=1, batch=100, lr=2.0, momentum=0.0)
     parts = fs.PartitionSettings(clients=1, alpha=100.0, min_size=1)
     model = fs.ModelSettings(features="pixels")
     settings = fs.RunSettings(method, rounds=1, model=model, partition=parts)
@@ -279,7 +287,7 @@ def test_local_training_is_softmax_regression() -> None:
     p = np.exp(Z @ w.T)
     r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[IMAGES.labels.numpy()]
     actual = result.model.state_dict()["classifier.weight"].double().numpy()
-    np.testing.assert_allclose(actual, w - 2.0 * r.T @ Z / len(Z), atol=1e-5)
+    np.testing.assert_allclose(actual, w - 2.0 * (r.T @ Z / len(Z) + 2 * ridge * w), atol=1e-5)
     clients = ExactClientView([0], IMAGES, [torch.arange(40)], network=start)
     np.testing.assert_allclose(clients.images(torch.tensor([4])), Z[4:5], atol=1e-6)
 
