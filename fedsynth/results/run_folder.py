@@ -11,7 +11,7 @@ after a power cut.
     synthetic.safetensors, synthetic.png    the synthetic images that clients sent in the last
                          round, or that the server made (client −1)
     synthetic_by_round/  a picture of the synthetic images of each round
-    artefacts.json       matrices that the server measured (FedHydra's stratification)
+    artefacts.safetensors    matrices that the server measured (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    only with differential privacy
     privacy_start.json   only with differential privacy: the public facts fixed at the start, from
                          which the report of a killed run is built
@@ -52,7 +52,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
 from fedsynth.privacy.report.figures import Resumptions, Start
 from fedsynth.privacy.report.file import read_part
-from fedsynth.results.disclosed import Disclosed, finite
+from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 
 SIMULATION_ONLY_NOTE = """\
@@ -65,7 +65,7 @@ SERVED = "run.json"
 """The name of the file with a run's name and the settings that were agreed with the clients. Only a
 run over a network has this file.
 """
-ARTEFACTS = "artefacts.json"
+ARTEFACTS = "artefacts.safetensors"
 MODEL = "model.safetensors"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
@@ -304,14 +304,10 @@ class RunFolder:
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Tensors) -> None:
-        """Writes the matrices that the server computed into artefacts.json.
-
-        Each matrix has the shape [classes, clients].
-        """
-        if not matrices:
-            return
-        values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
-        self._replace(ARTEFACTS, json.dumps(values, indent=1, allow_nan=False))
+        """Writes the matrices that the server computed, if there are any."""
+        if matrices:
+            with writing(self.path):
+                save_tensors(matrices, self.path / ARTEFACTS, {})
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary of a run that has ended, and renames the run folder.

@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.files import read_tensors
@@ -382,12 +380,12 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     checks = {run_folder.MODEL: _model_problems}
     if counted and (sends_sets or method.plans_images):
         checks[TENSORS] = _images_problems
+    if counted and type(method).artefacts is not Method.artefacts:
+        checks[run_folder.ARTEFACTS] = _matrices_problems
     problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
-    if TENSORS not in checks and (folder / TENSORS).exists():
-        problems.append(f"{TENSORS} exists, but this run does not write such a file")
-    if (folder / run_folder.ARTEFACTS).exists():
-        makes_matrices = bool(counted) and type(method).artefacts is not Method.artefacts
-        problems += _matrices_problems(charges, folder, makes_matrices)
+    for name in (TENSORS, run_folder.ARTEFACTS):
+        if name not in checks and (folder / name).exists():
+            problems.append(f"{name} exists, but this run does not write such a file")
     for name, check in checks.items():
         if (folder / name).is_file():
             try:
@@ -405,23 +403,19 @@ def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, s
     return differences(run_folder.MODEL, expected, _shapes(tensors))
 
 
-def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> list[str]:
-    """Returns the problems with the file artefacts.json, which contains matrices that the server
-    computed.
-    """
-    if not makes_matrices:
-        return [f"{run_folder.ARTEFACTS} exists, but this run does not write such a file"]
-    try:
-        matrices = report_file.read_json(folder / run_folder.ARTEFACTS, "file of matrices")
-        shapes = {name: np.array(values, dtype=float).shape for name, values in matrices.items()}
-    except (PrivacyError, AttributeError, TypeError, ValueError) as error:
-        return [f"{run_folder.ARTEFACTS} cannot be read: {one_line(error)}"]
-    classes, clients = charges.run.context.spec.classes, charges.run.settings.partition.clients
-    return [
-        f"{run_folder.ARTEFACTS}: {short_repr(name)} has shape {shape}, but must be [{classes}, clients]"
-        for name, shape in shapes.items()
-        if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients
-    ]
+def _matrices_problems(
+    charges: Charges, tensors: Tensors, metadata: Mapping[str, str]
+) -> list[str]:
+    """Returns a problem for each matrix of the server without the shape [classes, clients]."""
+    classes, clients = charges.run.spec.classes, charges.run.settings.partition.clients
+    problems = []
+    for name, shape in _shapes(tensors).items():
+        if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients:
+            expected = f"must be [{classes}, clients]"
+            problems.append(
+                f"{run_folder.ARTEFACTS}: {short_repr(name)} is {shape}, but {expected}"
+            )
+    return problems
 
 
 def _shapes(tensors: Tensors) -> dict[str, list[int]]:

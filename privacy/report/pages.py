@@ -33,7 +33,7 @@ RENDERERS = ("jinja2", "markdown-it-py")
 FILES = {
     "model.safetensors": "the trained model",
     "synthetic.safetensors": "the synthetic examples of the last round",
-    "artefacts.json": "the server's measurements of the uploads",
+    "artefacts.safetensors": "the server's measurements of the uploads",
     "metrics.jsonl": "metrics of each round",
     "config.toml": "the settings",
     "README.md": "how to use these files",

@@ -371,8 +371,8 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (pipe("metrics.jsonl"), "metrics.jsonl"),
     (pipe("summary.json"), "run's summary"),
     (
-        all_of(write("artefacts.json", '{"n_k": [[312]]}'), fit_hashes),
-        "artefacts.json exists, but",
+        all_of(write("artefacts.safetensors", "n_k = 312"), fit_hashes),
+        "artefacts.safetensors exists, but",
     ),
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
     (tensors(MODEL, lambda t: t.update({min(t): torch.zeros(3)})), "model.safetensors."),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fedsynth import from_arrays, load_dataset
 from fedsynth.core.context import RoundContext
@@ -80,12 +81,11 @@ def test_unchanged_runs_are_verified(kind: str, tmp_path: Path) -> None:
 def test_shapes_of_matrices_are_verified(tmp_path: Path) -> None:
     folder = run(tmp_path, quick_sections("fedhydra", **ROUND))
     assert verify(folder) == []
-    file = folder / "artefacts.json"
-    matrices = json.loads(file.read_text())
-    file.write_text(json.dumps({name: rows[:-1] for name, rows in matrices.items()}))
-    assert "has shape (9, 3), but must be [10, clients]" in " ".join(verify(folder))
-    file.write_text('{"stratification": "?"}')
-    assert "artefacts.json cannot be read" in " ".join(verify(folder))
+    file = folder / "artefacts.safetensors"
+    save_file({name: rows[:-1].clone() for name, rows in load_file(file).items()}, file)
+    assert "is [9, 3], but must be [10, clients]" in " ".join(verify(folder))
+    file.write_text("x")
+    assert "artefacts.safetensors cannot be read" in " ".join(verify(folder))
 
 
 def test_runs_on_shared_ledger_are_verified(
