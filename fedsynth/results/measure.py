@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Tensors
@@ -26,15 +26,12 @@ from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
 
 FINAL = "model"
+Figures = Callable[[str, Callable[[], Mapping[str, Any]]], Mapping[str, Any]]
+"""The type of a function that computes metrics and, if the computation fails, notes the error.
 
-
-class Figures(Protocol):
-    """The type of a function that computes metrics and, if the computation fails, notes the error.
-
-    `RunRecord.figures` is such a function.
-    """
-
-    def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
+Its arguments are the name of the metrics and the function that computes the metrics. If this
+function fails, the result is empty. See `RunRecord.figures`.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,12 @@ class Measure:
         If the method makes several variants of the model, the entry `models` contains the
         accuracies of each variant.
         """
-        final = self.method.final_parameters(state)
-        models = dict(self.method.variants(state))
-        if not models:
-            return self._rows({FINAL: final}, context, figures)[FINAL]
-        same = [name for name, model in models.items() if _is(model, final)]
-        if not same:
-            models[FINAL] = final
+        models = {**self.method.variants(state), FINAL: self.method.final_parameters(state)}
         rows = self._rows(models, context, figures)
-        row = rows[same[0]] if same else rows.pop(FINAL)
-        return {**row, disclosed.MODELS: rows}
+        row = rows.pop(FINAL)
+        if rows:
+            row[disclosed.MODELS] = rows
+        return row
 
     def final_measures(
         self, metrics: Rows, state: ServerState, context: RoundContext, figures: Figures
@@ -149,8 +142,3 @@ class Measure:
             row[disclosed.DOMAIN_MEASURES] = measures_by_domain(logits, test)
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row
-
-
-def _is(parameters: Tensors, other: Tensors) -> bool:
-    """Returns True if two models are the same one, because their tensors are the same objects."""
-    return all(parameters[key] is value for key, value in other.items())
