@@ -122,10 +122,19 @@ def load_synthetic(folder: str | Path) -> SharedSet:
             f"{one_line(root)} is not a synthetic set, because the file {SUMS} is missing"
         )
     check_hashes(root)
+    return read_set(root / TENSORS)
+
+
+def read_set(file: Path) -> SharedSet:
+    """Reads a synthetic set from a file that `write_set` wrote.
+
+    Raises:
+        DataFilesCorruptError: the file cannot be read or is damaged.
+    """
     try:
-        return shared_set(*read_tensors(root / TENSORS))
+        return shared_set(*read_tensors(file))
     except (OSError, ValueError) as error:
-        raise DataFilesCorruptError(f"{root / TENSORS} is damaged: {one_line(error)}") from None
+        raise DataFilesCorruptError(f"{file} is damaged: {one_line(error)}") from None
 
 
 def write_set(

@@ -22,13 +22,12 @@ from PIL import Image
 from torch import nn
 
 from fedsynth.core.method import Method
-from fedsynth.data.files import read_tensors
 from fedsynth.data.shared_set import (
     README,
     TENSORS,
     UNITS,
     SharedSet,
-    shared_set,
+    read_set,
     write_hashes,
     write_set,
 )
@@ -165,10 +164,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
         raise OutputError(f"the run in {folder} has no images, because {name} makes none")
-    try:
-        synthetic = shared_set(*read_tensors(folder / TENSORS))
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
+    synthetic = read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
     trained_on_images = False

@@ -69,6 +69,7 @@ class Local(_Part):
 
 class Guarantee(_Part):
     epsilon: float | None = None
+    noise_multiplier: float | None = None
 
 
 class Summary(_Part):

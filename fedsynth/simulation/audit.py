@@ -32,9 +32,10 @@ from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guess
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER, is_real
+from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.build import write_report
-from fedsynth.privacy.report.file import read_json, read_report
+from fedsynth.privacy.report.file import read_report
+from fedsynth.results.finished import RunFolderError, read_summary
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.simulation.canaries import Canaries
@@ -296,20 +297,15 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         PrivacyError: the folder has no privacy report of this version, or the report was made for
             other settings.
     """
-    no_run = SettingError(
-        None, "folder", "must be a finished private run of at least one round", value=folder
-    )
     try:
-        summary = read_json(folder / "summary.json", "run's summary")
-    except PrivacyError:
-        raise no_run from None
-    promise = summary.get("differential_privacy")
+        summary = read_summary(folder)
+    except RunFolderError:
+        summary = {}
+    sigma = (summary.get("differential_privacy") or {}).get("noise_multiplier")
     rounds = summary.get("rounds")
-    if not isinstance(promise, dict):
-        raise no_run
-    sigma = promise.get("noise_multiplier")
-    if not is_real(sigma) or type(rounds) is not int or rounds < 1 or settings.privacy is None:
-        raise no_run
+    if settings.privacy is None or not sigma or not rounds:
+        reason = "must be a finished private run of at least one round"
+        raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
     return replace(settings, privacy=privacy, rounds=rounds)

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedsynth.data.files import read_tensors
 from fedsynth.data.images import ImageData, normalise, to_stored
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, shared_set
-from fedsynth.errors import DataFilesCorruptError, SettingError, one_line
+from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, read_set
+from fedsynth.errors import SettingError
 from fedsynth.evaluation.fidelity import Fidelity, fidelity
 from fedsynth.features.pretrained import PRETRAINED, names_a_library, pretrained_network
 from fedsynth.features.registry import feature_map, register_file
@@ -75,10 +74,7 @@ def synthetic_set(folder: Path) -> SharedSet:
     """Returns the synthetic set in an exported folder or in a run folder."""
     if (folder / SUMS).is_file() or not (folder / TENSORS).is_file():
         return load_synthetic(folder)
-    try:
-        return shared_set(*read_tensors(folder / TENSORS))
-    except (OSError, ValueError) as error:
-        raise DataFilesCorruptError(f"{folder / TENSORS} is damaged: {one_line(error)}") from None
+    return read_set(folder / TENSORS)
 
 
 def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec) -> Embed:
