@@ -18,7 +18,7 @@ from fedsynth.training import sgd
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 from tests.digits import SPEC, digits
 from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, fake_gpu
-from tests.families import FAMILIES, by_family
+from tests.quick_runs import FAMILIES, by_family
 from tests.simulation import test_recorded_numbers as recorded
 
 TOLERANCE = 1e-4  # relative: passes on a GPU have other lengths and rounding

@@ -28,7 +28,7 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
 from tests.image_folders import make_image_folder, write_image
-from tests.interruption import interrupt_in_round
+from tests.quick_runs import interrupt_in_round
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 

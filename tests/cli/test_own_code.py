@@ -16,7 +16,7 @@ from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
 from fedsynth.methods import _CUSTOM
 from fedsynth.own_code import load_own
 from tests.cli.conftest import Call
-from tests.interruption import interrupt_in_round
+from tests.quick_runs import interrupt_in_round
 
 NET = """
 from torch import nn

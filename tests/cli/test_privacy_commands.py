@@ -16,7 +16,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.formatting import format_epsilon
 from tests.cli.conftest import Call
-from tests.interruption import interrupt_in_round
+from tests.quick_runs import interrupt_in_round
 
 REASON = "a round of real (none): a run on the same data without differential privacy"
 

@@ -39,7 +39,7 @@ from fedsynth.data.picture import GREY, by_class, image_grid_png, partition_png,
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.run_data import Clients
-from tests.quick_settings import quick_settings, verified
+from tests.quick_runs import quick_settings, verified
 
 DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.privacy import randomness, read_ledger
 from fedsynth.results.verification import verify_run
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 from tests.simulation.test_recorded_numbers import RepeatableNoise
 
 CLIENTS = 3

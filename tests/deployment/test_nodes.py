@@ -52,9 +52,8 @@ from tests.deployment.local_setup import (
     sections,
     secure_sections,
 )
-from tests.families import by_family
 from tests.image_folders import write_image
-from tests.observers import NoteRecorder
+from tests.quick_runs import NoteRecorder, by_family
 
 PROTECTING = by_family((m for m in METHODS if method_class(m).dp_mechanisms), ("feddm", "fedstats"))
 

@@ -20,7 +20,7 @@ from fedsynth.errors import CheckpointError
 from fedsynth.privacy import epsilon
 from fedsynth.results.verification import verify_run
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Link, Setup, kill, same_model, sections
-from tests.observers import NoteRecorder
+from tests.quick_runs import NoteRecorder
 
 LAST = CLIENTS - 1
 

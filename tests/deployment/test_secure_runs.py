@@ -50,7 +50,7 @@ from tests.deployment.local_setup import (
 )
 from tests.deployment.local_setup import secure_sections as sections
 from tests.deployment.test_secure_sums import OTHER_KEY, make_identities
-from tests.families import by_family
+from tests.quick_runs import by_family
 
 PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]

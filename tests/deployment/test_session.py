@@ -17,7 +17,7 @@ from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Release, epsilon
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, sections
-from tests.families import by_family
+from tests.quick_runs import by_family
 
 ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phase": "main"}
 EPSILON = {"epsilon": 8.0}

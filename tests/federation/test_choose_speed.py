@@ -12,7 +12,7 @@ import torch
 from fedsynth import resolve, simulate
 from fedsynth.federation import context
 from fedsynth.federation.context import choose_speed
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 FEDDM = {"method": "feddm", "rounds": 2}
 

@@ -27,7 +27,7 @@ from fedsynth.federation.protocol import Replies
 from fedsynth.federation.server import NoQuorum, Server, run_round
 from fedsynth.methods import METHODS
 from fedsynth.privacy.plans import FIRST, MAIN
-from tests.families import by_family
+from tests.quick_runs import by_family
 from tests.simulation.test_recorded_numbers import CASES, OWN_MODELS, case, settings_of
 
 QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")

@@ -18,8 +18,7 @@ from fedsynth.privacy import Release
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.verification import unfinished_report, verify_run
-from tests.observers import NoteRecorder
-from tests.quick_settings import quick_sections, verified
+from tests.quick_runs import NoteRecorder, quick_sections, verified
 from tests.simulation.test_recorded_numbers import SAME_MACHINE, differences, ledger_rows, numbers
 
 CLIENTS = 5

@@ -29,8 +29,7 @@ from fedsynth.models import on_features as feature_linear
 from fedsynth.privacy.dpsgd import ExampleGradients
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
-from tests.families import by_family
-from tests.quick_settings import quick_settings
+from tests.quick_runs import by_family, quick_settings
 
 MESSAGE = "position of an example"
 CPU = torch.device("cpu")

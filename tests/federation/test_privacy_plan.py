@@ -32,7 +32,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.results.report_facts import headline
 from fedsynth.simulation import run as simulated_run
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 SPENT = Release(1, "images", "m", "c", 8.0, 1.0, 1.0, "full", 4, 7)

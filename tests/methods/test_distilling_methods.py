@@ -29,7 +29,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.stratification import stratified_weights
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 from tests.rounds import take_step
 
 GENERATOR: dict[str, Any] = {"generator_batch": 5, "latent": 6, "generator_width": 4}

@@ -37,7 +37,7 @@ from fedsynth.privacy.products import Grams
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.digits import SPEC, charge_for, digits, round_context
 from tests.privacy.support import HOSTILE, guard
-from tests.quick_settings import verified
+from tests.quick_runs import verified
 
 PIXELS = fs.FedStats(features="pixels", second_moments="yes")
 PICTURES = fs.FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)

@@ -32,7 +32,7 @@ from fedsynth.privacy.releases import Release
 from tests import digits as setup
 from tests.digits import HOSTILE, SPEC, client_uploads, convnet, digits, private_clients
 from tests.privacy.support import guard
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 WIDTH = 4 * 4 + 10
 RELEASE = GaussianSumMechanism.release

@@ -25,8 +25,7 @@ from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.scaffold import ControlState, ControlUp, Scaffold
 from fedsynth.methods.shared import aggregation as robust
 from tests.digits import round_context
-from tests.families import by_family
-from tests.quick_settings import quick_sections
+from tests.quick_runs import by_family, quick_sections
 
 FloatArray = npt.NDArray[np.float64]
 

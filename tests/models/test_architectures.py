@@ -26,8 +26,8 @@ from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeat
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.sgd import MomentumSgd
 from tests.digits import digits
-from tests.families import by_family
 from tests.privacy.support import series
+from tests.quick_runs import by_family
 
 Shape = tuple[int, int, int]
 TORCHVISION = ("resnet18", "resnet50", "googlenet")

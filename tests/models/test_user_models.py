@@ -31,8 +31,7 @@ from fedsynth.models.registry import build_model, build_network, has_given_weigh
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
 from tests.digits import SPEC, digits
-from tests.families import by_family
-from tests.quick_settings import quick_settings
+from tests.quick_runs import by_family, quick_settings
 
 Shape = tuple[int, int, int]
 

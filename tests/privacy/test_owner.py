@@ -30,7 +30,7 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
 from tests.digits import CPU, SPEC
 from tests.privacy.support import plan
-from tests.quick_settings import quick_settings
+from tests.quick_runs import quick_settings
 
 
 def records(count: int) -> tuple[Tensor, Tensor]:

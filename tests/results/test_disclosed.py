@@ -28,7 +28,7 @@ from fedsynth.results.disclosed import ROW, declared_row, disclosed
 from fedsynth.results.loggers import LOGGERS, Logger, Several, make_loggers, numbers_of
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
-from tests.quick_settings import folder_of, quick_sections, read_rows
+from tests.quick_runs import folder_of, quick_sections, read_rows
 
 
 def settings(method: type[FedAvg], key: str = "clean_loss", **privacy: Any) -> RunSettings:

@@ -55,7 +55,7 @@ from fedsynth.results.export import Share, _write
 from fedsynth.results.onnx_export import _checked_program
 from fedsynth.results.verification import verify_run
 from tests.image_folders import CLASSES, make_image_folder, write_declaration
-from tests.quick_settings import folder_of, quick_sections
+from tests.quick_runs import folder_of, quick_sections
 from tests.results.test_tampering import changed
 
 TINY = {

@@ -20,7 +20,7 @@ from fedsynth.results.finished import Run, RunFolderError, by_seed, differing, f
 from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
 from fedsynth.simulation.simulate import simulate
 from tests.html_page import Page
-from tests.quick_settings import folder_of, quick_sections
+from tests.quick_runs import folder_of, quick_sections
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
-from tests.quick_settings import folder_of, quick_sections
+from tests.quick_runs import folder_of, quick_sections
 from tests.special_files import make_special_file
 
 SPEC = dataclasses.replace(

@@ -25,7 +25,7 @@ from fedsynth.results import sweep as sweeps
 from fedsynth.results.sweep import Sweep, finished, read_sweep, run_sweep
 from fedsynth.results.tables import FORMATS, render, sweep_rows
 from fedsynth.validation import to_toml
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 GRID = """
 [run]

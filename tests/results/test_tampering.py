@@ -34,7 +34,7 @@ from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
-from tests.quick_settings import folder_of, quick_sections
+from tests.quick_runs import folder_of, quick_sections
 from tests.special_files import make_special_file
 
 NAME, START = "privacy_report.json", "privacy_start.json"

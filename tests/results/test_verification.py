@@ -23,7 +23,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.verification import unfinished_report, verify_run
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 from tests.results.test_tampering import run, settings, verify
 from tests.simulation.test_resume import interrupted_at, unfinished
 

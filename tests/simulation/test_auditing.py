@@ -23,8 +23,7 @@ from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.simulation.audit import AuditedRun, AuditResult, audit_run
 from fedsynth.simulation.canaries import COLUMNS, Canaries, draw_directions, log_likelihood_ratios
-from tests.families import by_family
-from tests.quick_settings import quick_sections
+from tests.quick_runs import by_family, quick_sections
 
 CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}
 TRAIN = {"local_steps": 4, "batch": 20}

@@ -45,9 +45,7 @@ from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections, to_toml
 from tests.data.test_medical_files import NAME, write_ct
 from tests.image_folders import make_image_folder, write_declaration
-from tests.interruption import interrupt_in_round
-from tests.observers import NoteRecorder
-from tests.quick_settings import folder_of, quick_sections, verified
+from tests.quick_runs import NoteRecorder, folder_of, interrupt_in_round, quick_sections, verified
 from tests.simulation.test_recorded_numbers import user_data
 
 SPEC = replace(

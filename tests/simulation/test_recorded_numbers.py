@@ -34,7 +34,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import randomness
-from tests.families import by_family
+from tests.quick_runs import by_family
 
 RECORDED = Path(__file__).with_name("recorded_numbers.json")
 CLIENTS = 4

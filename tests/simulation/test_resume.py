@@ -29,9 +29,7 @@ from fedsynth.results.checkpoint import POINTER, CheckpointFolder, LoopCheckpoin
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
-from tests.families import by_family
-from tests.observers import NoteRecorder
-from tests.quick_settings import folder_of, quick_sections, read_rows, verified
+from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")

@@ -33,9 +33,7 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.run import Simulation
 from tests.digits import digits
-from tests.families import by_family
-from tests.observers import NoteRecorder
-from tests.quick_settings import folder_of, quick_sections, read_rows, verified
+from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
 from tests.simulation.test_recorded_numbers import CLIENTS, case, private
 from tests.simulation.test_recorded_numbers import settings_of as settings_for
 

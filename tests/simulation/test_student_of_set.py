@@ -45,7 +45,7 @@ from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.simulation.student import Student, real_images
 from tests.image_folders import make_image_folder
-from tests.quick_settings import folder_of, quick_sections
+from tests.quick_runs import folder_of, quick_sections
 
 BRIEF = StudentSettings(steps=3, views=1)
 LINEAR = ModelSettings("linear")

@@ -35,7 +35,7 @@ from fedsynth.synthesizer.condensation.losses import DistributionMatcher, unit_d
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, convnet, digits
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])
 PARTS = [torch.arange(8), torch.arange(8, 10)]

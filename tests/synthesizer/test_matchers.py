@@ -33,7 +33,7 @@ from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, convnet, digits, private_clients, round_context
 from tests.methods.tiny_problem import TwoLayers
 from tests.privacy.support import series
-from tests.quick_settings import quick_sections
+from tests.quick_runs import quick_sections
 
 N, CLASSES, IPC = 60, 10, 3
 WIDTH = 4 * 4 + CLASSES

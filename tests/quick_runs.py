@@ -1,13 +1,20 @@
-"""Settings of methods for quick tests: a few steps instead of the papers' values."""
+"""Quick runs for tests: settings of a few steps instead of the papers' values, one method of each
+family, an observer of notes, and interruptions."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fedsynth import RunResult
+from fedsynth.federation.protocol import Observer
 from fedsynth.results.verification import verify_run
+from fedsynth.simulation.run import Simulation
 
 CONDENSED = {"iterations": 3, "ipc": 2, "server_epochs": 2}
 GENERATED = {"local_epochs": 1, "server_epochs": 2, "generator_steps": 2}
@@ -19,6 +26,20 @@ QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     "dense": GENERATED,
     "fedhydra": {**GENERATED, "stratification_steps": 2},
 }
+FAMILIES = (
+    "fedavg", "scaffold", "solo", "feddm", "fedaf", "fedfm", "fedkf", "feddf", "fedstats",
+)  # fmt: skip
+"""One method of each family for tests of an engine; tests of the other methods are slow. An engine
+treats the methods of a family equally: plain averages, memories of clients, personal models,
+condensed sets, a first exchange, generators, distillation by the server, sums."""
+
+
+def by_family(names: Iterable[str], quick: Iterable[str] = FAMILIES) -> list[Any]:
+    """Returns the parameters of a test; all but the quick ones are marked as slow."""
+    quick_names = set(quick)
+    return [
+        pytest.param(name, marks=[] if name in quick_names else pytest.mark.slow) for name in names
+    ]
 
 
 def quick_settings(method: str) -> dict[str, Any]:
@@ -53,3 +74,26 @@ def verified(result: RunResult) -> Path:
     """The folder of a run, which verifies."""
     assert verify_run(folder_of(result)).problems == []
     return folder_of(result)
+
+
+class NoteRecorder(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(str(text))
+
+
+@contextmanager
+def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Interrupts runs in the block before this round's exchange."""
+    play = Simulation.play
+
+    def interrupted_play(self: Simulation, context: Any) -> Any:
+        if context.round == number:
+            raise KeyboardInterrupt
+        return play(self, context)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "play", interrupted_play)
+        yield
