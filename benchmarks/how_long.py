@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fedsynth import ImageData, PrivacySettings, from_arrays, owner_settings, simulate
-from fedsynth.data.registry import plain_spec
+from fedsynth.data.registry import custom_spec
 from library.machine import run_cases, timing_options
 
 FEW, MANY = 2, 6
@@ -52,7 +52,7 @@ def noise(size: Size) -> ImageData:
     """Returns grey images of noise."""
     names = map(str, range(size.classes))
     facts = {"train_size": size.images, "source": "noise"}
-    spec = plain_spec("noise", (1, size.side, size.side), names, **facts)
+    spec = custom_spec("noise", (1, size.side, size.side), names, **facts)
     shape = (size.images, *spec.image_shape)
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     return from_arrays(images, np.arange(size.images) % size.classes, spec)

@@ -19,7 +19,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import ROOT_VARIABLE
-from fedsynth.data.registry import plain_spec
+from fedsynth.data.registry import custom_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.simulation.simulate import simulate
@@ -61,7 +61,7 @@ def images(dataset: str) -> Data:
     with np.load(folder / FACTS[dataset]["source"], allow_pickle=False) as arrays:
         stored = dict(arrays)
     shape = (1, *stored["train_images"].shape[1:])
-    spec = plain_spec(dataset, shape, CLASSES[dataset], **FACTS[dataset])
+    spec = custom_spec(dataset, shape, CLASSES[dataset], **FACTS[dataset])
 
     def part(name: str) -> ImageData:
         return from_arrays(stored[f"{name}_images"], stored[f"{name}_labels"].ravel(), spec)

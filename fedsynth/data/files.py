@@ -8,7 +8,9 @@ reader returns.
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import os
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,6 @@ from fedsynth.privacy.files import (
     decode_json,
     expand_home,
     read_regular,
-    read_text,
 )
 
 MAX_LIST_BYTES = 2**26
@@ -92,6 +93,11 @@ def expanded(folder: str | Path) -> Path:
         ) from None
 
 
+def missing(path: Path) -> FileNotFoundError:
+    """Returns the error for a missing file that is described by a pattern, such as `*.png`."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 @dataclass(frozen=True)
 class Split:
     """The images and labels of one split of a data set, such as its training split.
@@ -109,34 +115,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Reader:
-    """Knows which files a published data set needs, and how they are read.
+    """Knows how the files of a published data set are obtained and read.
 
     Attributes:
-        required: the files and folders that must be in the data folder.
-        instructions: a text that tells the user where to get these files and where to put them.
+        instructions: a text that tells the user where to get the files and where to put them.
         read: a function that reads the training and test splits. Its arguments are the
-            specification and the data folder.
+            specification and the data folder. It raises an OSError if a file cannot be read.
     """
 
-    required: tuple[str, ...]
     instructions: str
     read: Callable[[DatasetSpec, Path], tuple[Split, Split]]
-
-
-def read_lines(path: Path, name: str, instructions: str) -> list[str]:
-    """Reads the lines of a text file that belongs to the data set `name`.
-
-    Raises:
-        DataFilesMissingError: the file does not exist. The message includes the instructions.
-        DataFilesCorruptError: the file is not a text file.
-    """
-    try:
-        return read_text(path, MAX_LIST_BYTES).splitlines()
-    except FileNotFoundError:
-        raise DataFilesMissingError(f"{name} needs the file {path}. {instructions}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"{path} cannot be read as a text file: {one_line(error)}"
-        raise DataFilesCorruptError(reason) from None
 
 
 USERS_FILE = "users.csv"

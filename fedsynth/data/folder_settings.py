@@ -326,7 +326,7 @@ class FolderSettings:
             if path and (local == path or expanded(local).exists()):
                 place = f"{path[: -len(local)]}{expanded(local).absolute()}"
                 object.__setattr__(self, name, place)
-        object.__setattr__(self, "image_size", str(self.image_size))
+        object.__setattr__(self, "image_size", str(self.image_size or ""))
         if not self.folder:
             raise SettingError("data", "folder", "must be a folder of images")
         if self.test:

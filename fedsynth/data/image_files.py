@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data import medical_files
+from fedsynth.data.files import missing
 from fedsynth.data.images import Bytes
 from fedsynth.data.medical_files import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
@@ -64,18 +65,15 @@ class ImageHeader(NamedTuple):
 def images_in(folder: Path) -> list[Path]:
     """Lists the image files of a folder by name, without hidden files.
 
-    The list is empty if the folder does not exist.
-
     Raises:
-        DataFilesCorruptError: the folder cannot be listed.
+        FileNotFoundError: the folder does not exist or has no image.
+        OSError: the folder cannot be listed.
     """
-    if not folder.is_dir():
-        return []
-    try:
-        files = sorted(folder.iterdir())
-    except OSError as error:
-        raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
-    return [f for f in files if f.suffix.lower() in EXTENSIONS and not f.name.startswith(".")]
+    files = sorted(folder.iterdir())
+    images = [f for f in files if f.suffix.lower() in EXTENSIONS and not f.name.startswith(".")]
+    if not images:
+        raise missing(folder / "*.png")
+    return images
 
 
 def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, str]]:

@@ -24,12 +24,12 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.files import Reader, Split, first_fault, read_lines
+from fedsynth.data.files import MAX_LIST_BYTES, Reader, Split, first_fault, missing
 from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
-from fedsynth.privacy.files import read_regular
+from fedsynth.errors import DataFilesCorruptError, one_line
+from fedsynth.privacy.files import read_regular, read_text
 
 _TINY = "Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in the data folder"
 _CINIC = (
@@ -73,11 +73,11 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     images with three equal channels.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: a list or an image is missing or invalid.
+        OSError, DataFilesCorruptError: a list or an image is missing or invalid.
     """
     folder = root / "tiny-imagenet-200"
     wnids = folder / "wnids.txt"
-    names = sorted(set("\n".join(read_lines(wnids, spec.name, _TINY)).split()))
+    names = sorted(set("\n".join(_lines(wnids)).split()))
     if len(names) != spec.classes or not all(map(_WORDNET_NUMBER.fullmatch, names)):
         raise DataFilesCorruptError(
             f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537. "
@@ -85,11 +85,11 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         )
     train = []
     for label, name in enumerate(names):
-        train += _files_of_class(folder / "train" / name / "images", label, spec, _TINY)
+        train += _files_of_class(folder / "train" / name / "images", label)
     number_of = dict(zip(names, count(), strict=False))
     annotations = folder / "val" / "val_annotations.txt"
     test = []
-    for number, line in enumerate(read_lines(annotations, spec.name, _TINY), 1):
+    for number, line in enumerate(_lines(annotations), 1):
         match = _ANNOTATION.fullmatch(line)
         if match and match["name"] in number_of:
             path = folder / "val" / "images" / match["file"]
@@ -113,14 +113,13 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     train.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image
-            of 32×32.
+        OSError, DataFilesCorruptError: a class is missing, or a file is not an image of 32×32.
     """
     splits = []
     for split in ("train", "test"):
         files = []
         for label, name in enumerate(spec.class_names):
-            files += _files_of_class(root / "CINIC-10" / split / name, label, spec, _CINIC)
+            files += _files_of_class(root / "CINIC-10" / split / name, label)
         splits.append(_load(files, spec))
     return splits[0], splits[1]
 
@@ -142,7 +141,7 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             folder = root / "office_caltech_10" / domain / name
             if not folder.is_dir():
                 folder = folder.with_name(OTHER_NAMES.get(name, name))
-            files = _files_of_class(folder, label, spec, _OFFICE, domain=number)
+            files = _files_of_class(folder, label, number)
             test += files[4::5]
             del files[4::5]
             train += files
@@ -175,7 +174,7 @@ def read_domainnet_list(
     """
     path = folder / f"{spec.domains[domain]}_{split}.txt"
     files = []
-    for number, line in enumerate(read_lines(path, spec.name, _DOMAINNET), 1):
+    for number, line in enumerate(_lines(path), 1):
         match = _DOMAINNET_LINE.fullmatch(line.strip())
         if match and match["domain"] == spec.domains[domain] and ".." not in match.groups():
             if match["name"] in spec.class_names:
@@ -189,14 +188,16 @@ def read_domainnet_list(
     return files
 
 
-def _files_of_class(
-    folder: Path, label: int, spec: DatasetSpec, instructions: str, domain: int = 0
-) -> list[LabelledFile]:
+def _files_of_class(folder: Path, label: int, domain: int = 0) -> list[LabelledFile]:
     """Returns the image files in the folder of one class, sorted by name."""
-    files = [LabelledFile(path, label, domain) for path in images_in(folder)]
-    if not files:
-        raise DataFilesMissingError(f"{spec.name} has no image in {folder}. {instructions}")
-    return files
+    return [LabelledFile(path, label, domain) for path in images_in(folder)]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, MAX_LIST_BYTES).splitlines()
+    except UnicodeDecodeError:
+        raise DataFilesCorruptError(f"{path} is not a text file in UTF-8") from None
 
 
 def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
@@ -231,8 +232,6 @@ class _WriterData(BaseModel):
 
 class _LeafFile(BaseModel):
     model_config = ConfigDict(strict=True)
-    users: Annotated[list[str], FailFast()]
-    num_samples: Annotated[list[int], FailFast()]
     user_data: dict[str, _WriterData]
 
 
@@ -243,7 +242,7 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     only test examples, as LEAF's option `-t user` creates them, get the next numbers.
 
     Raises:
-        DataFilesMissingError: a split has no JSON file.
+        OSError: a split has no JSON file.
         DataFilesCorruptError: a file does not have the form that LEAF writes.
     """
     train = _read_writers(root / "femnist" / "train", spec)
@@ -266,12 +265,9 @@ def _split(writers: Writers, names: list[str]) -> Split:
 
 
 def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
-    try:
-        paths = sorted(folder.glob("*.json"))
-    except OSError as error:
-        raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
+    paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise DataFilesMissingError(f"{spec.name} has no *.json in {folder}. {_LEAF}")
+        raise missing(folder / "*.json")
     writers: Writers = {}
     for path in paths:
         file_writers = _read_file(path, spec)
@@ -295,42 +291,23 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
         content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
     except ValidationError as error:
         raise DataFilesCorruptError(f"{path} is not a LEAF file: {first_fault(error)}") from None
-    except OSError as error:
-        raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
-    sizes = dict(zip(content.users, content.num_samples, strict=False))
-    if len(content.num_samples) != len(sizes) or sizes.keys() != content.user_data.keys():
-        raise DataFilesCorruptError(
-            f"users, num_samples and user_data in {path} must describe the same writers"
-        )
     pixels = spec.height * spec.width
     writers: Writers = {}
     for name, data in content.user_data.items():
         writer = f"writer {one_line(repr(name), 80)} in {path}"
-        lengths = set(map(len, data.x))
-        if lengths != {pixels} or not len(data.x) == len(data.y) == sizes[name]:
+        if set(map(len, data.x)) != {pixels} or len(data.x) != len(data.y):
             raise DataFilesCorruptError(
-                f"{writer} must have num_samples images with {pixels} numbers, and as many labels"
+                f"{writer} must have images with {pixels} numbers, and as many labels"
             )
-        if max(data.y) >= spec.classes:
-            raise DataFilesCorruptError(f"{writer} must have labels below {spec.classes}")
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))
     return writers
 
 
 FOLDER_READERS: dict[str, Reader] = {
-    "tiny-imagenet": Reader(
-        (
-            "tiny-imagenet-200/wnids.txt",
-            "tiny-imagenet-200/train",
-            "tiny-imagenet-200/val/val_annotations.txt",
-            "tiny-imagenet-200/val/images",
-        ),
-        _TINY,
-        read_tiny_imagenet,
-    ),
-    "cinic10": Reader(("CINIC-10/train", "CINIC-10/test"), _CINIC, read_cinic10),
-    "office-caltech-10": Reader(("office_caltech_10",), _OFFICE, read_office_caltech),
-    "domainnet-10": Reader(("domainnet",), _DOMAINNET, read_domainnet),
-    "femnist": Reader(("femnist/train", "femnist/test"), _LEAF, read_femnist),
+    "tiny-imagenet": Reader(_TINY, read_tiny_imagenet),
+    "cinic10": Reader(_CINIC, read_cinic10),
+    "office-caltech-10": Reader(_OFFICE, read_office_caltech),
+    "domainnet-10": Reader(_DOMAINNET, read_domainnet),
+    "femnist": Reader(_LEAF, read_femnist),
 }

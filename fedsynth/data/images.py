@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedsynth.data.registry import DatasetSpec, in_order, plain_spec
+from fedsynth.data.registry import DatasetSpec, custom_spec, in_order
 from fedsynth.errors import DataError
 from fedsynth.seeding import torch_generator
 
@@ -214,7 +214,7 @@ def from_arrays(
         names = () if sites is None else in_order(_texts(sites, "sites"))
         classes = in_order(_texts(labels, "labels"))
         facts = {"source": DERIVED, "train_size": max(1, len(x)), "bounds": bounds}
-        spec = plain_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
+        spec = custom_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
     if tuple(x.shape[1:]) != spec.image_shape and image_shape_of(x.shape) == spec.image_shape:
         if x.dim() == 4:
             x = x.permute(0, 3, 1, 2).contiguous()

@@ -90,47 +90,26 @@ def load_dataset(
 
 
 def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> tuple[Split, Split]:
+    """Reads the files of a published data set, and downloads them if they are missing."""
     reader = READERS[spec.name]
     if not root:
         raise DataFilesMissingError(
-            f"{spec.name} needs a data folder with {reader.required[0]}. Set data.data_root or "
-            f"{ROOT_VARIABLE}. {reader.instructions}"
+            f"{spec.name} needs a data folder. Set data.data_root or {ROOT_VARIABLE}. "
+            f"{reader.instructions}"
         )
     folder = expanded(root)
-    missing = missing_files(spec.name, folder)
-    if missing and download:
-        _download(spec.name, folder)
-        missing = missing_files(spec.name, folder)
-    if missing:
-        raise DataFilesMissingError(
-            f"{spec.name} needs {missing[0]} in data.data_root ({folder}). {reader.instructions}"
-        )
-    return reader.read(spec, folder)
-
-
-def missing_files(name: str, folder: Path) -> list[str]:
-    """Lists the files and folders of the data set `name` that are missing in `folder`.
-
-    Paths are relative to `folder`. The list is empty if the data set needs no files.
-
-    Raises:
-        DataFilesMissingError: the folder cannot be read.
-    """
-    if name not in READERS:
-        return []
     try:
-        return [path for path in READERS[name].required if not _locate(folder / path).exists()]
-    except OSError as error:  # no permission, or the name is too long
-        reason = one_line(f"{folder}: {error.strerror or error}")
-        raise DataFilesMissingError(f"cannot read the data folder {reason}") from None
-
-
-def _locate(path: Path) -> Path:
-    """Returns `path`, or the path with `.gz` if only the compressed file exists."""
-    compressed = path.with_name(f"{path.name}.gz")
-    if compressed.exists() and not path.exists():
-        return compressed
-    return path
+        return reader.read(spec, folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if download:
+            _download(spec.name, folder)
+            return _read_files(spec, root, download=False)
+        raise DataFilesMissingError(
+            f"{spec.name} needs {one_line(error.filename)} (data.data_root). {reader.instructions}"
+        ) from None
+    except OSError as error:
+        place = one_line(error.filename or folder)
+        raise DataFilesCorruptError(f"{place} cannot be read: {one_line(error.strerror)}") from None
 
 
 def _download(name: str, root: Path) -> None:
@@ -191,9 +170,9 @@ def _read_mnist(
     splits = []
     for prefix in prefixes:
         stem = root / folder / "raw" / prefix
-        path = _locate(Path(f"{stem}-images-idx3-ubyte"))
-        images = read_idx(path, 3, limit * spec.height * spec.width)
-        labels = read_idx(_locate(Path(f"{stem}-labels-idx1-ubyte")), 1, limit).astype(np.int64)
+        size = limit * spec.height * spec.width
+        images = read_idx(Path(f"{stem}-images-idx3-ubyte"), 3, size)
+        labels = read_idx(Path(f"{stem}-labels-idx1-ubyte"), 1, limit).astype(np.int64)
         if spec.name == "emnist-letters":
             images = images.transpose(0, 2, 1)
             labels = labels - 1
@@ -219,17 +198,12 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _mnist_reader(folder: str, prefixes: tuple[str, str] = ("train", "t10k")) -> Reader:
-    required: list[str] = []
-    for prefix in prefixes:
-        stem = f"{folder}/raw/{prefix}"
-        required += (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
-    read = partial(_read_mnist, folder=folder, prefixes=prefixes)
-    return Reader(tuple(required), _DOWNLOAD, read)
+    return Reader(_DOWNLOAD, partial(_read_mnist, folder=folder, prefixes=prefixes))
 
 
 def _cifar_reader(train: tuple[str, ...], test: str, label_key: str) -> Reader:
     read = partial(_read_cifar, train=train, test=test, label_key=label_key)
-    return Reader((*train, test), _DOWNLOAD, read)
+    return Reader(_DOWNLOAD, read)
 
 
 READERS: dict[str, Reader] = {
@@ -243,7 +217,7 @@ READERS: dict[str, Reader] = {
         "labels",
     ),
     "cifar100": _cifar_reader(("cifar-100-python/train",), "cifar-100-python/test", "fine_labels"),
-    "svhn": Reader(("train_32x32.mat", "test_32x32.mat"), _DOWNLOAD, _read_svhn),
+    "svhn": Reader(_DOWNLOAD, _read_svhn),
 }
 _DOWNLOADS: dict[str, tuple[str, list[tuple[str, ...]]]] = {
     "mnist": ("MNIST", [()]),

@@ -41,7 +41,7 @@ from fedsynth.data.record_files import (
     read_part,
     with_classes,
 )
-from fedsynth.data.registry import DatasetSpec, plain_spec
+from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, SettingError, one_line
 
 
@@ -167,7 +167,7 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
 
     The bounds are those of the settings.
     """
-    return plain_spec(
+    return custom_spec(
         name,
         image_shape_of(records.values.shape),
         records.class_names,

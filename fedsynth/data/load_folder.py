@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from fedsynth.data.folder_settings import (
 from fedsynth.data.image_files import file_hashes, read_headers, read_pixels
 from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.medical_files import Decoding
-from fedsynth.data.registry import DatasetSpec, plain_spec
+from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
 
 Note = Callable[[str], None]
@@ -72,19 +73,7 @@ class FolderData:
         return f"FolderData({len(self.train)} images of {self.train.spec.name!r}, {sites})"
 
 
-def load_folder(
-    folder: str | Path,
-    *,
-    image_size: int | str | None = None,
-    channels: int | None = None,
-    test_folder: str | Path | None = None,
-    test: str | None = None,
-    skip_corrupt: bool = False,
-    skip_other: bool = False,
-    declaration: str | Path | None = None,
-    window: str | None = None,
-    slice: int = -1,
-) -> FolderData:
+def load_folder(folder: str | Path, **settings: Any) -> FolderData:
     """Loads a folder of images for `simulate(settings, data=...)`.
 
     Args:
@@ -92,20 +81,8 @@ def load_folder(
             the manifest itself. Each site is a client. A manifest has the columns path and label
             and, optionally, site and user. Images are JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI
             files of any size, in grey or colour.
-        image_size: the size to which every image is resized: 64, or "64x48" (height x width). None
-            uses the declared size or, without a declaration, the size that all images have.
-        channels: 1 (grey) or 3 (colour). None uses the declared number or, without a declaration, 1
-            if all images are grey and otherwise 3.
-        test_folder: a folder with the test images, in one of the same layouts.
-        test: whether the test images are "public" or "private" (the default), or "none" to use
-            none.
-        skip_corrupt: skip image files that cannot be read. A warning names them.
-        skip_other: skip everything that is not an image (other files, broken links, empty folders).
-            A warning gives their number.
-        declaration: the file that states what is public about the images. `fedsynth data describe`
-            proposes it. None uses fedsynth.toml in the folder, if this file exists. A private run
-            needs a declaration.
-        window, slice: how the values in image files become pixels. See `FolderSettings`.
+        settings: further fields of `FolderSettings`, such as `image_size`, `channels`,
+            `test_folder`, `skip_corrupt`, `skip_other`, `declaration` and `window`.
 
     Raises:
         DataFilesMissingError: the folder does not exist or contains no image.
@@ -124,19 +101,8 @@ def load_folder(
     >>> load_folder(folder, image_size=16).names
     ('north', 'south')
     """
-    settings = FolderSettings(
-        str(folder),
-        str(test_folder or ""),
-        test or "",
-        str(image_size or ""),
-        channels or 0,
-        skip_corrupt,
-        str(declaration or ""),
-        skip_other,
-        window or "",
-        slice,
-    )
-    return read_folder(settings, warnings.warn, declaration=settings.declared())
+    chosen = FolderSettings(str(folder), **settings)
+    return read_folder(chosen, warnings.warn, declaration=chosen.declared())
 
 
 def read_folder(
@@ -312,7 +278,7 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
-    return plain_spec(
+    return custom_spec(
         name,
         (channels, *size),
         files.class_names,

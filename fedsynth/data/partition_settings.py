@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError, unknown_value
+from fedsynth.errors import unknown_value
+from fedsynth.validation import check_fields, in_range
 
 EXPLICIT = "given"  # the kind of a partition that the caller passes to `simulate`
 DOMAIN, NATURAL = "domain", "natural"
@@ -57,7 +57,7 @@ class PartitionSettings:
         classes_per_client: the number of classes ≥ 1 of each client, for `classes`.
         missing_classes: the number of classes ≥ 1 that each client lacks, for `missing`.
         dominant_classes: the number of dominant classes ≥ 1 of each client, for `dominant`.
-        dominant_share: the share in (0, 1) of a client's examples in its dominant classes.
+        dominant_share: the share from 0 to 1 of a client's examples in its dominant classes.
             FedFM's public code, with 10 clients, uses a share of 0.46 with 1, 10 and 20 dominant
             classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, and 0.5 with 1 class on CINIC-10.
         min_size: the minimum number of examples ≥ 0 of a client, for `dirichlet` and `quantity`.
@@ -83,34 +83,21 @@ class PartitionSettings:
     section: ClassVar[str] = "partition"  # of a config file
 
     kind: str = "dirichlet"
-    clients: int = 10
-    alpha: float = 0.5
-    classes_per_client: int = 2
-    missing_classes: int = 1
-    dominant_classes: int = 1
-    dominant_share: float = 0.46
-    min_size: int = 10
-    subset: float = 1.0
-    local_test: float = 0.0
+    clients: int = in_range(10, 1, MAX_CLIENTS)
+    alpha: float = in_range(0.5, 1e-300)
+    classes_per_client: int = in_range(2, 1)
+    missing_classes: int = in_range(1, 1)
+    dominant_classes: int = in_range(1, 1)
+    dominant_share: float = in_range(0.46, 0, 1)
+    min_size: int = in_range(10, 0)
+    subset: float = in_range(1.0, 1e-12, 1)
+    local_test: float = in_range(0.0, 0, 0.999)
     seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (*BY_LABELS, DOMAIN, NATURAL, EXPLICIT):
             raise unknown_value("partition", "kind", self.kind, (*BY_LABELS, DOMAIN, NATURAL))
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise SettingError("partition", "alpha", f"must be a positive number, got {self.alpha}")
-        counts = ("clients", "classes_per_client", "missing_classes", "dominant_classes")
-        for name, inside, allowed in (
-            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
-            ("clients", self.clients <= MAX_CLIENTS, f"at most {MAX_CLIENTS:,}"),
-            ("dominant_share", 0 < self.dominant_share < 1, "in (0, 1)"),
-            ("subset", 0 < self.subset <= 1, "in (0, 1]"),
-            ("local_test", 0 <= self.local_test < 1, "in [0, 1)"),
-            ("min_size", self.min_size >= 0, "at least 0"),
-        ):
-            if not inside:
-                reason = f"must be {allowed}, got {getattr(self, name)}"
-                raise SettingError("partition", name, reason)
+        check_fields(self)
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:

@@ -9,7 +9,6 @@ deviation.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -153,12 +152,18 @@ def custom_spec(
 ) -> DatasetSpec:
     """Creates the specification of images that are not a published data set.
 
-    `facts` are further fields of `DatasetSpec`.
+    `facts` are further fields of `DatasetSpec`. The mean and the standard deviation have defaults.
     """
     channels, height, width = image_shape
     names = tuple(class_names)
-    sizes = {"classes": len(names), "train_size": 1, "test_size": 1}
-    return DatasetSpec(name, channels, height, width, class_names=names, **{**sizes, **facts})
+    defaults = {
+        "classes": len(names),
+        "train_size": 1,
+        "test_size": 1,
+        "mean": (MEAN,) * channels,
+        "std": (STD,) * channels,
+    }
+    return DatasetSpec(name, channels, height, width, class_names=names, **{**defaults, **facts})
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -167,14 +172,6 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
     if all(map(_WHOLE_NUMBER.fullmatch, distinct)):
         distinct.sort(key=int)
     return tuple(distinct)
-
-
-def plain_spec(
-    name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any
-) -> DatasetSpec:
-    """Creates a specification like `custom_spec`, with the default mean and standard deviation."""
-    C = image_shape[0]
-    return custom_spec(name, image_shape, class_names, mean=(MEAN,) * C, std=(STD,) * C, **facts)
 
 
 def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
@@ -244,44 +241,28 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
     return float(match[1]), float(match[2])
 
 
-@functools.lru_cache(maxsize=64)
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
     """Returns the specification of a synthetic data set of FedProx, which `fedsynth.data.load`
     generates.
 
     The sizes of the devices are the same in all these data sets.
     """
-    name = "synthetic(iid)"
-    deviation = 1.0  # of the first feature over all devices
-    if alpha is not None and beta is not None:
-        name = f"synthetic({alpha:g},{beta:g})"
-        deviation = math.sqrt(beta**2 + 2)
-    return DatasetSpec(
-        name=name,
-        channels=1,
-        height=1,
-        width=60,
-        classes=10,
-        train_size=6_743,
-        test_size=764,
-        mean=(0.5,),
-        std=(1 / (2 * (4 * deviation)),),  # pixels reach four deviations
-        class_names=tuple("0123456789"),
-        source=(
-            "Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from "
-            "seed 0"
-        ),
-        groups=30,
-    )
+    iid = _PUBLISHED["synthetic(iid)"]
+    if alpha is None or beta is None:
+        return iid
+    deviation = math.sqrt(beta**2 + 2)  # of the first feature over all devices
+    std = (1 / (2 * (4 * deviation)),)  # pixels reach four deviations
+    return replace(iid, name=f"synthetic({alpha:g},{beta:g})", std=std)
 
 
+_PUBLISHED = {spec.name: spec for spec in _published_specs()}
 _ENCODED = (
     "channels", "height", "width", "mean", "std", "bounds", "encoder", "encoded_shape"
 )  # fmt: skip
-_SYNTHETIC_SPECS = (_synthetic_spec(None, None), *(_synthetic_spec(a, a) for a in (0.0, 0.5, 1.0)))
 DEFAULT_DATASET = "digits"
+_SYNTHETIC_SPECS = (_synthetic_spec(alpha, alpha) for alpha in (0.0, 0.5, 1.0))
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
-    {spec.name: spec for spec in (*_published_specs(), *_SYNTHETIC_SPECS)}
+    _PUBLISHED | {spec.name: spec for spec in _SYNTHETIC_SPECS}
 )
 """The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
 numbers from 0 to 99.9999."""

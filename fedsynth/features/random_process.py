@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -176,46 +176,6 @@ images. It was chosen on the same images. Photographs vary less in each directio
 processes do."""
 
 
-@dataclass(frozen=True, eq=False)
-class SideBySide:
-    """A function from pixels to vectors that concatenates the results of several functions.
-
-    The result of each function is first multiplied by a factor.
-
-    Args:
-        functions: the functions, each pixels -> [N, d_i].
-        factors: one factor for each function.
-        blocks: for each function, the size (channels, cells) of the matrix that its vector
-            contains.
-    """
-
-    functions: tuple[Callable[[Tensor], Tensor], ...]
-    factors: tuple[float, ...]
-    blocks: tuple[tuple[int, int], ...]
-
-    def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the concatenated vectors [N, Σ d_i]."""
-        vectors = []
-        for function, factor in zip(self.functions, self.factors, strict=True):
-            vectors.append(function(x_NCHW) * factor)
-        return torch.cat(vectors, dim=1)
-
-
-@dataclass(frozen=True, eq=False)
-class Mirrored:
-    """A function that returns the same vector for an image and its mirror image.
-
-    The vector is the mean of another function's vectors of the image and of the image mirrored left
-    to right.
-    """
-
-    function: Callable[[Tensor], Tensor]
-
-    def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the vectors [N, d] of images. An image and its mirror image have the same vector."""
-        return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
-
-
 def whitened_pair(shape: Shape) -> FeatureMap:
     """Returns the feature map that concatenates whitened features of `scattering` and
     `random_process`.
@@ -226,33 +186,48 @@ def whitened_pair(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
     """
-    pair = _pair(shape)
-    return _map_of(pair, "whitened-scattering+random-process", shape, pair.blocks)
+    return _pair("whitened-scattering+random-process", shape)
 
 
 def mirrored_pair(shape: Shape) -> FeatureMap:
     """Returns the feature map that gives an image and its mirror image the same vector.
 
-    The vector is the mean of the features of `whitened_pair` for the two images.
+    The vector is the mean of the features of `whitened_pair` for the image and for the image
+    mirrored left to right.
 
     The vectors have 1962 coordinates for 32×32 colour images.
 
     Raises:
         SettingError: as for `whitened_pair`.
     """
-    pair = _pair(shape)
-    return _map_of(Mirrored(pair), "mirrored-scattering+random-process", shape, pair.blocks)
+    return _pair("mirrored-scattering+random-process", shape, mirrored=True)
 
 
-def _pair(shape: Shape) -> SideBySide:
+def _pair(name: str, shape: Shape, *, mirrored: bool = False) -> FeatureMap:
     dictionary = random_process(shape).function
     coefficients, coefficients_radius = _whitened(scattering_features, shape, sizes(shape)[1])
     comparisons, comparisons_radius = _whitened(dictionary, shape, CELLS**2)
-    return SideBySide(
-        (coefficients, comparisons),
-        (1 / coefficients_radius, DICTIONARY / comparisons_radius),
-        (coefficients.block, comparisons.block),
-    )
+    factors = (1 / coefficients_radius, DICTIONARY / comparisons_radius)
+    function = partial(_side_by_side, (coefficients, comparisons), factors)
+    if mirrored:
+        function = partial(_mean_of_mirrored, function)
+    blocks = (coefficients.block, comparisons.block)
+    vectors = public_vectors(function, shape)
+    return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)
+
+
+def _side_by_side(
+    functions: tuple[Callable[[Tensor], Tensor], ...], factors: tuple[float, ...], x_NCHW: Tensor
+) -> Tensor:
+    """Multiplies the result of each function by its factor, and concatenates the vectors."""
+    vectors = []
+    for function, factor in zip(functions, factors, strict=True):
+        vectors.append(function(x_NCHW) * factor)
+    return torch.cat(vectors, dim=1)
+
+
+def _mean_of_mirrored(function: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> Tensor:
+    return (function(x_NCHW) + function(x_NCHW.flip(-1))) / 2
 
 
 def _whitened(
@@ -267,13 +242,3 @@ def _whitened(
     num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)
     whitening = Whitening.of(function, vectors, cells, FLOOR, num_channels)
     return whitening, constants(whitening.applied(vectors))[1]
-
-
-def _map_of(
-    embed: Callable[[Tensor], Tensor], name: str, shape: Shape, blocks: tuple[tuple[int, int], ...]
-) -> FeatureMap:
-    """Makes a feature map from a function. The constants of the map are measured on public random
-    images.
-    """
-    vectors = public_vectors(embed, shape)
-    return map_of_vectors(name, shape, embed, vectors, blocks, SMALLER)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import import_module
+from functools import cache
 from typing import NoReturn
 
 import torch
@@ -20,7 +20,14 @@ from torch.nn import functional as F
 
 from fedsynth.errors import FedsynthError, SettingError, one_line, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.random_process import MIN_SIDE
+from fedsynth.features.random_process import (
+    MIN_SIDE,
+    mirrored_pair,
+    random_process,
+    scattering_and_random_process,
+    whitened_pair,
+)
+from fedsynth.features.scattering import scattering, whitened_scattering
 from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
@@ -76,20 +83,17 @@ def unit_norm(shape: Shape) -> FeatureMap:
 Builder = Callable[[Shape], FeatureMap]
 """A function that builds the map for images of shape (channels, height, width)."""
 
-_BUILT_IN = {
-    "pixels": "fedsynth.features.registry:pixels",
-    "unit-norm": "fedsynth.features.registry:unit_norm",
-    "scattering": "fedsynth.features.scattering:scattering",
-    "random-process": "fedsynth.features.random_process:random_process",
-    "scattering+random-process": "fedsynth.features.random_process:scattering_and_random_process",
-    "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
-    "whitened-scattering+random-process": "fedsynth.features.random_process:whitened_pair",
-    "mirrored-scattering+random-process": "fedsynth.features.random_process:mirrored_pair",
+_BUILT_IN: dict[str, Builder] = {
+    "pixels": pixels,
+    "unit-norm": unit_norm,
+    "scattering": scattering,
+    "random-process": random_process,
+    "scattering+random-process": scattering_and_random_process,
+    "whitened-scattering": whitened_scattering,
+    "whitened-scattering+random-process": whitened_pair,
+    "mirrored-scattering+random-process": mirrored_pair,
 }
 _CUSTOM: dict[str, tuple[Builder, OwnCode | None]] = {}
-_BUILT: dict[tuple[str, Shape], FeatureMap] = {}
-"""The maps that have been built. A map is built only once for each name and shape, because feature
-vectors are cached by map object."""
 
 
 def feature_names() -> tuple[str, ...]:
@@ -144,20 +148,18 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
     """
-    if (name, shape) not in _BUILT:
-        with torch.inference_mode(False):  # cached, and also used with autograd
-            _BUILT[name, shape] = _build(name, shape)
-    return _BUILT[name, shape]
+    with torch.inference_mode(False):  # cached, and also used with autograd
+        return _build(name, shape)
 
 
+@cache
 def _build(name: str, shape: Shape) -> FeatureMap:
+    """Builds a map once for each name and shape, because feature vectors are cached by map object."""
     if name in _CUSTOM:
         return _build_custom(name, shape)
     if name not in _BUILT_IN:
         refuse_unknown_map(name, "method")
-    module, _, function = _BUILT_IN[name].partition(":")
-    build: Builder = getattr(import_module(module), function)
-    return build(shape)
+    return _BUILT_IN[name](shape)
 
 
 def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
@@ -285,5 +287,4 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
         reason = f"of a custom feature map cannot be {name!r}, because a built-in map has this name"
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = (build, source)
-    for cached in [key for key in _BUILT if key[0] == name]:
-        del _BUILT[cached]
+    _build.cache_clear()

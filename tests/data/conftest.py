@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
 import json
 import pickle
@@ -77,7 +76,6 @@ class OfficialFiles:
         folder: str,
         splits: tuple[str, str],
         first: int = 0,
-        zipped: bool = False,
         sizes: tuple[int, int] = (20, 10),
         classes: int = 10,
     ) -> list[Bytes]:
@@ -88,8 +86,7 @@ class OfficialFiles:
             images = RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8)
             labels = (np.arange(n) % classes + first).astype(np.uint8)
             for kind, content in (("images-idx3", idx(images)), ("labels-idx1", idx(labels))):
-                path = raw / f"{split}-{kind}-ubyte{'.gz' if zipped else ''}"
-                path.write_bytes(gzip.compress(content) if zipped else content)
+                (raw / f"{split}-{kind}-ubyte").write_bytes(content)
             written += [images, labels]
         return written
 

@@ -278,15 +278,7 @@ KINDS = {
         *("network.pt", lambda path: read_weights(str(path))),
         [saved(lambda file: torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, file))],
     ),
-    "idx": Kind(
-        *(
-            "images.gz",
-            lambda path: read_idx(path, 3, 10_000),
-            [IDX, gzip.compress(IDX)],
-            (),
-            in_head,
-        ),
-    ),
+    "idx": Kind("images", lambda path: read_idx(path, 3, 10_000), [IDX], (), in_head),
     **{
         kind: Kind(f"x.{kind}", read_record_file, [valid], HOSTILE_RECORDS.get(kind, ()))
         for kind, valid in RECORDS.items()

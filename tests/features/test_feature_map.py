@@ -41,8 +41,6 @@ from fedsynth.features.random_process import (
     SMALLER,
     THRESHOLD,
     Dictionary,
-    Mirrored,
-    SideBySide,
     shipped,
 )
 from fedsynth.features.scattering import Scattering, sizes
@@ -246,14 +244,6 @@ def test_whitening_directions_are_white_and_sorted(num_channels: int | None) -> 
         assert np.linalg.norm(white.channels[1]) > 1.5 * np.linalg.norm(first)
         negated = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, num_channels=num_channels)
         torch.testing.assert_close(negated.channels, white.channels)
-
-
-def test_vectors_are_concatenated_with_their_factors() -> None:
-    functions = (lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2])
-    combined = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
-    x = torch.tensor([[[[1.0, 2.0, 3.0]]]])
-    assert combined(x).tolist() == [[2.0, 4.0, 6.0, -1.0, -2.0]]
-    assert Mirrored(combined)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
 
 
 def test_mirrored_images_have_equal_vectors() -> None:
