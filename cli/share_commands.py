@@ -151,20 +151,15 @@ def distill(
     sections = options.set_options(settings or [])
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
-    run = chosen["run"]
-    root = chosen["data"].get("data_root")
+    sections["run"] = {**chosen["run"], "method": method}
+    sections["data"] = {**chosen["data"], "dataset": dataset}
+    sections["model"] = chosen["model"]
     architectures = split_names(arch)
     lines = distil_files(
         list(map(expand_home, split_names(models))),
         architectures,
-        student=student or next(iter(architectures), ""),
-        dataset=dataset,
-        method=method,
-        settings=sections["method"],
-        sizes=chosen["model"],
-        seed=run.get("seed", 0),
-        device=run.get("device", "auto"),
-        data_root=None if root is None else Path(root),
+        student or next(iter(architectures), ""),
+        sections,
         evaluate=evaluate,
         output=output,
     )

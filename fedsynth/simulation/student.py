@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedsynth.core.context import RoundContext
+from fedsynth.config.resolve import resolve
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.files import save_tensors
 from fedsynth.data.folder_settings import FolderSettings
@@ -24,8 +25,7 @@ from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_va
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
-from fedsynth.federation.context import resolve_device
-from fedsynth.methods import method_class
+from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.models import registry
 from fedsynth.models.flat import require_finite
@@ -346,47 +346,12 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     return replace(vectors, spec=spec)
 
 
-def _data_free(method: str, settings: Mapping[str, Any]) -> DataFreeEnsembleDistillation:
-    """Returns a method that distils without data.
-
-    Raises:
-        SettingError: the method needs data.
-    """
-    kind = method_class(method)
-    if not issubclass(kind, DataFreeEnsembleDistillation):
-        reason = "cannot distil without data. Use fedhydra or dense"
-        raise SettingError("run", "method", reason, value=method)
-    return kind.from_mapping(settings)
-
-
-def _architecture_of_each(files: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
-    """Returns one architecture for each model file.
-
-    Raises:
-        SettingError: there is no file, or the numbers of files and architectures differ.
-    """
-    if not files:
-        raise SettingError(None, "files", "must name at least one model file")
-    if len(names) == 1:
-        names = [*names] * len(files)
-    if len(names) != len(files):
-        reason = f"must be one name, or one for each of the {len(files)} files, got {len(names)}"
-        raise SettingError(None, "architectures", reason)
-    return names
-
-
 def distil_files(
     files: Sequence[Path],
     architectures: Sequence[str],
-    *,
     student: str,
-    dataset: str,
-    method: str,
-    settings: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    seed: int,
-    device: str,
-    data_root: Path | None,
+    sections: Mapping[str, Mapping[str, Any]],
+    *,
     evaluate: bool,
     output: Path,
 ) -> Iterator[str]:
@@ -398,13 +363,8 @@ def distil_files(
         files: the files of the models.
         architectures: one architecture for all models, or one for each model.
         student: the architecture of the student.
-        dataset: the data set that defines the inputs and classes of the models.
-        method: a method that distils without data.
-        settings: the settings of the method.
-        sizes: the model settings that all architectures share (width, depth, norm).
-        seed: the seed of the generator and of all random draws.
-        device: "auto", "cpu" or "cuda".
-        data_root: the folder of the data sets.
+        sections: the sections "run", "data", "model" and "method" of settings, as for `resolve`.
+            The settings of the model, such as its width, apply to all architectures.
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
 
@@ -413,43 +373,40 @@ def distil_files(
         OutputError: a file does not contain a model of the given architecture, the student cannot
             be written, or its training has diverged.
     """
-    spec = dataset_spec(dataset)
-    torch_device = resolve_device(device)
-    distillation = _data_free(method, settings)
-    architectures = _architecture_of_each(files, architectures)
-
-    def network_of(name: str) -> nn.Module:
-        model = registry.ModelSettings(name, **sizes)
-        return registry.build_model(model, spec.image_shape, spec.classes, seed)
-
-    networks = []
-    uploads = {}
-    for number, (file, name) in enumerate(zip(files, architectures, strict=True)):
-        model = saved_model.restored(network_of(name), file).to(torch_device).eval()
-        networks.append(model)
-        uploads[number] = ModelParameters(model.state_dict(), 1.0)
-    network = network_of(student).to(torch_device)
+    if not files:
+        raise SettingError(None, "files", "must name at least one model file")
+    if len(architectures) not in (1, len(files)):
+        reason = f"must be one name, or one for each of the {len(files)} files"
+        raise SettingError(None, "architectures", reason)
+    one_shot = {
+        "run": {**sections["run"], "rounds": 1},
+        "partition": {"clients": len(files)},
+        "model": {**sections["model"], "name": student},
+    }
+    settings = resolve({**sections, **one_shot})
+    method, spec, device = settings.method, dataset_spec(settings.dataset), settings.device
+    if not isinstance(method, DataFreeEnsembleDistillation):
+        reason = "cannot distil without data. Use fedhydra or dense"
+        raise SettingError("run", "method", reason, value=method.name)
     notes: list[str] = []
-    context = RoundContext(
-        1,
-        seed,
-        torch_device,
-        spec,
-        network,
-        1.0,
-        clients=len(uploads),
-        client_architectures=tuple(networks),
-        note=notes.append,
-    )
-    state = distillation.server_step(EnsembleState(network.state_dict()), uploads, context)
+    context = replace(public_context(settings, spec, resolve_device(device)), note=notes.append)
+    networks = []
+    for file, name in zip(files, itertools.cycle(architectures), strict=False):
+        architecture = registry.ModelSettings(name, **sections["model"])
+        network = registry.build_network(architecture, spec, settings.seed)
+        networks.append(saved_model.restored(network, file).to(context.device).eval())
+    context = replace(context, client_architectures=tuple(networks))
+    uploads = {k: ModelParameters(model.state_dict(), 1.0) for k, model in enumerate(networks)}
+    network = context.architecture.to(context.device)
+    state = method.server_step(EnsembleState(network.state_dict()), uploads, context)
     yield from notes
-    facts = distillation.facts(state, context)
+    facts = method.facts(state, context)
     if GENERATOR in facts:
         yield f"generated: {format_facts(facts[GENERATOR])}"
     network.load_state_dict(dict(state.parameters))
     require_finite(network)
     if evaluate:
-        test = load_dataset(dataset, data_root)[1].to(torch_device)
+        test = load_dataset(settings.dataset, settings.data_root)[1].to(context.device)
         for name, model in zip([*map(str, files), "student"], [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
     with writing(output):
