@@ -104,8 +104,10 @@ class Setup:
     def serve(
         self, settings: Any, link: Link | None = None, *, join: float = 0.2, **more: Any
     ) -> NetworkedRun:
+        """Serves a proposal, or a new one of these settings."""
+        proposal = settings if isinstance(settings, Proposal) else new_proposal(settings)
         post = Connection(link or self.link(), Timeouts(join=join, answer=60, poll=0.05))
-        run = NetworkedRun(new_proposal(settings), post, self.folder / "runs", **more)
+        run = NetworkedRun(proposal, post, self.folder / "runs", **more)
         run.run()
         return run
 

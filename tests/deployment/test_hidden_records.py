@@ -3,25 +3,32 @@ pixels, and errors of custom code on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fedsynth import DatasetSpec, ImageData, register_model, resolve
+from fedsynth.data.describe import describe_folder
+from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
-from fedsynth.deployment.frames import Connection, Frame, Timeouts
-from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import ClassFolders, Node, Source
-from fedsynth.deployment.policy import Owner, Policy
-from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.node import ClassFolders
+from fedsynth.deployment.policy import Policy
+from fedsynth.deployment.proposal import Proposal, new_run
+from fedsynth.errors import DataError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from tests.deployment.local_setup import Link, noise_of
+from tests.deployment.local_setup import Setup, join, noise_of
 from tests.image_folders import write_image
 
 SPEC = DatasetSpec(
@@ -35,28 +42,15 @@ HOSTILE = (*CLEAN, RAISES, DROPS, INFINITE, RAISES)
 RECORDS = {"none": (), "one": (7,), "a pass": tuple(range(64)), "clean": CLEAN, "hostile": HOSTILE}
 
 
-def images(pixels: tuple[int, ...]) -> ImageData:
-    """Returns an image of each grey value, two per user."""
+def source(pixels: tuple[int, ...]) -> Any:
+    """Returns a source of an image of each grey value, two per user."""
     grey_images = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
     labels = torch.full((len(grey_images),), 2)
     groups = torch.arange(len(grey_images)) // 2
-    return ImageData(grey_images, labels, SPEC, groups=groups, may_be_empty=True)
-
-
-@dataclass(frozen=True)
-class FixedSource:
-    """A source of fixed records."""
-
-    data: ImageData
-
-    def read(self, proposal: Proposal, number: int) -> ImageData:
-        return self.data
-
-    def objections(self, proposal: Proposal, declared: bool) -> list[str]:
-        return []
-
-    def identifier(self, proposal: Proposal) -> str:
-        return "scans"
+    data = ImageData(grey_images, labels, SPEC, groups=groups, may_be_empty=True)
+    return SimpleNamespace(
+        read=lambda *_: data, objections=lambda *_: [], identifier=lambda _: "scans"
+    )
 
 
 def misbehaving(x: Tensor, values: Tensor) -> Tensor:
@@ -97,7 +91,6 @@ class HostileModel(nn.Module):
 @pytest.fixture(autouse=True)
 def register_hostile_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the hostile code; other tests cover its trial on public images."""
-    torch.set_num_threads(1)
     register_features("hostile", hostile_map)
     register_model("hostile", HostileModel)
     for module in (node, served):
@@ -127,22 +120,14 @@ def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def answers(folder: Path, settings: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
+def answers(folder: Path, settings: Any, records: Any) -> tuple[list[Any], list[bytes], str]:
     """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
-    and its owner's messages; with repeatable noise."""
-    messages: list[str] = []
-    owner = Owner(Policy(classes=SPEC.class_names, height=8, width=8, channels=1))
-    nodes = {}
-    for k, source in enumerate((records, FixedSource(images(CLEAN)))):
-        more: Any = {"say": messages.append} if k == 0 else {}
-        node_folder = folder / str(k)
-        nodes[100 + k] = Node(
-            k, node_folder, source, owner, device="cpu", secret=noise_of(k), **more
-        )
-    proposal = Proposal(RUN, resolve(settings, own_data="scans"), SPEC)
-    link = Link(nodes)
-    connection = Connection(link, Timeouts(join=0.2, answer=60, poll=0.05))
-    NetworkedRun(proposal, connection, folder / "runs").run()
+    and the owners' messages; with repeatable noise."""
+    setup = Setup(folder)
+    policy = Policy(classes=SPEC.class_names, height=8, width=8, channels=1)
+    sources = enumerate((records, source(CLEAN)))
+    link = setup.link(*(setup.node(k, policy, source=s, secret=noise_of(k)) for k, s in sources))
+    setup.serve(Proposal(RUN, resolve(settings, own_data="scans"), SPEC), link)
     seen: list[Any] = []
     payloads: list[bytes] = []
     # "features" sends the classes whose released counts are above a floor
@@ -153,7 +138,7 @@ def answers(folder: Path, settings: Any, records: Source) -> tuple[list[Any], li
         sized = fixed_size or frame.kind != "answer"
         seen.append((frame.kind, facts, len(answer) if sized else 0))
         payloads.append(frame.payload)
-    return seen, payloads, "\n".join(messages)
+    return seen, payloads, "\n".join(setup.messages)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +157,7 @@ def test_answers_do_not_depend_on_records(tmp_path: Path, settings: Any) -> None
     bits are released as without them."""
     seen, payloads = {}, {}
     for name, pixels in RECORDS.items():
-        source = FixedSource(images(pixels))
-        seen[name], payloads[name], log = answers(tmp_path / name, settings, source)
+        seen[name], payloads[name], log = answers(tmp_path / name, settings, source(pixels))
     assert "could not be computed: ValueError" in log
     assert {kind for kind, _, _ in seen["clean"]} == {"answer"}
     for name, node_answers in seen.items():
@@ -230,3 +214,85 @@ def test_invalid_files_change_no_answer(tmp_path: Path, unit: str, listing: bool
     if listing:
         (empty / "a" / "x.png").write_bytes(b"no image")
     assert answers(tmp_path / "none", settings, ClassFolders(empty))[0] == expected[0]
+
+
+# ------------------------------------------------------------------- the owner's class folders
+
+FITTING = {"classes": 2, "class_names": ("a", "b")}
+
+
+def scan_proposal(private: bool = True, **spec: Any) -> Proposal:
+    """Returns a run on images of two classes; `spec` changes their specification."""
+    settings = replace(resolve(sections("feddm"), own_data="scans"), device="auto")
+    settings = settings if private else replace(settings, privacy=None)
+    return Proposal(new_run(), settings, replace(SPEC, **FITTING | spec))
+
+
+def test_owner_images_are_read_by_class(tmp_path: Path) -> None:
+    folder = scans(tmp_path / "data")
+    proposal = scan_proposal(private=False)
+    data = ClassFolders(folder).read(proposal, 0)
+    assert data.labels.tolist() == [0] * 6 + [1] * 6
+    np.testing.assert_array_equal(data.images[6, 0], Image.open(folder / "b" / "01.png"))
+    assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
+    with pytest.raises(DataError, match="has the class 'b', which the data set scans"):
+        ClassFolders(folder).read(scan_proposal(False, class_names=("a", "flu")), 0)
+    with pytest.raises(DataError, match="does not exist"):
+        ClassFolders(tmp_path / "nothing").read(proposal, 0)
+
+
+def test_class_names_cannot_leave_the_owners_folder(tmp_path: Path) -> None:
+    """Images exist at each path that such a name could reach."""
+    data_folder = tmp_path / "data" / "own"
+    for target in (data_folder.parent, data_folder / "a", tmp_path / "secret"):
+        write_image(target / "a.png", 0, (8, 8))
+    (data_folder.parent / "link").symlink_to(tmp_path / "secret")
+    for name in ("nobody", "..", ".", "../../secret", "../link", "a/..", "ä" * 200):
+        data = ClassFolders(data_folder).read(scan_proposal(False, class_names=("a", name)), 0)
+        assert data.labels.tolist() == [0]
+
+
+DECLARED = Policy(classes=("a", "b"), height=8, width=8, channels=1)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bool) -> None:
+    """The declaration decides even if images of the requested classes exist."""
+    folder = scans(setup.folder / "data")
+    policy = Policy() if declared else DECLARED
+    if declared:
+        text = describe_folder(FolderSettings(str(folder)), print).toml
+        text = text.replace('by = ""', 'by = "A"').replace('date = ""', 'date = "2026-01-01"')
+        (folder / "fedsynth.toml").write_text(text)
+
+    def answer(policy: Policy | None, **spec: Any) -> Frame:
+        node = setup.node(0, policy, home=f"home-{next(homes)}", source=ClassFolders(folder))
+        return join(node, scan_proposal(**spec))
+
+    homes = itertools.count()
+    assert answer(policy).kind == "answer"
+    (folder / "flu").mkdir()
+    others: list[dict[str, Any]] = [{"height": 16}, {"width": 16}]
+    others += [{"class_names": names} for names in (("b", "a"), ("a", "flu"))]
+    for spec in others:
+        reply = answer(policy, **spec)
+        assert reply.kind == "refusal"
+        assert "owner" in reply.facts["reason"]
+    assert declared or "has not declared the classes" in answer(None).facts["reason"]
+
+
+def test_unreadable_data_give_one_answer(setup: Setup) -> None:
+    answers = set()
+    for name in ("folder", "list", "link"):
+        folder = setup.folder / name
+        if name != "folder":
+            scans(folder)
+        if name == "list":
+            (folder / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
+        if name == "link":
+            (folder / "again").symlink_to(folder / "a")
+        node = setup.node(0, DECLARED, home=f"home-{name}", source=ClassFolders(folder))
+        answers.add(join(node, scan_proposal()).to_bytes())
+        assert str(folder) in setup.messages[-1]
+    assert len(answers) == 1
+    assert b"cannot take part" in answers.pop()

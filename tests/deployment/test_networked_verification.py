@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
@@ -22,7 +21,6 @@ from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs two rounds; one client's policy declines the second."""
-    torch.set_num_threads(1)
     setup = Setup(tmp_path_factory.mktemp("served"))
     nodes = [setup.node(0), setup.node(1), setup.node(2, Policy(epsilon=1.5, delta=1e-5))]
     setup.serve(sections("feddm", privacy=PRIVATE), setup.link(*nodes))

@@ -3,34 +3,27 @@ ledgers."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from fedsynth import DatasetSpec, FedSum, ModelParameters, register_model, resolve, simulate
-from fedsynth.data.describe import describe_folder
-from fedsynth.data.folder_settings import FolderSettings
+from fedsynth import FedSum, ModelParameters, register_model, resolve, simulate
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
-from fedsynth.deployment.node import ClassFolders, DatasetPart, Node
+from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.node_exchange import TooFewClientsError
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
 from fedsynth.deployment.session import Session
-from fedsynth.errors import DataError, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation import in_process, position_leak_check
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
@@ -52,7 +45,6 @@ from tests.deployment.local_setup import (
     sections,
     secure_sections,
 )
-from tests.image_folders import write_image
 from tests.quick_runs import NoteRecorder, by_family
 
 PROTECTING = by_family((m for m in METHODS if method_class(m).dp_mechanisms), ("feddm", "fedstats"))
@@ -249,7 +241,7 @@ def test_shared_noise_without_secure_sums_is_refused(setup: Setup) -> None:
     method = UnmaskedFedSum(aggregation="secure")
     proposal = replace(accepted, settings=replace(accepted.settings, method=method))
     with pytest.raises(PrivacySettingError, match="of the noise without secure aggregation"):
-        NetworkedRun(proposal, Connection(setup.link(), Timeouts(join=0.2)), setup.folder / "runs")
+        setup.serve(proposal)
     session = Session(setup.node(0), proposal, DatasetPart().read(proposal, 0), Ledger("c"), None)
     with pytest.raises(PrivacySettingError, match="of the noise without secure aggregation"):
         session.accept(RunTerms(None, 5.0))
@@ -451,97 +443,7 @@ def test_clients_answer_only_joined_runs_whose_settings_cannot_change(setup: Set
     assert join(node, replace(changed, run=first.run)).kind == "error"
 
 
-# ------------------------------------------------------------------------------ own data
-
-
-def scans(**more: Any) -> DatasetSpec:
-    spec = DatasetSpec("scans", 1, 8, 8, 2, 9, 9, (0.5,), (0.5,), ("healthy", "ill"), "x")
-    return replace(spec, **more)
-
-
-def scan_proposal(spec: DatasetSpec, **privacy: Any) -> Proposal:
-    settings = sections("feddm", privacy=privacy)
-    del settings["run"]["device"]  # a party's own setting
-    return Proposal(new_run(), resolve(settings, own_data="scans"), spec)
-
-
-def write_scans(folder: Path) -> Path:
-    """Writes an owner's images of both classes; the second half are healthy."""
-    for k in range(20):
-        write_image(folder / ("ill" if k < 10 else "healthy") / f"{k}.png", k, (8, 8))
-    return folder
-
-
-def test_owner_images_are_read_by_class(tmp_path: Path) -> None:
-    folder = write_scans(tmp_path / "data")
-    proposal = scan_proposal(scans())
-    data = ClassFolders(folder).read(proposal, 0)
-    assert data.labels.tolist() == [0] * 10 + [1] * 10
-    first = np.asarray(Image.open(folder / "healthy" / "10.png"))
-    np.testing.assert_array_equal(data.images[0, 0], first)
-    assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
-    with pytest.raises(DataError, match="has the class 'ill', which the data set scans"):
-        ClassFolders(folder).read(scan_proposal(scans(class_names=("healthy", "flu"))), 0)
-    with pytest.raises(DataError, match="does not exist"):
-        ClassFolders(tmp_path / "nothing").read(proposal, 0)
-
-
-def test_class_names_cannot_leave_the_owners_folder(tmp_path: Path) -> None:
-    """Images exist at each path that such a name could reach."""
-    data_folder = tmp_path / "data" / "own"
-    for target in (data_folder.parent, data_folder / "ill", tmp_path / "secret"):
-        write_image(target / "a.png", 0, (8, 8))
-    (data_folder.parent / "link").symlink_to(tmp_path / "secret")
-    for name in ("nobody", "..", ".", "../../secret", "../link", "ill/..", "ä" * 200):
-        data = ClassFolders(data_folder).read(scan_proposal(scans(class_names=("ill", name))), 0)
-        assert data.labels.tolist() == [0]
-
-
-DECLARED = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
-
-
-@pytest.mark.parametrize("declared", [False, True])
-def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bool) -> None:
-    """The declaration decides even if images of the requested classes exist."""
-    folder = write_scans(setup.folder / "data")
-    policy = Policy() if declared else Policy(**DECLARED)
-    if declared:
-        text = describe_folder(FolderSettings(str(folder)), print).toml
-        text = text.replace('by = ""', 'by = "A"').replace('date = ""', 'date = "2026-01-01"')
-        (folder / "fedsynth.toml").write_text(text)
-
-    def answer(policy: Policy | None, **spec: Any) -> Frame:
-        source = ClassFolders(folder)
-        node = setup.node(0, policy, home=f"home-{next(homes)}", source=source)
-        return join(node, scan_proposal(scans(**spec), **PRIVATE))
-
-    homes = itertools.count()
-    assert answer(policy).kind == "answer"
-    (folder / "flu").mkdir()
-    others: list[dict[str, Any]] = [{"height": 16}, {"width": 16}]
-    others += [{"class_names": names} for names in (("ill", "healthy"), ("healthy", "flu"))]
-    for spec in others:
-        reply = answer(policy, **spec)
-        assert reply.kind == "refusal"
-        assert "owner" in reply.facts["reason"]
-    assert declared or "has not declared the classes" in answer(None).facts["reason"]
-
-
-def test_unreadable_data_give_one_answer(setup: Setup) -> None:
-    answers = set()
-    for name in ("folder", "list", "link"):
-        folder = setup.folder / name
-        if name != "folder":
-            write_scans(folder)
-        if name == "list":
-            (folder / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
-        if name == "link":
-            (folder / "again").symlink_to(folder / "ill")
-        node = setup.node(0, Policy(**DECLARED), home=f"home-{name}", source=ClassFolders(folder))
-        answers.add(join(node, scan_proposal(scans(), **PRIVATE)).to_bytes())
-        assert str(folder) in setup.messages[-1]
-    assert len(answers) == 1
-    assert b"cannot take part" in answers.pop()
+# ------------------------------------------------------------------------------ repeated requests
 
 
 def recorded_steps(setup: Setup, settings: Any) -> tuple[Proposal, list[Frame]]:

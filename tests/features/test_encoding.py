@@ -297,9 +297,7 @@ def test_torchvision_weights_are_read_from_files(tmp_path: Path) -> None:
     preparation = torchvision.models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.transforms()
     pixels = torch.randint(0, 256, (1, 3, 224, 224), generator=torch.Generator().manual_seed(0))
     network.fc = torch.nn.Identity()
-    mean, std = (
-        torch.tensor(values).view(1, 3, 1, 1) for values in (preparation.mean, preparation.std)
-    )
+    x = torchvision.transforms.functional.normalize(pixels / 255, preparation.mean, preparation.std)
     with torch.no_grad():
-        expected = F.normalize(network((pixels / 255 - mean) / std), dim=1)
+        expected = F.normalize(network(x), dim=1)
         torch.testing.assert_close(features(pixels.to(torch.uint8)), expected, atol=1e-4, rtol=1e-3)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +20,28 @@ from fedsynth.features import (
     feature_map,
     feature_names,
     measured_map,
+    random_images,
+    random_process,
     register_features,
 )
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
-from fedsynth.features.random_images import (
-    AT_ONCE,
-    _shape,
-    dead_leaves,
-    random_generators,
-    random_images,
-    spectral_noise,
-)
-from fedsynth.features.random_process import (
-    CHANNEL_SHARE,
-    CONTRAST,
-    DICTIONARY,
-    PATCH,
-    SMALLER,
-    THRESHOLD,
-    Dictionary,
-    shipped,
-)
 from fedsynth.features.scattering import Scattering, sizes
 from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
 
 
 def images(count: int, shape: Shape, seed: int = 1) -> Tensor:
-    return random_images(count, shape, torch_generator(seed, "test"))
+    return random_images.random_images(count, shape, torch_generator(seed, "test"))
 
 
-def mean_map(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
-    constants = {"norm_bound": 1.0, "radius": 0.5, **other}
-    return FeatureMap(
-        name="own",
-        image_shape=shape,
-        dimension=dimension,
-        source="a test",
-        function=lambda x: x.mean(dim=(1, 2, 3))[:, None],
-        **constants,
-    )
+def means(x: Tensor) -> Tensor:
+    return x.mean(dim=(1, 2, 3))[:, None]
+
+
+def mean_map(shape: Shape, **values: Any) -> FeatureMap:
+    constants = {"norm_bound": 1.0, "radius": 0.5, "source": "a test", "function": means}
+    return FeatureMap("own", shape, **{"dimension": 1, **constants, **values})
 
 
 PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
@@ -104,7 +84,7 @@ def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
     needed."""
     features = feature_map(name, shape)
     norm, radius = constants(public_vectors(features.function, shape))
-    smaller = SMALLER if name in (PAIR, MIRRORED) else 1.0
+    smaller = random_process.SMALLER if name in (PAIR, MIRRORED) else 1.0
     assert features.norm_bound == pytest.approx(smaller * norm, rel=0.02)
     assert features.radius == pytest.approx(smaller * radius, rel=0.02)
     assert "no data" in features.source or str(IMAGES) in features.source
@@ -123,18 +103,6 @@ def test_registered_maps_are_found_by_name() -> None:
         feature_map("pixel", GREY)
 
 
-def mixing_function(x: Tensor) -> Tensor:
-    return (x - x.mean(0)).mean(dim=(1, 2, 3))[:, None]
-
-
-def array_function(x: Tensor) -> Any:
-    return np.zeros((len(x), 1))
-
-
-def batch_size_function(x: Tensor) -> Tensor:
-    return x.mean(dim=(1, 2, 3))[:, None] / len(x)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -142,10 +110,10 @@ def batch_size_function(x: Tensor) -> Tensor:
         (lambda shape: mean_map(shape, dimension=2), "must return a tensor of shape"),
         (lambda shape: mean_map(shape, radius=0.0), "radius"),
         (lambda shape: mean_map(shape, norm_bound=float("inf")), "norm_bound"),
-        (lambda shape: replace(mean_map(shape), function=array_function), "ndarray"),
+        (lambda shape: mean_map(shape, function=lambda x: np.zeros((len(x), 1))), "ndarray"),
         (lambda shape: mean_map((3, 8, 8)), r"\(3, 8, 8\)"),
-        (lambda shape: replace(mean_map(shape), function=mixing_function), "mixes the examples of"),
-        (lambda shape: replace(mean_map(shape), function=batch_size_function), "another size"),
+        (lambda shape: mean_map(shape, function=lambda x: means(x - x.mean(0))), "mixes the exam"),
+        (lambda shape: mean_map(shape, function=lambda x: means(x) / len(x)), "another size"),
         (lambda shape: mean_map(shape)(torch.zeros(2, 1, 8, 9)), "image_shape"),
         (lambda shape: measured_map("odd", shape, lambda x: x), "must return finite vectors"),
         (lambda shape: measured_map("odd", shape, lambda x: x[:, 0, 0] * 0), "the same vector for"),
@@ -261,11 +229,11 @@ def test_feature_kinds_have_balanced_scales() -> None:
     """The median distances of public images from their mean have the ratio DICTIONARY."""
     vectors = public_vectors(feature_map(PAIR, LARGER).function, LARGER)
     channels, cells = sizes(LARGER)
-    size = math.ceil(CHANNEL_SHARE * channels) * cells
+    size = math.ceil(random_process.CHANNEL_SHARE * channels) * cells
     about = vectors - vectors.mean(dim=0)
     scattering = about[:, :size].norm(dim=1).median()
     dictionary = about[:, size:].norm(dim=1).median()
-    assert float(dictionary / scattering) == pytest.approx(DICTIONARY, rel=0.02)
+    assert float(dictionary / scattering) == pytest.approx(random_process.DICTIONARY, rel=0.02)
 
 
 def test_blocks_are_matrices_of_channels_by_cells() -> None:
@@ -289,10 +257,10 @@ def test_blocks_are_matrices_of_channels_by_cells() -> None:
 
 def test_images_are_reproducible_and_blocks_differ() -> None:
     rng_state = torch.random.get_rng_state()
-    drawn = images(AT_ONCE + 3, GREY)
-    assert torch.equal(drawn[:AT_ONCE], images(AT_ONCE, GREY))
+    drawn = images(random_images.AT_ONCE + 3, GREY)
+    assert torch.equal(drawn[: random_images.AT_ONCE], images(random_images.AT_ONCE, GREY))
     assert not torch.equal(drawn[-3:], drawn[:3])
-    assert not torch.equal(drawn, images(AT_ONCE + 3, GREY, seed=2))
+    assert not torch.equal(drawn, images(random_images.AT_ONCE + 3, GREY, seed=2))
     assert torch.equal(rng_state, torch.random.get_rng_state())
 
 
@@ -308,14 +276,14 @@ def test_shapes_have_area_of_their_kind() -> None:
     """Areas by hand: an ellipse of π, a square of 1.6², and a triangle of height 1.7 and base 2."""
     side = torch.linspace(-1.5, 1.5, 601)
     for kind, area in ((0.1, math.pi), (0.5, 1.6**2), (0.9, 1.7)):
-        inside = _shape(side[:, None], side[None], torch.tensor(kind))
+        inside = random_images._shape(side[:, None], side[None], torch.tensor(kind))
         assert inside.double().mean() * 9 == pytest.approx(area, rel=0.02)
 
 
-@pytest.mark.parametrize("process", [dead_leaves, random_generators, spectral_noise])
-def test_neighbouring_pixels_are_correlated(process: Any) -> None:
+@pytest.mark.parametrize("process", ["dead_leaves", "random_generators", "spectral_noise"])
+def test_neighbouring_pixels_are_correlated(process: str) -> None:
     """White noise has no correlation; photographs have 0.9 or more."""
-    x = process(60, 32, 32, torch_generator(0, "test"))
+    x = getattr(random_images, process)(60, 32, 32, torch_generator(0, "test"))
     x = x - x.mean(dim=(2, 3), keepdim=True)
     adjacent = (x[..., 1:] * x[..., :-1]).mean() / x.square().mean()
     distant = (x[..., 12:] * x[..., :-12]).mean() / x.square().mean()
@@ -324,21 +292,21 @@ def test_neighbouring_pixels_are_correlated(process: Any) -> None:
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SIZE = 3 * PATCH**2
+SIZE = 3 * random_process.PATCH**2
 
 
 def numpy_features(x: np.ndarray, mean: np.ndarray, atoms: np.ndarray) -> np.ndarray:
     """Computes the features of one image [3, H, W] patch by patch."""
-    rows, columns = x.shape[1] - PATCH + 1, x.shape[2] - PATCH + 1
+    rows, columns = x.shape[1] - random_process.PATCH + 1, x.shape[2] - random_process.PATCH + 1
     z = np.zeros((rows, columns, atoms.shape[1]))
     for i in range(rows):
         for j in range(columns):
-            p = x[:, i : i + PATCH, j : j + PATCH].ravel()
-            p = (p - p.mean()) / np.sqrt(p.var() + CONTRAST)
+            p = x[:, i : i + random_process.PATCH, j : j + random_process.PATCH].ravel()
+            p = (p - p.mean()) / np.sqrt(p.var() + random_process.CONTRAST)
             z[i, j] = (p - mean) @ atoms
     halves = []
     for sign in (1, -1):
-        r = np.maximum(sign * z - THRESHOLD, 0)
+        r = np.maximum(sign * z - random_process.THRESHOLD, 0)
         height, width = (rows + 1) // 2, (columns + 1) // 2
         starts = [(0, (n - s) // 2, n - s) for n, s in ((rows, height), (columns, width))]
         cells = [
@@ -352,7 +320,7 @@ def test_dictionary_features_equal_numpy() -> None:
     rng = np.random.default_rng(0)
     mean = rng.normal(0, 0.1, SIZE)
     atoms = rng.normal(0, 0.3, (SIZE, 5))
-    dictionary = Dictionary(torch.tensor(mean), torch.tensor(atoms))
+    dictionary = random_process.Dictionary(torch.tensor(mean), torch.tensor(atoms))
     x = images(3, (3, 16, 13)).double()
     expected = np.stack([numpy_features(image.numpy(), mean, atoms) for image in x])
     np.testing.assert_allclose(dictionary(x).numpy(), expected, atol=1e-6)
@@ -370,4 +338,4 @@ def test_dictionary_depends_only_on_its_recipe(monkeypatch: pytest.MonkeyPatch) 
     reseeded = training.learn_dictionary(**recipe, seed=1)
     assert not torch.equal(first.atoms, reseeded.atoms)
     assert first.atoms.shape == (SIZE, 12)
-    assert shipped().atoms.shape == (SIZE, 96)
+    assert random_process.shipped().atoms.shape == (SIZE, 96)
