@@ -3,20 +3,19 @@
 The files have the names and folders that torchvision gives them. They are untrusted input, so each
 reader checks sizes before it allocates memory, and raises a one-line error for a damaged file.
 
-A pickle may call any function that it names. `read_pickle` first lists the instructions of a pickle
-with `pickletools`, and refuses a file that has other instructions than the few that CIFAR's files
-need. Python's unpickler then creates built-in containers. Calls of NumPy functions are replaced by
-functions of this module, so a file cannot import or call anything else. The published files
-(protocol 2, Python 2) can be read, and also the same data written by newer versions of Python and
-NumPy (protocols 2 to 5). The size of the file bounds time and memory. Instructions have a maximum
-number, and no argument can reach beyond the end of the file.
+Python's own unpickler may call any function that a file names. `read_pickle` instead lists the
+instructions of a pickle with `pickletools`, and executes only the few that CIFAR's files need. They
+create built-in containers. Calls of NumPy functions are replaced by functions of this module, so a
+file cannot import or call anything else. The published files (protocol 2, Python 2) can be read,
+and also the same data written by newer versions of Python and NumPy (protocols 2 to 5). The size of
+the file bounds time and memory. Instructions have a maximum number, and no argument can reach
+beyond the end of the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import pickle
 import pickletools
 from collections.abc import Callable
 from io import BytesIO
@@ -138,72 +137,6 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
 
 
 MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
-MAX_TUPLES = 1000
-"""The maximum number of tuples in a pickle. It bounds their depth, because hashing recurses."""
-_ALLOWED = (
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE EMPTY_LIST EMPTY_TUPLE EMPTY_DICT BININT BININT1 "
-    "BININT2 BINSTRING SHORT_BINSTRING BINUNICODE SHORT_BINUNICODE BINBYTES SHORT_BINBYTES "
-    "BINBYTES8 BYTEARRAY8 TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT "
-    "LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD"
-)
-"""The instructions of CIFAR's files. Integers have at most 32 bits, so their hashes differ."""
-
-
-def read_pickle(content: bytes) -> object:
-    """Reads a pickle without executing code that the pickle names.
-
-    The pickle may contain None, bool, int, str, bytes, list, tuple, dict and byte arrays.
-
-    Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
-    each byte (latin-1).
-
-    Raises:
-        ValueError, TypeError, pickle.UnpicklingError: the pickle has an instruction or a name that
-            CIFAR's files do not need, or an instruction is truncated or malformed.
-    """
-    file = BytesIO(content)
-    allowed = set(_ALLOWED.split())
-    tuples = 0
-    for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
-        name = instruction.name
-        tuples += name.startswith("TUPLE")
-        if number >= MAX_INSTRUCTIONS or tuples > MAX_TUPLES:
-            raise ValueError(
-                f"the pickle has more than {MAX_INSTRUCTIONS:,} instructions or {MAX_TUPLES:,} tuples"
-            )
-        # Python allocates memory for all entries of the memo up to a stated one.
-        if name not in allowed or (name == "LONG_BINPUT" and (argument or 0) > number):
-            raise ValueError(f"the pickle instruction {name} is not allowed in an image file")
-    if file.tell() != len(content):
-        raise ValueError(f"the pickle has {len(content) - file.tell()} bytes after its end")
-    return _Unpickler(BytesIO(content), encoding="latin1").load()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Replaces the functions and classes that a pickle names by those of this module."""
-
-    def find_class(self, module: str, name: str) -> Callable[..., object]:
-        if (module, name) not in _REPLACED:
-            imported = one_line(f"{module}.{name}", 80)
-            raise ValueError(
-                f"the pickle imports {imported}, which is not allowed in an image file"
-            )
-        return _REPLACED[module, name]
-
-
-class _Uint8:
-    """The placeholder for NumPy's uint8 while a pickle is read. Arrays in a pickle may have no
-    other type.
-    """
-
-    def __init__(self, code: object, *_: object) -> None:
-        if code not in ("u1", b"u1"):
-            raise ValueError(
-                f"an array in the pickle must have bytes, not type {one_line(code, 20)}"
-            )
-
-    def __setstate__(self, state: object) -> None:
-        """Ignores the byte order and the other facts about the type."""
 
 
 class PickledArray:
@@ -216,26 +149,152 @@ class PickledArray:
 
     value: npt.NDArray[np.uint8] | None = None
 
-    def __init__(self, *_: object) -> None:
-        pass
 
-    def __setstate__(self, state: tuple[object, ...]) -> None:
-        if self.value is not None:
-            raise ValueError("the pickle may fill only empty arrays")
-        _, shape, kind, by_columns, content = state
-        self._fill(content, kind, shape, ("C", "F")[bool(by_columns)])
-
-    def _fill(self, content: object, kind: object, shape: Any, order: Any) -> None:
-        if isinstance(content, str):  # Python 2's strings are bytes
-            content = content.encode("latin1")
-        if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
-            raise ValueError("the pickle has an array that does not consist of bytes")
-        self.value = np.frombuffer(content, np.uint8).reshape(shape, order=order)
+class _Uint8:
+    """The placeholder for NumPy's uint8 while a pickle is read. Arrays in a pickle may have no
+    other type.
+    """
 
 
-class _FilledArray(PickledArray):
-    def __init__(self, *state: Any) -> None:
-        self._fill(*state)
+def read_pickle(content: bytes) -> object:
+    """Reads a pickle without executing code that the pickle names.
+
+    The pickle may contain None, bool, int, str, bytes, list, tuple, dict and byte arrays.
+
+    Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
+    each byte (latin-1).
+
+    Raises:
+        ValueError, TypeError: the pickle has an instruction or a name that CIFAR's files do not
+            need, or an instruction is truncated or malformed.
+    """
+    file = BytesIO(content)
+    machine = _Machine()
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
+        if number >= MAX_INSTRUCTIONS:
+            raise ValueError(f"the pickle has more than {MAX_INSTRUCTIONS:,} instructions")
+        machine.step(instruction.name, argument)
+    if file.tell() != len(content):
+        raise ValueError(f"the pickle has {len(content) - file.tell()} bytes after its end")
+    if len(machine.stack) != 1 or machine.marks:
+        raise ValueError("the pickle must contain exactly one value")
+    return machine.stack[0]
+
+
+class _Machine:
+    """Executes the few pickle instructions that image files need, and refuses all other
+    instructions.
+
+    The attributes are the stack, the marks and the memo of the pickle protocol.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[object, object] = {}
+
+    def step(self, name: str, argument: object) -> None:
+        if name in _PUSHED:
+            self.stack.append(argument)
+        elif name in _STEPS:
+            self.stack.append(_STEPS[name](self))
+        elif name == "GLOBAL":
+            self.stack.append(_named(*str(argument).split(" ", 1)))
+        elif name == "MARK":
+            self.marks.append(len(self.stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            (value,) = self.take(1)
+            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = value
+            self.stack.append(value)
+        elif name in ("BINGET", "LONG_BINGET"):
+            if argument not in self.memo:
+                raise ValueError("the pickle reads an entry of its memo that it has not stored")
+            self.stack.append(self.memo[argument])
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"the pickle instruction {name} is not allowed in an image file")
+
+    def take(self, count: int) -> list[Any]:
+        """Pops the last `count` values from the stack."""
+        start = len(self.stack) - count
+        if start < (self.marks or [0])[-1]:
+            raise ValueError("a pickle instruction takes more values than the stack contains")
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
+
+    def since_mark(self) -> list[Any]:
+        """Pops the last mark and the values after it from the stack."""
+        if not self.marks:
+            raise ValueError("a pickle instruction needs a mark that does not exist")
+        values = self.stack[self.marks.pop() :]
+        del self.stack[len(self.stack) - len(values) :]
+        return values
+
+    def extended(self, items: list[Any]) -> list[Any]:
+        (target,) = self.take(1)
+        if type(target) is not list:
+            raise ValueError("the pickle appends to a value that is not a list")
+        target += items
+        return target
+
+    def updated(self, items: list[Any]) -> dict[Any, Any]:
+        (target,) = self.take(1)
+        keys = items[::2]
+        # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
+        if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
+            raise ValueError("the pickle must set items of a dict with text keys")
+        target.update(zip(keys, items[1::2], strict=True))
+        return target
+
+
+def _named(module: object, attribute: object) -> Callable[..., object]:
+    function = _FUNCTIONS.get(f"{module} {attribute}")
+    if function is None:
+        name = one_line(f"{module}.{attribute}", 80)
+        raise ValueError(f"the pickle imports {name}, which is not allowed in an image file")
+    return function
+
+
+def _call(function: object, arguments: object) -> object:
+    if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
+        raise ValueError("the pickle calls a value that is not a function")
+    return function(*arguments)  # type: ignore[operator]
+
+
+def _build(target: object, state: object) -> object:
+    """Executes the instruction BUILD, which fills an array that was created empty.
+
+    The instruction may also set the state of a data type. This state is ignored.
+    """
+    if isinstance(target, _Uint8):
+        return target
+    if not isinstance(target, PickledArray) or target.value is not None:
+        raise ValueError("the pickle may fill only empty arrays")
+    if type(state) is not tuple or len(state) != 5:
+        raise ValueError("an array in the pickle must have a state of five values")
+    _, shape, kind, by_columns, content = state
+    target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
+    return target
+
+
+def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArray[np.uint8]:
+    if isinstance(content, str):  # Python 2's strings are bytes
+        content = content.encode("latin1")
+    if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
+        raise ValueError("the pickle has an array that does not consist of bytes")
+    return np.frombuffer(content, np.uint8).reshape(shape, order=order)
+
+
+def _dtype(code: object, *_: object) -> _Uint8:
+    if code not in ("u1", b"u1"):
+        raise ValueError(f"an array in the pickle must have bytes, not type {one_line(code, 20)}")
+    return _Uint8()
+
+
+def _from_buffer(content: object, kind: object, shape: object, order: object) -> PickledArray:
+    array = PickledArray()
+    array.value = _numbers(content, kind, shape, order)
+    return array
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -248,11 +307,37 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-_REPLACED: dict[tuple[str, str], Callable[..., object]] = {
-    ("numpy", "ndarray"): PickledArray,
-    ("numpy", "dtype"): _Uint8,
-    ("_codecs", "encode"): _encode,
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    "numpy ndarray": PickledArray,
+    "numpy dtype": _dtype,
+    "_codecs encode": _encode,
 }
-for _core in ("numpy.core", "numpy._core"):  # NumPy renamed its modules in version 2
-    _REPLACED[f"{_core}.multiarray", "_reconstruct"] = PickledArray
-    _REPLACED[f"{_core}.numeric", "_frombuffer"] = _FilledArray
+for _core in ("core", "_core"):  # NumPy renamed its modules in version 2
+    _FUNCTIONS[f"numpy.{_core}.multiarray _reconstruct"] = lambda *_: PickledArray()
+    _FUNCTIONS[f"numpy.{_core}.numeric _frombuffer"] = _from_buffer
+_PUSHED = frozenset(
+    (
+        *("BININT", "BININT1", "BININT2", "LONG1"),
+        *("BINSTRING", "SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    )
+)
+_STEPS: dict[str, Callable[[_Machine], object]] = {
+    "NONE": lambda machine: None,
+    "NEWTRUE": lambda machine: True,
+    "NEWFALSE": lambda machine: False,
+    "EMPTY_LIST": lambda machine: [],
+    "EMPTY_TUPLE": lambda machine: (),
+    "EMPTY_DICT": lambda machine: {},
+    "TUPLE": lambda machine: tuple(machine.since_mark()),
+    "TUPLE1": lambda machine: tuple(machine.take(1)),
+    "TUPLE2": lambda machine: tuple(machine.take(2)),
+    "TUPLE3": lambda machine: tuple(machine.take(3)),
+    "APPEND": lambda machine: machine.extended(machine.take(1)),
+    "APPENDS": lambda machine: machine.extended(machine.since_mark()),
+    "SETITEM": lambda machine: machine.updated(machine.take(2)),
+    "SETITEMS": lambda machine: machine.updated(machine.since_mark()),
+    "STACK_GLOBAL": lambda machine: _named(*machine.take(2)),
+    "REDUCE": lambda machine: _call(*machine.take(2)),
+    "BUILD": lambda machine: _build(*machine.take(2)),
+}

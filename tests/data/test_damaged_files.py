@@ -22,13 +22,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedsynth.data import image_files
-from fedsynth.data.array_files import (
-    MAX_INSTRUCTIONS,
-    MAX_TUPLES,
-    PickledArray,
-    read_idx,
-    read_pickle,
-)
+from fedsynth.data.array_files import MAX_INSTRUCTIONS, PickledArray, read_idx, read_pickle
 from fedsynth.data.image_files import read_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -104,7 +98,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (batch(ROWS, [0] * 3), "4 images and 3 labels"),
         (batch(ROWS, ["a"] * 4), "must be a list of integers"),
         (batch(ROWS, [0, 1, 2, 10]), r"labels .* in \[0, 10\)"),
-        (batch(ROWS, [0, 1, 2, 2**70]), "LONG1 is not allowed"),
+        (batch(ROWS, [0, 1, 2, 2**70]), "one integer of 64 bits"),
         (None, "needs .*cifar-10-batches-py/data_batch_3 "),
     ],
     # SciPy's reader crashes on some damaged files: they are rejected before it reads them
@@ -342,13 +336,10 @@ def test_fuzzed_files_raise_errors(seed: int, pickles: int, others: int, tmp_pat
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
 BATCH = {
     b"batch_label": b"training batch \xff of 5",
-    "labels": [0, 255, 256, -1, 2**31 - 1, -(2**31)],
+    "labels": [0, 255, 256, -1, 2**31, -(2**31), 2**62, 2**70, -(2**70)],
     "names": ["a.png", "", "é", "\n\\", "x" * 300, b"y" * 300],
     "more": (None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
 }
-
-
-EMPTY_STATE = b"(NK\x00\x85cnumpy\ndtype\nX\x02\0\0\0u1\x85RNC\x00tb"
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -378,22 +369,23 @@ def test_arrays_of_other_dtypes_are_rejected(protocol: int, kind: str) -> None:
     ("content", "message"),
     [
         (b"N.x", "1 bytes after its end"),
+        (b"NN.", "exactly one value"),
+        (b"(.", "exactly one value"),
         (b"N", "exhausted before seeing STOP"),
-        (b"K\x01(\x85.", "unexpected MARK found"),
-        (b"t.", "could not find MARK"),
-        (b"h\x00.", "Memo value not found"),
-        (b"NNa.", "object has no attribute 'append'"),
-        (b"})" + b"\x85" * (MAX_TUPLES + 1) + b"Ns.", "or 1,000 tuples"),
+        (b"K\x01(\x85.", "takes more values than the stack contains"),
+        (b"t.", "a mark that does not exist"),
+        (b"h\x00.", "reads an entry of its memo"),
+        (b"NNa.", "appends to a value that is not a list"),
+        (b"})Ns.", "dict with text keys"),
         (b"N" * (MAX_INSTRUCTIONS + 1), "more than 1,048,576 instructions"),
-        (b"Nr\xff\xff\xff\x7f.", "LONG_BINPUT is not allowed"),
         (b"cos\nsystem\n.", r"imports os\.system, which"),
         (b"c\x1b[31m\nx\n.", r"imports \?\[31m\.x, which"),
         (b"N0.", "the pickle instruction POP is not allowed"),
-        (b"N)R.", "object is not callable"),
-        (b"cnumpy\nndarray\n)R" + 2 * EMPTY_STATE + b".", "fill only empty arrays"),
+        (b"N)R.", "calls a value that is not a function"),
+        (b"NNb.", "fill only empty arrays"),
         (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text"),
     ],
 )
 def test_invalid_pickles_are_rejected(content: bytes, message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(ValueError, match=message):
         read_pickle(content)
