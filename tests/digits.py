@@ -9,17 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsynth import ImageData, Method, PrivacySettings, RoundContext, from_arrays
 from fedsynth.core.client import Group, PrivateClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
-from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.settings import PrivacySettings
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 WHITE = np.full((1, 1, 8, 8), 255, np.uint8)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth import RunResult
-from fedsynth.federation.protocol import Observer
+from fedsynth import Observer, RunResult
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.run import Simulation
 

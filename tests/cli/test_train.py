@@ -1,4 +1,5 @@
-"""`fedsynth train`: its messages, its files, and the values that stay private."""
+"""`fedsynth train`: its messages, its files, and the values that stay private. `fedsynth privacy …`:
+plans, reports, signatures, audits, and commands on ledgers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ import pytest
 
 from fedsynth.cli.options import from_preset, merged
 from fedsynth.config.resolve import resolve
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.privacy import Ledger, Release, epsilon, read_ledger
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
 from tests.cli.conftest import Call, call_train
+from tests.quick_runs import interrupt_in_round
 
 CASES = {  # line: mechanism
     "feddm": "",
@@ -198,3 +204,237 @@ def test_remaining_time_follows_mean_round(
     else:
         assert "at this speed, the run takes another 10 days, 10:00:00" in times[0]
         assert times[1:] == ["round 3/10 train 1/10, about 4 days, 15:10:40 left"]
+
+
+REASON = "a round of real (none): a run on the same data without differential privacy"
+
+
+def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(fedsynth(f"privacy plan {line} --json").stdout)
+    return entries
+
+
+def test_plan_computes_sigma_for_each_mechanism(fedsynth: Call) -> None:
+    """Every plan's ε equals the accountant's for its σ, q and releases, just below the budget."""
+    entries = plans(fedsynth, "--epsilon 3 --rounds 2 --set iterations=50 --n 6000")
+    assert [p["mechanism"] for p in entries] == ["residual", "gradient", "features"]
+    residual, _, features = entries
+    sigma, rate = residual["noise_multiplier"], residual["sample_rate"]
+    row = Release(1, "x", "m", "c", sigma, 1.0, rate, "poisson", 100, 1)
+    assert epsilon([row], 1e-5) == pytest.approx(residual["epsilon"]["2"], rel=1e-9)
+    assert rate == pytest.approx(2560 / 6000)
+    sigma = features["noise_multiplier"]
+    rows = [
+        Release(1, "x", "m", "c", sigma, 1.0, 1.0, "full", 32, 1),
+        Release(1, "n", "m", "c", sigma * 3 / 4, 1.0, 1.0, "full", 2, 1),
+    ]
+    assert epsilon(rows, 1e-5) == pytest.approx(features["epsilon"]["2"], rel=1e-9)
+    assert all(2.97 < p["epsilon"]["2"] <= 3 for p in entries)
+
+
+def test_plan_shows_signal_to_noise_of_public_data(fedsynth: Call) -> None:
+    """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments
+    (with privacy without second ones) and steps 400/√10, over 2·√share⁻¹·√4·√D."""
+    line = "--method fedstats --sigma 2 --n 100 --clients 4 --rounds 3 --dataset digits"
+    (plan,) = plans(fedsynth, line)
+    centre = 40 * 10**0.5 / (2 * (3 / 0.96) ** 0.5 * 2 * 3240**0.5)
+    expected = [centre, 400 / (2 * 0.04**-0.5 * 2 * 324**0.5), centre]
+    assert [row["signal_to_noise"] for row in plan["rows"]] == pytest.approx(expected)
+    assert f"{expected[1]:.3g}" in fedsynth(f"privacy plan {line}").stdout
+    assert "S/N" not in fedsynth("privacy plan --sigma 2 --rounds 1").stdout
+
+
+def test_plan_uses_set_options(fedsynth: Call) -> None:
+    line = "--method fedavg --rounds 2 --dataset digits"
+    (plan,) = plans(fedsynth, f"{line} --set privacy.noise_multiplier=2 --set privacy.delta=6e-4")
+    assert plan["delta"] == 6e-4
+    (plain,) = plans(fedsynth, f"{line} --sigma 2")
+    assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
+    both = fedsynth(f"privacy plan {line} --sigma 2 --set privacy.epsilon=1")
+    assert "exceeds ε = 1 in round" in both.stderr
+    by_user = "--unit user --n 20 --set report.person=patient"
+    text = fedsynth(f"privacy plan {line} --sigma 3 {by_user}").stdout
+    assert "ε after round" in text
+    assert "plan for one patient with all examples, δ" in text
+
+
+def test_dry_run_prints_guarantee_and_writes_nothing(
+    train: Call, fedsynth: Call, tmp_path: Path
+) -> None:
+    line = f"feddm --rounds 2 --dp-ledger {tmp_path / 'kept'} --dp-sigma"
+    dry = train(f"{line} 3 --dry-run")
+    as_json = json.loads(train(f"{line} 3 --dry-run --json").stdout)
+    assert list(tmp_path.iterdir()) == []
+    for more in ("--dry-run", ""):
+        train(f"{line} 1 --dp-epsilon 0.1 {more}").assert_refused("above the cap")
+    report = json.loads((train(f"{line} 3").folder / "privacy_report.json").read_text())
+    spent = report["guarantee"]["epsilon"]
+    assert f"ε = {format_epsilon(spent)} at" in dry.stdout
+    assert as_json["epsilon"]["2"] == pytest.approx(spent)
+    assert json.loads(fedsynth("train --dry-run --json").stdout) == {"guarantee": False}
+
+
+def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
+    folder = train("feddm --dp-epsilon 4 --dp-mechanism features").folder
+    markdown = fedsynth(f"privacy report {folder}").stdout
+    assert markdown == (folder / "privacy_report.md").read_text()
+    file = folder / "privacy_report.json"
+    report = json.loads(file.read_text())
+    verified = fedsynth(f"privacy verify {folder}").ok
+    for text in ("does not show that", "were compared with the ledger files", "is not signed"):
+        assert text in verified.stdout
+
+    report["guarantee"]["epsilon"] /= 2
+    report["public_items"]["\x1b[2J"] = "<b>"
+    file.write_text(json.dumps(report))
+    rejected = fedsynth(f"privacy verify {folder}")
+    assert rejected.code == 1
+    assert "mismatch: guarantee.epsilon is" in rejected.stdout
+    text = fedsynth(f"privacy report {folder}").stdout
+    assert text.replace("\n", "").isprintable()
+    assert "<b>" not in text
+
+    report["public_items"] = {str(number): "" for number in range(200)}
+    file.write_text(json.dumps(report))
+    flood = fedsynth(f"privacy verify {folder}")
+    assert (flood.code, len(flood.stdout.splitlines())) == (1, 41)
+    file.write_text('{"schema_version": 4, "unit": {}}')
+    fedsynth(f"privacy report {folder}").assert_refused("is damaged: ")
+
+
+def test_unfinished_runs_have_report_on_request(
+    train: Call, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with interrupt_in_round(2, monkeypatch):
+        folder = train("feddm --rounds 3 --dp-sigma 3").folder
+    fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
+    result = fedsynth(f"privacy report {folder}")
+    assert (result.code, "the run did not finish" in result.stderr) == (0, True)
+    assert fedsynth(f"privacy verify {folder}").ok
+
+
+def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
+    from tests.privacy import test_signing as signing
+
+    key = signing.Ed25519PrivateKey.generate()
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    private.write_bytes(signing.private_pem(key))
+    public.write_bytes(signing.public_pem(key))
+    train(f"feddm --dp-sigma 3 --sign-key {public}").assert_refused("unencrypted private Ed25519")
+    train(f"feddm --sign-key {private}").assert_refused("needs a private run")
+    assert not (tmp_path / "out").exists()
+    folder = train(f"feddm --dp-sigma 3 --sign-key {private}").folder
+    verify = f"privacy verify {folder} --public-key {public}"
+    verified = fedsynth(verify).ok
+    assert "the signature is valid for this key" in verified.stdout
+    assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
+    (folder / "simulation_only" / "partition.txt").unlink()
+    assert fedsynth(verify).ok
+    (folder / "synthetic.png").write_bytes(b"another")  # the report has no hash of this file
+    assert fedsynth(f"privacy verify {folder}").ok
+    rejected = fedsynth(verify)
+    assert rejected.code == 1
+    assert "mismatch: synthetic.png was changed after signing" in rejected.stdout
+    assert fedsynth(f"privacy sign {folder} --key {private}").ok
+    assert fedsynth(verify).ok
+
+
+OPEN = (
+    "--method feddm --clients 2 --width 32 --set iterations=4 --set server_epochs=1 --ipc 2 "
+    "--device cpu"
+)
+FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
+
+
+def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
+    audit = fedsynth(f"privacy audit {FEDDM} --canaries 500").ok
+    first, second = audit.stdout.splitlines()
+    assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
+    assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
+    assert "cannot prove privacy" in second
+    assert not audit.output.exists()
+
+
+def test_refuted_claims_exit_with_code_1(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = SecretGenerator.normal
+    monkeypatch.setattr(SecretGenerator, "normal", lambda *a: draw(*a[:2], a[2] / 9, *a[3:]))
+    audit = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
+    facts = json.loads(audit.stdout)
+    assert audit.code == 1
+    assert facts["fault"]
+    assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
+    assert "the claim is false" in audit.stderr
+
+
+def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: Path) -> None:
+    folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
+    audit = f"privacy audit --run {folder}"
+    file, config = folder / "privacy_report.json", folder / "config.toml"
+    original = file.read_bytes()
+    for option in ("--dp-clip 2", "--rounds 2"):
+        fedsynth(f"{audit} {option}").assert_refused("the options differ from the run")
+    fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
+    settings = config.read_text()
+    config.write_text(settings.replace("iterations = 4", "iterations = 2"))
+    assert "differs from the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
+    config.write_text(settings)
+    assert file.read_bytes() == original
+    assert fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1").ok
+    entry = json.loads(file.read_text())["audit"]
+    assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
+    command = f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100"
+    assert entry["command"] == f"{command} --confidence 0.999"
+    for ending in ("md", "html"):
+        assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
+    assert fedsynth(f"privacy verify {folder}").ok
+
+
+def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> None:
+    """After `--method real`, which publishes raw images, no run on the ledger can state an ε."""
+    ledger = f"--dp-ledger {tmp_path / 'ledgers'}"
+    dry, run = train(f"real {ledger} --dry-run"), train(f"real {ledger}")
+    for text in (dry.stdout, run.stderr):
+        assert "no later run on these data can state an ε" in text
+    for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
+        train(f"feddm {budget} {ledger}").assert_refused(REASON)
+    assert "no ε can be stated" in train(f"feddm --dp-sigma 3 {ledger} --dry-run").stdout
+    noisy = train(f"feddm --dp-sigma 3 {ledger}")
+    assert "no differential privacy guarantee: a ledger in" in noisy.stderr
+    assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
+
+
+def test_empty_ledger_refused(train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for options, name in (("", ""), ("--dp-sigma 3", ""), ("--dp-sigma 3", " ")):
+        train(f"fedavg {options} --dp-ledger", name).assert_refused("ledger must be a folder")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "the ledgers"
+    line = f"feddm --dp-sigma 3 --dp-ledger '{folder}'"
+    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+    dataset = data_set_id(resolve({"partition": {"clients": 2}}))
+    names = ("client-000", "client-001")
+    for name in names:
+        Ledger(name, folder / f"{name}.jsonl", dataset=dataset).charge(row)
+    command = f"fedsynth privacy carry-over '{folder}' client-000"
+    train(line).assert_refused(f"run {command}")
+    for name in names:
+        result = fedsynth(f"privacy carry-over '{folder}' {name}")
+        assert (result.code, "count for all records of" in result.stdout) == (0, True)
+    assert train(line).ok
+    assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
+    wrong = fedsynth(f"privacy carry-over '{folder}' north")
+    wrong.assert_refused("Clients with a ledger: client-000, client-001")
+
+
+def test_repair_removes_torn_line(fedsynth: Call, tmp_path: Path) -> None:
+    path = tmp_path / "client-000.jsonl"
+    Ledger("client-000", path).charge(Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1))
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"round": 2, "qua')
+    assert '\'{"round": 2, "qua\'' in fedsynth(f"privacy repair {path}").stdout
+    assert path.read_bytes() == complete

@@ -1,5 +1,6 @@
-"""Settings: merging, conversion, checks and the round trip through TOML; errors name section and
-key."""
+"""Settings: merging, conversion, checks and the round trip through TOML; errors name section and key.
+Partial participation: reproducible sampling, and its effects on ledgers, σ and memories. The
+registry lists all methods; names, `import fedsynth`, type checkers and presets follow it."""
 
 from __future__ import annotations
 
@@ -10,21 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth import ModelSettings, PrivacySettings, RunSettings
-from fedsynth.config.resolve import resolve
+import fedsynth
+from fedsynth import Method, ModelSettings, PrivacySettings, RunSettings, resolve, simulate
+from fedsynth._lazy_import import exported_names
+from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RUN_KINDS
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.context import public_context
-from fedsynth.methods import METHODS, method_class
+from fedsynth.federation.context import plan_of, public_context
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy import Ledger, Release, epsilon
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.results.report_facts import headline
+from fedsynth.results.verification import verify_run
 from fedsynth.validation import check_fields, field_types, from_mapping, in_range, to_toml
 
 
@@ -90,7 +98,7 @@ def test_nominal_size_of_natural_clients_is_per_group() -> None:
     assert synthetic.model.name == "linear"
 
 
-CLASSES: tuple[tuple[Any, dict[str, Any]], ...] = (
+SETTINGS: tuple[tuple[Any, dict[str, Any]], ...] = (
     *((method_class(name), {}) for name in METHODS),
     (PartitionSettings, {}),
     (ModelSettings, {}),
@@ -106,7 +114,9 @@ ANYTHING = {  # checked only with the run's data, method and machine
 }
 
 
-@pytest.mark.parametrize(("cls", "base"), CLASSES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("cls", "base"), SETTINGS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_errors_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
     """Errors name the setting's section, not only its key or a field of an inner object."""
 
@@ -207,3 +217,209 @@ def test_setting_errors_can_be_moved() -> None:
     moved = error.of("x", "y")
     assert (type(moved), str(moved)) == (SettingError, "x.y=5 needs c.d=1: so")
     assert str(SettingError(None, "columns", "must be odd")) == "columns must be odd"
+
+
+FEW = {"iterations": 2, "ipc": 1, "server_epochs": 2}
+FAST = {"fedavg": {"local_epochs": 1}, "feddm": FEW, "fedaf": FEW}
+
+
+def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
+    base = {
+        "run": {"method": method, "rounds": rounds, "participation": 0.5},
+        "partition": {"clients": 4},
+        "model": {"width": 4, "depth": 2},
+        "method": FAST[method],
+    }
+    return resolve({**base, **sections})
+
+
+def test_rounds_sample_four_of_twenty_by_seed() -> None:
+    draw = Participation(0, 20, 0.2)
+    rounds = [draw.in_round(n) for n in range(1, 201)]
+    assert all(len(set(ids)) == 4 and list(ids) == sorted(ids) for ids in rounds)
+    assert rounds[:5] == [Participation(0, 20, 0.2).in_round(n) for n in range(1, 6)]
+    assert rounds[:5] != [Participation(1, 20, 0.2).in_round(n) for n in range(1, 6)]
+    counts = np.bincount(np.concatenate(rounds), minlength=20)
+    assert counts.min() > 20  # 40 expected, deviation 5.7
+    assert draw.rounds_of(3, 200) == tuple(n for n, ids in enumerate(rounds, 1) if 3 in ids)
+    assert len(Participation(0, 3, 0.33).in_round(1)) == 1
+    assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
+    with pytest.raises(SettingError, match=r"run.participation must be at least 0.1 "):
+        Participation(0, 10, 0.01)  # not rounded up to one client
+
+
+def test_most_rounds_match_counted_rounds() -> None:
+    draw, groups, rounds = Participation(3, 12, 0.3), (0, 1, 0, 2) * 3, (1, 2, 7, 40)
+    expected = [
+        [max(len(draw.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
+        for n in rounds
+    ]
+    assert most_rounds(draw, groups, rounds).tolist() == expected
+    full = most_rounds(Participation(3, 12, 1.0), groups, (1, 10**12))
+    assert full.tolist() == [[1, 1, 1], [10**12] * 3]
+
+
+def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
+    """The reference composes the spent and the planned rows of each client."""
+    terms = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
+    settings = tiny(rounds=6, privacy=terms)
+    spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
+    for client, count in (("client-001", 1), ("client-002", 5), ("client-003", 1)):
+        path = tmp_path / f"{client}.jsonl"
+        ledger = Ledger(client, path, dataset=data_set_id(settings))
+        for _ in range(count):
+            ledger.charge(spent)
+    run = plan_of(settings)
+    participation = Participation(0, 4, 0.5)
+    for number in run.shown_rounds:
+        rows = [
+            [*history.releases, *run.planned(participation.rounds_of(k, number))]
+            for k, history in enumerate(run.histories)
+        ]
+        expected = max(epsilon(part, 1e-5) for part in rows)
+        assert run.planned_epsilon(number) == pytest.approx(expected, rel=1e-12)
+    assert run.planned_epsilon() == run.planned_epsilon(6)
+
+
+def test_long_plans_state_epsilon_after_chosen_rounds() -> None:
+    assert shown_rounds(1000) == tuple(range(1, 1001))
+    assert shown_rounds(1001)[:7] == (1, 2, 5, 10, 20, 50, 100)
+    assert shown_rounds(1001)[-3:] == (800, 1000, 1001)
+    assert len(shown_rounds(10**12)) < 50
+
+
+def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a plan must not grow with the square of the rounds or with clients × rounds."""
+    drawn: list[int] = []
+    draw = Participation._drawn
+    monkeypatch.setattr(Participation, "_drawn", lambda *args: drawn.append(args[1]) or draw(*args))
+    settings = tiny(
+        run={"method": "fedavg", "rounds": 40, "participation": 0.1, "seed": 987},
+        partition={"clients": 200},
+        privacy={"epsilon": 8.0},
+    )
+    run = plan_of(settings)
+    headline(run)
+    assert len(list(map(run.planned_epsilon, run.shown_rounds))) == 40
+    assert sorted(drawn) == list(range(1, 41))
+
+
+@pytest.mark.parametrize(
+    ("method", "privacy"),
+    [("fedavg", {"sample_rate": 1.0}), ("feddm", {"mechanism": "paper"})],  # paper is not checked
+)
+def test_unwritable_ledger_prevents_all_charges(
+    method: str, privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privacy = {"noise_multiplier": 3.0, "ledger": tmp_path, **privacy}
+    settings = tiny(method, run={"method": method, "rounds": 1}, privacy=privacy)
+    simulate(settings)
+    original = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    check = Ledger.check_writable
+
+    def refuse(self: Ledger) -> None:
+        if self.path == max(original):  # as root, file modes refuse nothing
+            raise LedgerError("cannot write to ledger")
+        check(self)
+
+    monkeypatch.setattr(Ledger, "check_writable", refuse)
+    with pytest.raises(LedgerError, match="cannot write"):
+        simulate(settings)
+    assert {path: path.read_bytes() for path in original} == original
+
+
+def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
+    settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
+    result = simulate(settings, output=tmp_path)
+    rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
+    assert len(set(rounds)) > 1
+    guarantee: Any = result.privacy["guarantee"]
+    spent = [guarantee["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
+    assert 4.95 < max(spent) <= 5.0
+    assert np.argsort(spent, kind="stable").tolist() == np.argsort(rounds, kind="stable").tolist()
+    sections = settings.to_mapping()
+    full = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
+    assert result.summary["differential_privacy"]["noise_multiplier"] < full.sigma
+    assert verify_run(result.folder).problems == []
+
+
+def test_data_set_id_ignores_local_split() -> None:
+    plain = data_set_id(tiny())
+    assert data_set_id(tiny(partition={"clients": 4, "local_test": 0.2})) == plain
+    assert data_set_id(tiny(partition={"clients": 4, "subset": 0.5})) != plain
+    # the id of the first version: ledgers are long-lived
+    assert data_set_id(resolve({})) == "digits-3840bad0acf7"
+
+
+PACKAGE = Path(fedsynth.__file__).parent
+
+
+def test_registered_names_match_the_classes() -> None:
+    for name in METHODS:
+        cls = method_class(name)
+        assert cls.name == name == name_of(cls.__name__)
+        assert issubclass(cls, Method)
+        assert cls.__module__ == CLASSES[cls.__name__]
+        assert getattr(fedsynth, cls.__name__) is cls
+        assert cls.__name__ in fedsynth.__all__
+    files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "registry"}
+    assert {module.rpartition(".")[2] for module in CLASSES.values()} == files
+
+
+def test_exports_equal_the_names_of_type_checkers(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        "import os as os\nfrom a import B\nfrom c.d import E as E\nfrom f import G as H\n"
+        "if True:\n    from i import J as J, k as k\nfrom . import L as L\n"
+    )
+    assert exported_names(file) == {"E": "c.d", "J": "i", "k": "i"}
+    exports = exported_names(PACKAGE / "__init__.py")
+    assert set(fedsynth.__all__) == set(exports) | set(CLASSES)
+    assert {"RunSettings", "simulate", "__version__"} <= set(exports)
+    for name in fedsynth.__all__:
+        assert getattr(fedsynth, name) is not None
+
+
+def test_presets_extend_those_of_base_classes() -> None:
+    feddf = {"server_steps": 300, "local_epochs": 20, "batch": 32}
+    presets = {"fedkf": {"lr": 0.2, "batch": 32}, "feddf": feddf, "fedaf": {"server_epochs": 60}}
+    for name, expected in presets.items():
+        values = resolve({"run": {"method": name}}).to_mapping()["method"]
+        assert expected.items() <= values.items()
+
+
+PAPERS: dict[str, dict[str, Any]] = {
+    "feddm": {  # Secs. 4.1 and App. D.3
+        "ipc": 10, "iterations": 1000, "image_lr": 1.0, "image_momentum": 0.0, "batch": 256,
+        "radius": 5.0, "server_epochs": 500, "server_batch": 256, "server_lr": 0.01,
+        "min_examples": 10, "restart": False, "perturbation": "sphere", "augment": "none",
+        "small_class": "all", "logit_weight": 1.0,
+    },
+    "fedaf": {
+        "ipc": 50, "iterations": 1000, "batch": 256, "image_lr": 1.0, "image_momentum": 0.9,
+        "gamma": 0.9, "local_weight": 1e-4, "global_weight": 1e-2, "server_epochs": 500,
+        "server_batch": 256, "server_lr": 1e-3,
+    },
+    "fedkf": {
+        "local_epochs": 10, "batch": 64, "lr": 0.01, "distillation": 1.0, "one_hot_weight": 0.1,
+        "activation_weight": 0.1, "generator_lr": 1e-3, "teacher": "oca", "final": "oca",
+    },
+    "fedhydra": {
+        "local_epochs": 200, "batch": 128, "lr": 0.01, "bn_weight": 1.0, "ad_weight": 0.5,
+        "generator_lr": 1e-3, "generator_steps": 30, "server_epochs": 200, "server_lr": 0.01,
+        "stratification_steps": 30, "stratification_batch": 32, "stratification_lr": 0.01,
+        "student_images": "all", "replay": False, "generator_reset": False, "learn_noise": False,
+        "flips": False, "crop": 0, "generator_beta1": 0.9,
+    },
+    "dense": {
+        "only_disagreement": True, "hard_weight": 0, "student_images": "best", "replay": True,
+        "generator_reset": True, "learn_noise": True, "flips": True, "crop": 0.125,
+        "generator_beta1": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_defaults_equal_the_papers(name: str) -> None:
+    method = method_class(name)()
+    assert {setting: getattr(method, setting) for setting in PAPERS[name]} == PAPERS[name]

@@ -157,22 +157,15 @@ def test_tally_and_facts_of_a_batch() -> None:
     assert facts["class_entropy"] == pytest.approx(entropy)
     assert facts["class_entropy_share"] == pytest.approx(entropy / math.log(4))
     assert facts["classes"] == 3
-
-
-def test_class_entropy_is_of_predicted_classes() -> None:
-    """Nearly uniform predictions have a mean of entropy log C, but all images have one class.
-    Collapsed generators are not pooled."""
+    # nearly uniform predictions have a mean of entropy log C, but all images have one class
     scores = torch.full((16, 10), 0.1)
     scores[:, 4] += 1e-3
     assert describe(tally(scores))["class_entropy"] == 0.0
-    facts = [describe(tally(_scores([c] * 4, 3))) for c in range(3)]
-    assert "agreement" not in facts[0]
-    assert (average(facts)["class_entropy"], average(facts)["classes"]) == (0.0, 1.0)
-    assert average([]) == {}
-
-
-def test_student_agreement_is_relative_to_the_teacher() -> None:
-    """Student and teacher agree on three of four images; the target class is ignored."""
+    collapsed = [describe(tally(_scores([c] * 4, 3))) for c in range(3)]
+    assert "agreement" not in collapsed[0]
+    averaged = average(collapsed)  # generators are not pooled
+    assert (averaged["class_entropy"], averaged["classes"], average([])) == (0.0, 1.0, {})
+    # student and teacher agree on three of four images; the target class is ignored
     eye = torch.eye(3)
     facts = describe(tally(eye[[0, 1, 2, 2]], torch.tensor([1, 1, 1, 1]), eye[[0, 1, 2, 0]]))
     assert (facts["student"], facts["agreement"]) == (0.75, 0.25)
@@ -184,9 +177,7 @@ def test_local_metrics_equal_fedkf_table_2() -> None:
         assert metrics["amp"] == pytest.approx(0.7)
         assert metrics["fm"] == pytest.approx(fm, abs=5e-6)
         assert metrics["wlp"] == wlp
-
-
-def test_clients_without_test_records_are_excluded() -> None:
+    # clients without test records are excluded
     metrics = local_metrics(right=[2, 0, 1], tested=[3, 0, 2], sizes=[10, 5, 30])
     assert metrics["client_accuracy"] == [pytest.approx(2 / 3), None, 0.5]
     assert metrics["amp"] == pytest.approx((2 / 3 * 10 + 0.5 * 30) / 40)

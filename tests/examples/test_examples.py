@@ -1,20 +1,25 @@
-"""Runs every example as a user would."""
+"""Runs every example as a user would, and the examples in docstrings: all exports of
+`import fedsynth` have one; all are short and run."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError
-from fedsynth.privacy.ledger import read_ledger
+import fedsynth
+from fedsynth.privacy import BudgetExceededError, epsilon, read_ledger
+from fedsynth.seeding import forked_rng
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 ACCURACY = r"accuracy ([\d.]+) %"
 
 
@@ -33,7 +38,7 @@ def test_library_page_programs_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The programs on plain tensors, each at most 25 lines, one after the other."""
-    page = (EXAMPLES.parent / "docs" / "library.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     section = page.split("## Condense your tensors")[1].split("\n## Custom")[0]
     programs = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(programs) == 4
@@ -120,3 +125,40 @@ def test_surrogate_matches_objective_at_zero(tmp_path: Path) -> None:
         slope = np.gradient(lines[name], w)[middle]
         assert float(slope) == pytest.approx(float((x * (0.5 - y)).mean()), abs=1e-6)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+MAX_LINES = 8  # lines of code in an example
+
+
+def with_examples() -> Iterator[doctest.DocTest]:
+    for folder in ("fedsynth", "privacy", "cli"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.is_relative_to(ROOT / "fedsynth" / folder) or ">>>" not in path.read_text():
+                continue
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            package = parts if parts[0] == "fedsynth" else ("fedsynth", *parts)
+            module = importlib.import_module(".".join(package).removesuffix(".__init__"))
+            yield from (test for test in doctest.DocTestFinder().find(module) if test.examples)
+
+
+DOCTESTS = {test.name: test for test in with_examples()}
+
+
+def test_all_exports_have_examples() -> None:
+    for name in {*dir(fedsynth)} - {"__version__"}:  # a string: it has no docstring
+        exported = getattr(fedsynth, name)
+        assert f"{exported.__module__}.{exported.__qualname__}" in DOCTESTS
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_examples_run_and_are_short(name: str) -> None:
+    """Weights and draws of other libraries come from a fixed global seed."""
+    examples = DOCTESTS[name].examples
+    assert sum(len(example.source.splitlines()) for example in examples) <= MAX_LINES
+    assert any(example.want for example in examples)
+    output: list[str] = []
+    with forked_rng(0, "examples of docstrings"):
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+        failed, attempted = runner.run(DOCTESTS[name], out=output.append)
+    assert attempted > 0
+    assert not failed, "".join(output)

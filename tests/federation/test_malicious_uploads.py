@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,8 +80,6 @@ def exchanges(name: str) -> tuple[RecordedExchange, ...]:
         simulate(settings_of(TINY[name]))
     return tuple(item for item in seen if item.context.round == seen[-1].context.round)
 
-
-# ------------------------------------------------------------------------------------------ attacks
 
 Attack = Callable[[Any], Any]
 
@@ -217,67 +216,49 @@ def test_honest_uploads_of_any_clients_are_accepted_within_size_limit(name: str)
             assert phase != FIRST or server._next is not exchanged.state
 
 
-# --------------------------------------------------------------------------------- fields together
-
-
-def with_fields(**changes: Callable[[Any], Any]) -> Attack:
+def with_fields(reason: str, **changes: Callable[[Any], Any]) -> tuple[Attack, str]:
     """Replaces fields of a message by functions of the message."""
-    return lambda sent: replace(sent, **{name: change(sent) for name, change in changes.items()})
+    return lambda sent: replace(sent, **{name: f(sent) for name, f in changes.items()}), reason
 
 
-def half_histogram(sent: Any) -> dict[str, Any]:
-    return {**sent.statistics, "histogram": sent.statistics["histogram"] / 2}
-
-
+ONE_EACH = "labels must have one entry"
 INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
     **{
-        f"label {label:g}": (
-            with_fields(labels=lambda sent, y=label: with_value(y)(sent.labels)),
+        f"label {label:g}": with_fields(
             re.escape(f"labels must have values between 0 and 9, got {label:.6g}"),
+            labels=lambda sent, y=label: with_value(y)(sent.labels),
         )
         for label in (-100, -1, 10, 2**40)
     },
-    "a label too few": (
-        with_fields(labels=lambda sent: sent.labels[:-1]),
-        "labels must have one entry",
-    ),
-    "an image too few": (
-        with_fields(images=lambda sent: sent.images[:-1].clone()),
-        "labels must have one entry",
-    ),
-    "no label": (with_fields(labels=lambda sent: sent.labels[:0]), "labels must have one entry"),
-    "more images": (
-        with_fields(
-            images=lambda sent: sent.images.repeat(100, 1, 1, 1),
-            labels=lambda sent: sent.labels.repeat(100),
-        ),
+    "a label too few": with_fields(ONE_EACH, labels=lambda sent: sent.labels[:-1]),
+    "an image too few": with_fields(ONE_EACH, images=lambda sent: sent.images[:-1].clone()),
+    "no label": with_fields(ONE_EACH, labels=lambda sent: sent.labels[:0]),
+    "more images": with_fields(
         "must be .*at most 20",  # two of each of ten classes
+        images=lambda sent: sent.images.repeat(100, 1, 1, 1),
+        labels=lambda sent: sent.labels.repeat(100),
     ),
-    "one class": (
-        with_fields(labels=lambda sent: torch.zeros_like(sent.labels)),
-        "at most 2 times",
-    ),
+    "one class": with_fields("at most 2 times", labels=lambda sent: torch.zeros_like(sent.labels)),
 }
 METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
-        ("fedaf", f"soft label {p}"): (
-            with_fields(soft=lambda sent, p=p: with_value(p)(sent.soft)),
+        ("fedaf", f"soft label {p}"): with_fields(
             "^soft must have rows" if p == 0.9 else "^soft must have values",
+            soft=lambda sent, p=p: with_value(p)(sent.soft),
         )
         for p in (-0.5, 0.9, 2.0)
     },
-    ("fedfa-plus", "half a histogram"): (
-        with_fields(statistics=half_histogram),
+    ("fedfa-plus", "half a histogram"): with_fields(
         "rows that sum to 1",
+        statistics=lambda sent: sent.statistics | {"histogram": sent.statistics["histogram"] / 2},
     ),
-    ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight must be"),
-    ("fedgen", "counts"): (
-        with_fields(counts=lambda sent: torch.full((10,), sent.weight)),
-        "must sum to",
+    ("fedavg", "weight"): with_fields("weight must be", weight=lambda sent: sent.weight + 1.0),
+    ("fedgen", "counts"): with_fields(
+        "must sum to", counts=lambda sent: torch.full((10,), sent.weight)
     ),
-    ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "a value above 0"),
+    ("fedgen", "no counts"): with_fields("a value above 0", counts=lambda sent: torch.zeros(10)),
     **{
-        ("fednova", f"norm {name}"): (with_fields(norm=norm), "norm must be")
+        ("fednova", f"norm {name}"): with_fields("norm must be", norm=norm)
         for name, norm in {
             "0": lambda sent: 0.0,
             "1e-300": lambda sent: 1e-300,
@@ -324,9 +305,6 @@ def test_overlap_compares_bytes(spans: list[tuple[int, int]]) -> None:
     assert (overlap(named) is not None) == expected
     across = any(used[0] & other for other in used[1:])
     assert (overlap(named[:1], memory_spans(named[1:], server=True)) is not None) == across
-
-
-# ------------------------------------------------------------------------------------ whole rounds
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
@@ -384,22 +362,6 @@ def test_run_with_attacker_equals_run_without_it(
     assert reason.startswith("first exchange: ") == (exchanges(name)[0].phase == FIRST)
 
 
-@dataclass
-class FixedExchange:
-    """An exchange with fixed replies."""
-
-    replies: Mapping[int, Message]
-
-    def prepare(self, context: RoundContext) -> list[Any]:
-        return []
-
-    def begin(self, context: RoundContext) -> None:
-        """Does nothing."""
-
-    def step(self, phase: str, message: Message, context: RoundContext, clients: Any) -> Replies:
-        return Replies({client: self.replies[client] for client in clients})
-
-
 @pytest.mark.parametrize(
     ("quorum", "attackers", "reached"),
     [
@@ -414,7 +376,8 @@ def test_round_below_quorum_keeps_state(quorum: float, attackers: int, reached: 
     exchanged = exchanges("fedavg")[-1]
     server = exchanged.server()
     attacks: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(attackers)}  # type: ignore[call-arg]
-    exchange: Any = FixedExchange({**exchanged.replies, **attacks})
+    replies = {**exchanged.replies, **attacks}
+    exchange = Mock(step=lambda *_: Replies(replies), **{"prepare.return_value": []})
     outcome = run_round(server, exchange, exchanged.context, quorum)
     assert set(outcome.rejected) == set(range(attackers))
     assert outcome.no_quorum == (

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fedsynth as fs
+from fedsynth import PrivacySettings, RoundContext
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.context import RoundContext
 from fedsynth.errors import DivergedError, SettingError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
@@ -26,7 +26,6 @@ from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.models.registry import ModelSettings, build_model, parameter_count
 from fedsynth.models.small import Linear
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.training.many_clients import train_together
 from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedsynth as fs
+from fedsynth import ModelParameters, RoundContext
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError

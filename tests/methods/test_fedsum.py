@@ -14,21 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsynth import FedDM, FedSum, ModelSettings, PrivacySettings, resolve, simulate
+from fedsynth import FedDM, FedSum, ModelSettings, PrivacySettings, RoundContext, resolve, simulate
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.fedsum import CondensedState, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
 from fedsynth.methods.shared.noise_shares import summed
 from fedsynth.models.registry import build_model
-from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy import Ledger, Release, epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
-from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
 from tests import digits as setup
 from tests.digits import HOSTILE, SPEC, client_uploads, convnet, digits, private_clients
 from tests.privacy.support import guard

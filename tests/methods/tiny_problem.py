@@ -10,10 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsynth import DatasetSpec, RoundContext, from_arrays
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.data.images import from_arrays
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.server import Server
 from tests.digits import CPU
 from tests.rounds import play_round

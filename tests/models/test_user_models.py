@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,23 +90,16 @@ def test_runs_start_from_module_weights_and_keep_the_module() -> None:
     assert other.model.name != settings.model.name
 
 
-def ignore_embed(self: Any, x: Tensor) -> Any:
-    return self.classifier(self.body(x))
-
-
-def failing_builder(image_shape: Shape, classes: int) -> nn.Module:
-    raise ValueError("no\nluck")
-
-
 def test_invalid_models_raise_one_line_errors() -> None:
+    plain_forward = lambda self, x: self.classifier(self.body(x))  # noqa: E731
     for model, message in (
-        (failing_builder, "no luck$"),
+        (Mock(side_effect=ValueError("no\nluck")), "no luck$"),
         (lambda shape, classes: 3, "torch.nn.Module"),
         (lambda shape, classes: nn.Flatten(), "at least one parameter"),
         (lambda shape, classes: flat(shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
         (3, "must be a torch.nn.Module, or a function"),
-        (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=ignore_embed), r"\[2, 5\]"),
+        (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=plain_forward), r"\[2, 5\]"),
     ):
         with pytest.raises(SettingError, match=message) as error:
             build_model(fs.register_model("own-wrong", model), (1, 8, 8), 10, 0)

@@ -8,14 +8,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
 
-from fedsynth import load_preset
-from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
+from fedsynth import Observer, RunSettings, load_preset, resolve
 from fedsynth.errors import OutputError, UnknownNameError
-from fedsynth.federation.protocol import Observer
 from fedsynth.reproduction import presets
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction import runs as runs_module
@@ -159,23 +157,12 @@ class Recorder(Observer):
         self._act.get(len(self.rounds), int)()
 
 
-class Clock:
-    """A clock that stands still until `end` is called."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def end(self) -> None:
-        self.now = 1.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def end_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The clock shows 0, and 1 after a call of this function."""
+    clock = Mock(**{"monotonic.return_value": 0.0})
     monkeypatch.setattr(runs_module, "time", clock)
-    return clock
+    return lambda: clock.configure_mock(**{"monotonic.return_value": 1.0})
 
 
 def run_jobs(
@@ -224,10 +211,10 @@ def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) ->
 
 
 def test_time_budget_stops_after_round(
-    complete: Rows, jobs: list[Job], tmp_path: Path, clock: Clock
+    complete: Rows, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
 ) -> None:
     rows = Rows(tmp_path)
-    recorder = Recorder(3, clock.end)
+    recorder = Recorder(3, end_time)
     assert run_jobs(rows, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
     assert recorder.rounds == [1, 2, 3]
     assert run_jobs(rows, jobs, deadline=1.0) == ["not begun", "not begun"]
@@ -245,7 +232,7 @@ def test_time_budget_stops_after_round(
 
 
 def test_one_shot_methods_stop_within_round_and_share_training(
-    tmp_path: Path, speed: Changes, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, speed: Changes, end_time: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time budget must end an hour of training, and other methods must not repeat it."""
     few = {"local_epochs": 2, "batch": 8}
@@ -256,22 +243,16 @@ def test_one_shot_methods_stop_within_round_and_share_training(
         jobs += jobs_of(table, cells, [0], changes={"method": more}, speed=speed)
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
-    stops = Recorder(act=clock.end)
+    stops = Recorder(act=end_time)
     rows = Rows(tmp_path)
     assert run_jobs(rows, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
     assert [phase for phase, _ in stops.steps] == ["local training"]
-    training: list[str] = []
-    offer = LoopCheckpoints.offer
-
-    def record(self: LoopCheckpoints, name: str, *rest: Any) -> None:
-        training.append(name.split("-")[0])
-        offer(self, name, *rest)
-
-    monkeypatch.setattr(LoopCheckpoints, "offer", record)
+    offer = create_autospec(LoopCheckpoints.offer, side_effect=LoopCheckpoints.offer)
+    monkeypatch.setattr(LoopCheckpoints, "offer", offer)
     for job, kind in zip(jobs, ("trained", "distillation"), strict=True):
-        training.clear()
+        offer.reset_mock()
         assert run_jobs(rows, [job]) == ["finished"]
-        assert set(training) == {kind}
+        assert {call.args[1].split("-")[0] for call in offer.call_args_list} == {kind}
     monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
     assert rows.trained is None  # the code has uncommitted changes
 
@@ -332,16 +313,13 @@ def value(metric: str, run: dict[str, Any], **more: Any) -> float | None:
     return measured(number, run, **{"variant": "", "dataset": "mnist", **more})
 
 
-def test_last_and_best_accuracies_are_measured() -> None:
+def test_last_and_best_accuracies_and_metrics_of_variants_are_measured() -> None:
     run = facts([row(1, test_accuracy=0.5), row(2, test_accuracy=0.7), row(3, test_accuracy=0.6)])
     assert value("test_accuracy_pct", run) == pytest.approx(60)
     assert value("best_test_accuracy_pct", run) == pytest.approx(70)
     assert value("upload_floats_per_round", run) == 7
     assert value("upload_mb_per_client_per_round", run) == pytest.approx(1.5)
     assert value("amp_pct", run) is None
-
-
-def test_metrics_are_of_selected_variant() -> None:
     models = {"aca": {"local": local(0.5)}, "oca": {"local": local(0.75)}}
     run = facts([row(1, test_accuracy=0.2, models=models), row(2)])
     assert run["curve"]["models.oca.local.amp"] == [0.75, None]

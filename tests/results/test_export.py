@@ -21,33 +21,10 @@ from PIL import Image
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor, nn
 
-from fedsynth import (
-    FedAvg,
-    FedStats,
-    ModelSettings,
-    PrivacySettings,
-    RunResult,
-    RunSettings,
-    export_onnx,
-    export_run,
-    from_arrays,
-    load_dataset,
-    load_synthetic,
-    owner_settings,
-    resolve,
-    simulate,
-    synthesize,
-)
+import fedsynth as fs
+from fedsynth import DatasetSpec, errors
 from fedsynth.data.images import normalise
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SharedSet, write_hashes
-from fedsynth.errors import (
-    DataError,
-    DataFilesCorruptError,
-    DataFilesMissingError,
-    OutputError,
-    SettingError,
-)
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report.formatting import format_epsilon
@@ -82,7 +59,7 @@ def site_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def share(site_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
     base = {**TINY, "data": {"folder": str(site_folder)}, "report": {"sites": "Mitte,Nord"}}
-    synthesize(owner_settings(base), out / "share", runs=out / "runs")
+    fs.synthesize(fs.owner_settings(base), out / "share", runs=out / "runs")
     return out / "share"
 
 
@@ -107,7 +84,7 @@ def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: 
     """A broken version would export a config, a ledger, a model or a partition. The hash of
     config.toml would allow guesses of the paths in it."""
     (run,) = (share.parent / "runs").iterdir()
-    with_model = export_run(run, tmp_path / "share", with_model=True)
+    with_model = fs.export_run(run, tmp_path / "share", with_model=True)
     images = [f"images/{n // 2:02d}-{CLASSES[n // 2]}/{n:05d}.png" for n in range(4)]
     for folder, extra in ((share, []), (with_model, ["model.safetensors"])):
         data = ["README.md", "croissant.json", "synthetic.safetensors", *extra]
@@ -142,7 +119,7 @@ def test_exported_tensors_are_in_pixel_units(share: Path) -> None:
     assert np.array_equal(drawn, np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255))
     (run,) = (share.parent / "runs").iterdir()
     uploaded = load_file(run / "synthetic.safetensors")["images"]
-    loaded = load_synthetic(share)
+    loaded = fs.load_synthetic(share)
     assert torch.allclose(loaded.normalised(), uploaded, atol=1e-5)
     assert torch.allclose(loaded.images, uploaded * 0.25 + 0.5, atol=1e-6)
     report = json.loads((share / "privacy_report.json").read_text())
@@ -153,7 +130,7 @@ def test_exported_tensors_are_in_pixel_units(share: Path) -> None:
 
 def test_readme_states_epsilon_and_code_that_trains_a_model(share: Path) -> None:
     readme = (share / "README.md").read_text()
-    assert f"ε = {format_epsilon(load_synthetic(share).epsilon)} at" in readme
+    assert f"ε = {format_epsilon(fs.load_synthetic(share).epsilon)} at" in readme
     code = re.search(r"```python\n(.*?)```", readme, re.S)
     assert code is not None
     assert "fedsynth" not in code[1]
@@ -171,15 +148,15 @@ def test_changed_files_are_rejected(share: Path, tmp_path: Path) -> None:
             (folder / name).symlink_to(share / "images")
         else:
             (folder / name).write_bytes(b" ")
-        with pytest.raises(DataFilesCorruptError, match=name):
-            load_synthetic(folder)
+        with pytest.raises(errors.DataFilesCorruptError, match=name):
+            fs.load_synthetic(folder)
     folder = Path(shutil.copytree(share, tmp_path / "gone"))
     (folder / "README.md").unlink()
-    with pytest.raises(DataFilesMissingError, match=r"README.md is missing"):
-        load_synthetic(folder)
+    with pytest.raises(errors.DataFilesMissingError, match=r"README.md is missing"):
+        fs.load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
-    with pytest.raises(DataFilesCorruptError, match="has a bad line"):
-        load_synthetic(folder)
+    with pytest.raises(errors.DataFilesCorruptError, match="has a bad line"):
+        fs.load_synthetic(folder)
 
 
 def changed_copy(share: Path, target: Path, tensors: dict[str, Tensor], **changes: str) -> Path:
@@ -220,23 +197,23 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
         ({}, {"delta": "null"}, "both ε and δ, or neither"),
     ]
     for number, (tensors, stated, message) in enumerate(cases):
-        with pytest.raises(DataFilesCorruptError, match=message) as caught:
-            load_synthetic(changed_copy(share, tmp_path / f"{number}", tensors, **stated))
+        with pytest.raises(errors.DataFilesCorruptError, match=message) as caught:
+            fs.load_synthetic(changed_copy(share, tmp_path / f"{number}", tensors, **stated))
         assert "\n" not in str(caught.value)
 
 
-def digits_run(tmp_path: Path, method: str = "feddm", **privacy: Any) -> tuple[Path, RunResult]:
+def digits_run(tmp_path: Path, method: str = "feddm", **privacy: Any) -> tuple[Path, fs.RunResult]:
     clients = {"clients": 2, "subset": 1.0}
     sections = quick_sections(method, run={"rounds": 1}, partition=clients, privacy=privacy)
-    run = simulate(resolve(sections), output=tmp_path / "runs", quiet=True)
+    run = fs.simulate(fs.resolve(sections), output=tmp_path / "runs", quiet=True)
     return folder_of(run), run
 
 
 def test_soft_labels_and_clients_are_exported_with_images(tmp_path: Path) -> None:
     """Broken versions would omit R of FedAF, or treat uint8 images as normalised."""
     folder, run = digits_run(tmp_path, "fedaf", noise_multiplier=3.0)
-    out = export_run(folder, tmp_path / "share")
-    loaded = load_synthetic(out)
+    out = fs.export_run(folder, tmp_path / "share")
+    loaded = fs.load_synthetic(out)
     assert loaded.clients is not None
     assert loaded.soft_labels is not None
     assert sorted(set(loaded.clients.tolist())) == [0, 1]
@@ -254,33 +231,33 @@ def test_unprotected_export_requires_option(tmp_path: Path) -> None:
     for number, privacy in enumerate(({}, paper)):
         folder, _ = digits_run(tmp_path / f"{number}", **privacy)
         out = tmp_path / f"share-{number}"
-        with pytest.raises(OutputError, match=r"no privacy guarantee.*unprotected=True"):
-            export_run(folder, out)
-        export_run(folder, out, unprotected=True)
+        with pytest.raises(errors.OutputError, match=r"no privacy guarantee.*unprotected=True"):
+            fs.export_run(folder, out)
+        fs.export_run(folder, out, unprotected=True)
         assert all((out / name).exists() is bool(privacy) for name in REPORTS)
         reason = "guarantee" if privacy else "differential privacy."
         assert f"**There is no {reason}**" in (out / "README.md").read_text()
-        assert load_synthetic(out).epsilon is None
+        assert fs.load_synthetic(out).epsilon is None
 
 
 def test_invalid_exports_are_rejected(tmp_path: Path) -> None:
     models, _ = digits_run(tmp_path, "fedavg", noise_multiplier=3.0)
     folder, _ = digits_run(tmp_path, noise_multiplier=3.0)
     out = tmp_path / "share"
-    with pytest.raises(OutputError, match="has no images, because fedavg makes none"):
-        export_run(models, out)
+    with pytest.raises(errors.OutputError, match="has no images, because fedavg makes none"):
+        fs.export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
-    with pytest.raises(OutputError, match="is not a finished run's folder"):
-        export_run(tmp_path / "x.incomplete", out)
+    with pytest.raises(errors.OutputError, match="is not a finished run's folder"):
+        fs.export_run(tmp_path / "x.incomplete", out)
     assert not out.exists()
     out.mkdir()
     (out / "existing").write_text("x")
-    with pytest.raises(OutputError, match="already exists"):
-        export_run(folder, out)
+    with pytest.raises(errors.OutputError, match="already exists"):
+        fs.export_run(folder, out)
     assert files(out) == ["existing"]
     changed("privacy_report.json", "guarantee/epsilon", 0.1)(folder)
     with pytest.raises(PrivacyError, match="does not follow from its settings"):
-        export_run(folder, tmp_path / "other")
+        fs.export_run(folder, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -289,17 +266,21 @@ def test_invalid_settings_are_rejected_before_charge(site_folder: Path, tmp_path
     no_images = {"ipc": 0, "drawn_ipc": 0}
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PrivacySettingError, "privacy.epsilon", {"privacy": {}}),
-        (SettingError, "run.method", {"run": {"method": "fedavg"}, "method": {}}),
-        (SettingError, "method.ipc", {"run": {"method": "fedstats"}, "method": no_images}),
-        (OutputError, "already exists", {}),
-        (DataError, "data describe", {"data": {"folder": str(tmp_path / "undeclared")}}),
-        (DataFilesMissingError, "not exist", {"data": {"folder": str(tmp_path / "mistyped")}}),
+        (errors.SettingError, "run.method", {"run": {"method": "fedavg"}, "method": {}}),
+        (errors.SettingError, "method.ipc", {"run": {"method": "fedstats"}, "method": no_images}),
+        (errors.OutputError, "already exists", {}),
+        (errors.DataError, "data describe", {"data": {"folder": str(tmp_path / "undeclared")}}),
+        (
+            errors.DataFilesMissingError,
+            "not exist",
+            {"data": {"folder": str(tmp_path / "mistyped")}},
+        ),
     ]
     for error, message, sections in cases:
         settings = {**TINY, "data": {"folder": str(site_folder)}, **sections}
-        share = tmp_path / ("undeclared" if error is OutputError else "share")
+        share = tmp_path / ("undeclared" if error is errors.OutputError else "share")
         with pytest.raises(error, match=message):
-            synthesize(owner_settings(settings), share, runs=tmp_path / "runs")
+            fs.synthesize(fs.owner_settings(settings), share, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -382,10 +363,12 @@ def test_exported_vectors_load_with_datasets(datasets: Any, tmp_path: Path) -> N
 BOUNDS = (-4.0, 4.0)
 
 
-def model_run(method: Any, place: Path) -> RunResult:
-    model = ModelSettings("linear" if isinstance(method, FedAvg) else "convnet")
-    settings = RunSettings(method, rounds=3, model=model, privacy=PrivacySettings(epsilon=20.0))
-    return simulate(settings, output=place / "runs", quiet=True)
+def model_run(method: Any, place: Path) -> fs.RunResult:
+    model = fs.ModelSettings("linear" if isinstance(method, fs.FedAvg) else "convnet")
+    settings = fs.RunSettings(
+        method, rounds=3, model=model, privacy=fs.PrivacySettings(epsilon=20.0)
+    )
+    return fs.simulate(settings, output=place / "runs", quiet=True)
 
 
 def logits(file: Path, values: np.ndarray) -> Any:
@@ -393,13 +376,13 @@ def logits(file: Path, values: np.ndarray) -> Any:
     return ReferenceEvaluator(str(file)).run(None, {"images": values})[0]
 
 
-@pytest.mark.parametrize("method", [FedAvg(local_steps=1), FedStats(features="pixels")])
+@pytest.mark.parametrize("method", [fs.FedAvg(local_steps=1), fs.FedStats(features="pixels")])
 def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
     """Broken versions would leave the normalisation out, fix the number of images, or store lines
     of the source code with the paths of the machine."""
     result = model_run(method, tmp_path)
-    file = export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
-    _, test = load_dataset("digits")
+    file = fs.export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
+    _, test = fs.load_dataset("digits")
     expected = result.model.eval()(normalise(test.images[:7], test.spec)).detach().numpy()
     pixels = test.images[:7].float().numpy() / 255
     assert logits(file, pixels) == pytest.approx(expected, abs=1e-4)
@@ -416,12 +399,12 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     vectors, labels = rng.normal(size=(200, 6)) * 3, np.arange(200) % 3
     shape, names = (1, 1, 6), ("a", "b", "c")
     spec = DatasetSpec("x", *shape, 3, 200, 200, (0.5,), (0.25,), names, "test", bounds=BOUNDS)
-    data = from_arrays(vectors, labels, spec)
-    settings = RunSettings(FedAvg(), rounds=1, model=ModelSettings("linear"))
-    result = simulate(settings, data=(data, data), output=tmp_path, quiet=True)
-    with pytest.raises(OutputError, match=r"no privacy guarantee.*unprotected=True"):
-        export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec)
-    file = export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec, unprotected=True)
+    data = fs.from_arrays(vectors, labels, spec)
+    settings = fs.RunSettings(fs.FedAvg(), rounds=1, model=fs.ModelSettings("linear"))
+    result = fs.simulate(settings, data=(data, data), output=tmp_path, quiet=True)
+    with pytest.raises(errors.OutputError, match=r"no privacy guarantee.*unprotected=True"):
+        fs.export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec)
+    file = fs.export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec, unprotected=True)
     expected = result.model(normalise(data.images, spec)).detach().numpy()
     values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
     assert np.abs(values).max() > BOUNDS[1]
@@ -431,16 +414,16 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
 def test_models_without_onnx_form_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(model_run(FedStats(), tmp_path).folder)
-    with pytest.raises(OutputError, match="has no form of one of its operations"):
-        export_onnx(folder, tmp_path / "model.onnx")
+    folder = str(model_run(fs.FedStats(), tmp_path).folder)
+    with pytest.raises(errors.OutputError, match="has no form of one of its operations"):
+        fs.export_onnx(folder, tmp_path / "model.onnx")
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
-    spec = load_dataset("digits")[1].spec
+    spec = fs.load_dataset("digits")[1].spec
     _checked_program(network, spec)
     network.forward = lambda x: network[1](x.reshape(len(x), 64))  # type: ignore[method-assign]
-    with pytest.raises(OutputError, match="fixes the number of images"):
+    with pytest.raises(errors.OutputError, match="fixes the number of images"):
         _checked_program(network, spec)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(OutputError, match=r"pip install 'fedsynth\[onnx\]'"):
-        export_onnx(folder, tmp_path / "model.onnx")
+    with pytest.raises(errors.OutputError, match=r"pip install 'fedsynth\[onnx\]'"):
+        fs.export_onnx(folder, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()

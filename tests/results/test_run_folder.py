@@ -1,45 +1,60 @@
 """Tests of run folders: incomplete runs are recognised, invalid input leaves no folder, and the
-files match the run."""
+files match the run. Tests of checkpoints of long loops within a round, and of their use by other
+runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from fedsynth import from_arrays, load_model
-from fedsynth.config.resolve import resolve
+from fedsynth import RunResult, from_arrays, load_model, resolve, simulate
 from fedsynth.config.settings import ReportSettings
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
+from fedsynth.methods.shared import client_training
+from fedsynth.methods.shared.client_training import training_digest
+from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash
-from fedsynth.results import run_folder
+from fedsynth.results import checkpoint, run_folder
+from fedsynth.results.checkpoint import (
+    HASH_BYTES,
+    CheckpointFolder,
+    LoopCheckpoints,
+    LoopState,
+    read_loop_state,
+)
 from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
-from fedsynth.results.run_record import RunResult
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.simulate import simulate
+from fedsynth.seeding import forked_rng
+from fedsynth.training.loop import TRAINED
+from fedsynth.training.many_clients import Learner
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.quick_runs import folder_of, quick_sections
+from tests.simulation.test_resume import assert_same, record_steps, run, sections
 from tests.special_files import make_special_file
 
-SPEC = dataclasses.replace(
-    dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl")
-)
+SPEC = replace(dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl"))
 REPORT = {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord, Süd"}
 TINY = quick_sections("feddm", run={"rounds": 1}, privacy={"noise_multiplier": 3.0}, report=REPORT)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return simulate(resolve(TINY), output=tmp_path_factory.mktemp("runs"))
 
 
@@ -104,10 +119,10 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_report_describes_run_and_files(run: RunResult) -> None:
-    folder = folder_of(run)
+def test_report_describes_run_and_files(private_run: RunResult) -> None:
+    folder = folder_of(private_run)
     report = json.loads((folder / "privacy_report.json").read_text())
-    assert report == json.loads(json.dumps(run.privacy))
+    assert report == json.loads(json.dumps(private_run.privacy))
     description = report["run"]
     assert (description["id"], description["responsible"]) == (folder.name, "Klinikum Mitte")
     assert description["date"].replace("-", "") == folder.name[:8]
@@ -133,14 +148,14 @@ def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
     data = from_arrays(pixels, np.arange(60) % 3, SPEC)
     plain = quick_sections("feddm", partition={"subset": 1.0}, method={"min_examples": 1})
-    run = simulate(resolve(plain), data=(data, None), output=tmp_path)
-    loaded, images = load_model(folder_of(run), spec=SPEC), normalise(data.images, SPEC)
+    result = simulate(resolve(plain), data=(data, None), output=tmp_path)
+    loaded, images = load_model(folder_of(result), spec=SPEC), normalise(data.images, SPEC)
     assert not loaded.training
     with torch.no_grad():
-        torch.testing.assert_close(loaded(images), run.model.eval()(images))
-    (folder_of(run) / "model.safetensors").write_bytes(b"no tensors")
+        torch.testing.assert_close(loaded(images), result.model.eval()(images))
+    (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(OutputError, match="cannot be used"):
-        load_model(folder_of(run), spec=SPEC)
+        load_model(folder_of(result), spec=SPEC)
 
 
 def test_report_is_written_despite_failed_model(
@@ -180,3 +195,199 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
         status = path.stat()
         assert (status.st_ino, status.st_size if path.is_file() else 0) in synced_before, path
     assert (tmp_path.stat().st_ino, 0) in synced - synced_before
+
+
+WEIGHTS = {"w": torch.ones(3)}
+
+
+def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
+    return LoopCheckpoints(CheckpointFolder(folder, "this run", shared), 1, seconds)
+
+
+def test_finished_loops_are_written_every_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: of a hundred clients of half a minute each, every second one was trained
+    again."""
+    now = 0.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    writer = checkpoints(tmp_path)
+    for client in range(4):
+        assert writer.load(f"train-{client}") is None
+        now += 19.0
+        writer.offer(f"train-{client}", 1, lambda: WEIGHTS)
+        writer.finish(f"train-{client}", 2, lambda: WEIGHTS)
+    reader = checkpoints(tmp_path)
+    loaded = [reader.load(f"train-{client}") for client in range(4)]
+    assert [state and state[0] for state in loaded] == [2, 2, 2, 1]  # written at 76 seconds
+    assert reader.resumed_seconds == 4 * 19.0
+
+
+def test_loops_of_equal_name_are_separate(tmp_path: Path) -> None:
+    """Regression: if a method trained a client twice in a round, the second training was
+    skipped."""
+    writer = checkpoints(tmp_path, 0.0)
+    for weights in (1.0, 2.0):
+        assert writer.load("train-0") is None
+        writer.finish("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
+    reader = checkpoints(tmp_path, 0.0)
+    loaded: list[Any] = [reader.load("train-0") for _ in range(2)]
+    assert [tensors["w"].item() for _, tensors in loaded] == [1.0, 2.0]
+
+
+def test_damaged_or_foreign_checkpoints_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = checkpoints(tmp_path, 0.0)
+    writer.load("train-0")
+    writer.offer("train-0", 1, lambda: WEIGHTS)
+    path = tmp_path / "steps-1-train-0"
+    intact = path.read_bytes()
+    assert checkpoints(tmp_path).load("train-0") is not None
+    other_run = LoopCheckpoints(CheckpointFolder(tmp_path, "that run"), 1, 0.0)
+    assert other_run.load("train-0") is None
+    for content in (intact[:-1] + bytes([intact[-1] ^ 1]), intact[:-5], b""):
+        path.write_bytes(content)
+        assert checkpoints(tmp_path).load("train-0") is None
+    path.write_bytes(intact)
+    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    assert checkpoints(tmp_path).load("train-0") is None
+
+
+NAME = f"{TRAINED}x"
+
+
+def test_damaged_shared_files_are_replaced_and_unwritable_folders_tolerated(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / NAME).write_bytes(b"damaged")
+    (tmp_path / "file").write_text("not a folder")
+    for folder in ("shared", "file"):
+        writer = checkpoints(tmp_path / f"run-{folder}", 0.0, tmp_path / folder)
+        assert writer.load(NAME) is None
+        writer.finish(NAME, 3, lambda: WEIGHTS)
+        assert checkpoints(tmp_path / f"run-{folder}").load(NAME) is not None
+    state = read_loop_state(tmp_path / "shared" / NAME, "")
+    assert state is not None
+    assert state.step == 3
+
+
+def finish_many(folder: Path, shared: Path) -> None:
+    writer = checkpoints(folder, 0.0, shared)
+    for number in range(20):
+        writer.load(f"{TRAINED}{number}")
+        writer.finish(f"{TRAINED}{number}", 1, lambda: {"w": torch.ones(2000)})
+
+
+def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
+    assert len(list(shared.iterdir())) == 20
+    assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
+
+
+def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
+    run = {"rounds": 1, "participation": 1.0}
+    training = {"local_epochs": 2, "batch": 16, "momentum": 0.5}
+    return sections(method, run=run, method=training, model={"norm": "batch"})
+
+
+def test_methods_with_equal_training_share_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results equal those without sharing; a round's seconds include shared training."""
+    expected = run(batch_norm_sections("dense"), tmp_path / "alone")
+    trained = record_steps(monkeypatch)
+    shared = tmp_path / "shared"
+    run(batch_norm_sections("fedavg"), tmp_path / "first", trained=shared)
+    assert [name.split("-")[0] for name, _ in trained] == ["trained"] * (2 * 4)
+    assert len(list(shared.iterdir())) == 4
+    for path in shared.iterdir():
+        state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
+        path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
+    trained.clear()
+    actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
+    assert {name.split("-")[0] for name, _ in trained} == {"distillation"}
+    assert {path.name.split("-")[0] for path in shared.iterdir()} == {"trained"}
+    assert_same(expected, actual)
+    assert 4000.0 < actual.metrics[0]["seconds"] < 4100.0
+
+
+def test_custom_private_or_multi_round_training_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dependencies of a custom network are unknown, and the models of all rounds would fill a
+    disk."""
+    record_steps(monkeypatch)
+    shared = tmp_path / "shared"
+    run(sections("fedavg"), tmp_path / "rounds", trained=shared)
+    monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
+    model = own_model(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)))
+    settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
+    simulate(settings, output=tmp_path / "own", trained=shared, quiet=True)
+    private = sections("fedavg", run={"rounds": 1}, privacy={"noise_multiplier": 1.0})
+    run(private, tmp_path / "private", trained=shared)
+    assert not shared.exists()
+
+
+def data_of(x: Tensor, y: Tensor) -> Any:
+    return SimpleNamespace(images=lambda indices: x[indices], labels=lambda indices: y[indices])
+
+
+def small_network(changed: str = "", *extra: nn.Module) -> nn.Module:
+    """Returns a network with fixed weights and buffers, except for the changed one."""
+    with forked_rng(0, "a network"):
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10), *extra)
+    if changed:
+        network.state_dict()[changed].add_(1)
+    return network
+
+
+def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6)
+    sgd = SgdSettings(2, 3, MomentumSgd(0.1, 0.9))
+    pull = Pull(0.5, torch.zeros(20), torch.ones(20))
+    base: dict[str, Any] = {
+        "network": small_network(),
+        "where": torch.arange(5),
+        "settings": sgd,
+        "seed": 0,
+        "penalty": pull,
+        "data": data_of(x, y),
+        "precision": torch.float32,
+    }
+
+    def digest(**changed: Any) -> str:
+        inputs = {**base, **changed}
+        *arguments, seed, penalty, data, precision = inputs.values()
+        generator = torch.Generator().manual_seed(seed)
+        learner = Learner(*arguments, generator, penalty)
+        return training_digest(learner, data, torch.device("cpu"), precision)
+
+    base_digest = digest()
+    assert digest() == base_digest
+    pixel, label = x.clone(), y.clone()
+    pixel[4, 0, 7, 7] += 1
+    label[4] = 0
+    networks = [small_network(name) for name in small_network().state_dict()]
+    changes: dict[str, list[Any]] = {
+        "network": [*networks, small_network("", nn.Identity())],
+        "where": [torch.arange(4), torch.tensor([1, 0, 2, 3, 4])],
+        "settings": [
+            *(replace(sgd, **{name: 3}) for name in ("epochs", "steps")),
+            *(replace(sgd, batch=2), replace(sgd, radius=1.0)),
+            replace(sgd, optimiser=MomentumSgd(0.1, 0.9, 0.1)),
+        ],
+        "seed": [1],
+        "penalty": [
+            *(None, replace(pull, weight=0.6)),
+            *(replace(pull, center=torch.ones(20)), replace(pull, linear=torch.zeros(20))),
+        ],
+        "data": [data_of(pixel, y), data_of(x, label)],
+        "precision": [torch.bfloat16],
+    }
+    digests = [digest(**{name: value}) for name, values in changes.items() for value in values]
+    monkeypatch.setattr(client_training, "__version__", "another")
+    digests.append(digest())
+    assert len({base_digest, *digests}) == 1 + len(digests)

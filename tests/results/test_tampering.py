@@ -22,9 +22,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedsynth.config.resolve import resolve
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth import resolve, simulate
+from fedsynth.privacy import Ledger, PrivacyError, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES
 from fedsynth.privacy.report import build as sections
 from fedsynth.privacy.report.figures import Event, schema_problems
@@ -32,7 +31,6 @@ from fedsynth.privacy.report.file import stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
 from tests.quick_runs import folder_of, quick_sections
 from tests.special_files import make_special_file
@@ -296,10 +294,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
     (all_of(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
     (edit(remove_client), "has a ledger of client-002"),
-    (
-        all_of(edit(remove_client), delete("ledger/client-002.jsonl")),
-        "clients in the report differ from",
-    ),
+    (all_of(edit(remove_client), delete("ledger/client-002.jsonl")), "clients in the report"),
     (delete("ledger/client-002.jsonl"), "has no ledger of client client-002"),
     (put("test_only_randomness", True), "verdict.formal is True"),
     (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),

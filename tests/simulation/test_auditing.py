@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -218,16 +219,11 @@ def test_audits_follow_the_plan_without_using_the_ledger(
         return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
     initial_files = files()
-    rows: list[Release] = []
-    original = AuditedRun.claimed
-
-    def claimed(self: AuditedRun) -> float:
-        rows.extend(self.budget.ledger.history().releases)
-        return original(self)
-
-    monkeypatch.setattr(AuditedRun, "claimed", claimed)
+    spy = create_autospec(AuditedRun.claimed, side_effect=AuditedRun.claimed)
+    monkeypatch.setattr(AuditedRun, "claimed", spy)
     audit = seeded_audit(settings, canaries=50)
-    assert rows == plan_of(settings).planned()
+    (run,) = spy.call_args.args
+    assert list(run.budget.ledger.history().releases) == plan_of(settings).planned()
     assert 0 < audit.epsilon < 2
     assert files() == initial_files
 

@@ -17,18 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedsynth import (
-    ImageData,
-    PrivacySettings,
-    Real,
-    RunResult,
-    RunSettings,
-    from_arrays,
-    load_dataset,
-    load_folder,
-    resolve,
-    simulate,
-)
+import fedsynth as fs
 from fedsynth.config.participation import Participation
 from fedsynth.data.medical_files import patient_of
 from fedsynth.data.registry import dataset_spec
@@ -55,22 +44,22 @@ DECLARED_PUBLIC = re.compile(r"declare\w*[^.;|\n]{0,60}public")
 PARTS = [np.arange(120), np.arange(120, 200)]
 
 
-def scans(n: int = 200, seed: int = 0, name: str = "scans") -> ImageData:
+def scans(n: int = 200, seed: int = 0, name: str = "scans") -> fs.ImageData:
     images = np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, np.arange(n) % 10, replace(SPEC, name=name))
+    return fs.from_arrays(images, np.arange(n) % 10, replace(SPEC, name=name))
 
 
-def tiny(method: str = "feddm", **sections: Any) -> RunSettings:
+def tiny(method: str = "feddm", **sections: Any) -> fs.RunSettings:
     run = {"rounds": 1, **sections.pop("run", {})}
-    return resolve(quick_sections(method, run=run, **sections))
+    return fs.resolve(quick_sections(method, run=run, **sections))
 
 
 def private(**privacy: Any) -> dict[str, Any]:
     return {"noise_multiplier": 3.0, "max_records": 1000, **privacy}
 
 
-def run(settings: RunSettings, **more: Any) -> RunResult:
-    return simulate(settings, **{"data": (scans(), None), "parts": PARTS, **more})
+def run(settings: fs.RunSettings, **more: Any) -> fs.RunResult:
+    return fs.simulate(settings, **{"data": (scans(), None), "parts": PARTS, **more})
 
 
 def data_statements(folder: Path) -> str:
@@ -102,8 +91,8 @@ def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
         assert not any(name.encode() in content for name in names)
     for ledger in ("none", "None: this data set is public!", "", "none:"):
         with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
-            PrivacySettings(noise_multiplier=1.0, ledger=ledger)
-    published = folder_of(simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
+            fs.PrivacySettings(noise_multiplier=1.0, ledger=ledger)
+    published = folder_of(fs.simulate(tiny(privacy=private(max_records=2000)), output=tmp_path))
     report = json.loads((published / "privacy_report.json").read_text())
     assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
     assert not report["ledger_kept"]
@@ -142,13 +131,13 @@ def test_runs_without_privacy_void_later_guarantees(
     ledgers are written before the clients' steps."""
     ledgers, notes = tmp_path / "ledgers", NoteRecorder()
     rows: list[int] = []
-    step = Real.client_step
+    step = fs.Real.client_step
 
-    def counted_step(self: Real, *args: Any) -> Any:
+    def counted_step(self: fs.Real, *args: Any) -> Any:
         rows.extend(len(ledger.releases) for ledger in LedgerFolder(ledgers).ledgers().values())
         return step(self, *args)
 
-    monkeypatch.setattr(Real, "client_step", counted_step)
+    monkeypatch.setattr(fs.Real, "client_step", counted_step)
     result = run(tiny("real", run={"rounds": 2}, privacy={"ledger": str(ledgers)}), observer=notes)
     assert result.privacy is None
     assert rows == [1] * 4 + [2] * 4  # of two ledgers, before the steps of two clients
@@ -192,7 +181,7 @@ def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
     ledger_only = tiny("real", privacy={"ledger": str(tmp_path)})
     assert (ledger_only.privacy, ledger_only.ledger) == (None, tmp_path)
     for settings in (public, ledger_only):
-        assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+        assert fs.resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
     assert tiny("real", privacy={"ledger": NO_LEDGER}).ledger is None
     with pytest.raises(SettingError, match=r"Set PrivacySettings\.ledger instead"):
         replace(tiny(privacy=private()), ledger=tmp_path)
@@ -250,9 +239,9 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
     ]
     for data, text in cases:
         with pytest.raises(DataError, match=text):
-            simulate(tiny(), data=data)
+            fs.simulate(tiny(), data=data)
     with pytest.raises(UnknownNameError, match="secret"):
-        simulate(tiny(), data=(scans(), scans()), test="secret")
+        fs.simulate(tiny(), data=(scans(), scans()), test="secret")
 
 
 USERS = np.arange(320) // 8
@@ -260,12 +249,12 @@ USER_PARTS = list(np.arange(320).reshape(4, 80))
 USER_PRIVACY = {"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10}
 
 
-def user_settings(method: str = "feddm", **privacy: Any) -> RunSettings:
+def user_settings(method: str = "feddm", **privacy: Any) -> fs.RunSettings:
     return tiny(method, privacy={**USER_PRIVACY, **privacy})
 
 
-def user_run(settings: RunSettings, output: Path | None = None) -> RunResult:
-    return simulate(settings, data=user_data(), parts=USER_PARTS, output=output)
+def user_run(settings: fs.RunSettings, output: Path | None = None) -> fs.RunResult:
+    return fs.simulate(settings, data=user_data(), parts=USER_PARTS, output=output)
 
 
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
@@ -306,7 +295,7 @@ def test_one_more_user_moves_sums_by_at_most_the_clip(
         indices = np.flatnonzero(removed != USERS)
         parts = [np.flatnonzero(np.isin(indices, part)) for part in USER_PARTS]
         sums.clear()
-        simulate(settings, data=(data.subset(indices), test), parts=parts)
+        fs.simulate(settings, data=(data.subset(indices), test), parts=parts)
         runs.append(list(sums))
     shifts = []
     for other in runs[1:]:
@@ -329,7 +318,7 @@ def test_test_splits_follow_the_protected_unit(unit: str, shares: bool) -> None:
 
 def test_invalid_user_settings_are_refused() -> None:
     with pytest.raises(PrivacySettingError, match=r"requires privacy\.nominal_size"):
-        resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
+        fs.resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
     with pytest.raises(PrivacySettingError, match="one of record, user"):
         user_settings(unit="household")
     with pytest.raises(PrivacySettingError, match="user_records"):
@@ -344,15 +333,15 @@ def test_invalid_user_settings_are_refused() -> None:
 BUDGET = {"noise_multiplier": 3.0}
 
 
-def on_folder(folder: Path, **sections: Any) -> RunSettings:
+def on_folder(folder: Path, **sections: Any) -> fs.RunSettings:
     run = {"rounds": 1, "device": "cpu", **sections.pop("run", {})}
     data = {"folder": str(folder), **sections.pop("data", {})}
     method = {"ipc": 1, "iterations": 2, "server_epochs": 1, "min_examples": 1}
     model = {"width": 4, "depth": 2}
-    return resolve({"run": run, "data": data, "method": method, "model": model, **sections})
+    return fs.resolve({"run": run, "data": data, "method": method, "model": model, **sections})
 
 
-LINEAR = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+LINEAR = fs.resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
 
 
 @pytest.fixture
@@ -363,16 +352,16 @@ def clinic(tmp_path: Path) -> Path:
 
 def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -> None:
     folder = make_image_folder(tmp_path / "sites", ("a", "b", "c"))
-    result = simulate(on_folder(folder), quiet=True)
+    result = fs.simulate(on_folder(folder), quiet=True)
     assert sorted(result.uploads) == [0, 1, 2]
     assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
     linear = replace(LINEAR, partition=replace(LINEAR.partition, kind="iid", clients=5))
-    folder_data = load_folder(folder)
-    assert len(simulate(linear, data=folder_data, quiet=True).uploads) == 3
-    assert len(simulate(linear, data=(folder_data.train, None), quiet=True).uploads) == 5
+    folder_data = fs.load_folder(folder)
+    assert len(fs.simulate(linear, data=folder_data, quiet=True).uploads) == 3
+    assert len(fs.simulate(linear, data=(folder_data.train, None), quiet=True).uploads) == 5
     pooled = make_image_folder(tmp_path / "pooled", sites=())
     with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
-        simulate(on_folder(pooled), quiet=True)
+        fs.simulate(on_folder(pooled), quiet=True)
 
 
 def test_no_file_of_a_run_has_dicom_headers(
@@ -386,7 +375,7 @@ def test_no_file_of_a_run_has_dicom_headers(
     write_declaration(folder, users=16)
     private = on_folder(folder, privacy={**BUDGET, "unit": "user"})
     assert private.privacy.nominal_size == 8  # 16 declared users at two sites
-    result = simulate(private, output=tmp_path / "runs")
+    result = fs.simulate(private, output=tmp_path / "runs")
     hidden = [NAME, "ID-north", patient_of(folder / "north/ill/0.dcm")]
     paths = (*result.folder.rglob("*"), *(folder / "fedsynth-ledger").rglob("*"))
     texts = [capsys.readouterr().err.encode()]
@@ -399,16 +388,16 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Otherwise sizes, classes or the shape of private images would become public."""
     folder = make_image_folder(tmp_path)
     with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then"):
-        simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+        fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     with pytest.raises(DataError, match="needs a declaration"):
-        simulate(on_folder(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
+        fs.simulate(on_folder(folder, privacy=BUDGET), data=fs.load_folder(folder), quiet=True)
     write_declaration(folder, by="")
     with pytest.raises(DataError, match=r"is not signed. "):
-        simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+        fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
     write_declaration(folder, ledger="")
     with pytest.raises(PrivacySettingError, match="ledger must be the folder"):
-        simulate(on_folder(folder, privacy=BUDGET), quiet=True)
+        fs.simulate(on_folder(folder, privacy=BUDGET), quiet=True)
 
 
 def test_private_runs_use_the_declaration(
@@ -417,10 +406,10 @@ def test_private_runs_use_the_declaration(
     """Regression: a resumed run fills other settings from the declaration than config.toml has."""
     settings = on_folder(clinic, run={"rounds": 2}, privacy=BUDGET)
     with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
-        simulate(settings, output=tmp_path / "runs", quiet=True)
+        fs.simulate(settings, output=tmp_path / "runs", quiet=True)
     (unfinished,) = (tmp_path / "runs").iterdir()
-    resumed_settings = resolve(read_sections(unfinished / "config.toml"))
-    result = simulate(resumed_settings, resume=unfinished, quiet=True)
+    resumed_settings = fs.resolve(read_sections(unfinished / "config.toml"))
+    result = fs.simulate(resumed_settings, resume=unfinished, quiet=True)
     assert (len(result.metrics), len(result.deviations)) == (2, 1)
     report: Any = result.privacy
     assert report["max_records"] == 100
@@ -430,12 +419,12 @@ def test_private_runs_use_the_declaration(
     assert (clinic / "fedsynth-ledger" / "north.jsonl").exists()
     # the ledger folder among the images is not read as a class
     same = {**BUDGET, "ledger": str(clinic / "fedsynth-ledger")}
-    second_report: Any = simulate(on_folder(clinic, privacy=same), quiet=True).privacy
+    second_report: Any = fs.simulate(on_folder(clinic, privacy=same), quiet=True).privacy
     assert second_report["guarantee"]["epsilon"] > 1.2 * report["guarantee"]["epsilon"]
     # a new ledger would start at ε = 0 for images whose budget is spent
     elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
     with pytest.raises(SettingError, match=r"ledger.* must be the ledger folder of the decl"):
-        simulate(on_folder(clinic, privacy=elsewhere), quiet=True)
+        fs.simulate(on_folder(clinic, privacy=elsewhere), quiet=True)
 
 
 def test_reports_do_not_depend_on_image_counts(tmp_path: Path) -> None:
@@ -443,7 +432,9 @@ def test_reports_do_not_depend_on_image_counts(tmp_path: Path) -> None:
     for count in (5, 9):
         folder = tmp_path / f"{count}" / "clinic"
         write_declaration(make_image_folder(folder, per_class=count))
-        run = simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / f"{count}", quiet=True)
+        run = fs.simulate(
+            on_folder(folder, privacy=BUDGET), output=tmp_path / f"{count}", quiet=True
+        )
         report: Any = run.privacy
         # the folder's name has the time; hashes are of files that hold released noise
         run_specific = ("ledger_heads", "run", "files")
@@ -468,7 +459,7 @@ def test_accuracy_needs_test_images_declared_public(clinic: Path, tmp_path: Path
     for kind in ("public", ""):
         data = {"test_folder": str(folder), "test": kind}
         settings = on_folder(clinic, data=data, privacy=BUDGET)
-        result = simulate(settings, output=tmp_path / "runs", quiet=True)
+        result = fs.simulate(settings, output=tmp_path / "runs", quiet=True)
         verified(result)
         assert (result.summary["test_accuracy"] is not None) == (kind == "public")
         assert result.summary.get("test_data") == (None if kind else "private")
@@ -483,28 +474,28 @@ def test_duplicate_test_images_are_counted(
     test_folder = make_image_folder(tmp_path / "test", sites=(), per_class=2)  # from equal seeds
     Image.open(test_folder / "ill/00.png").save(test_folder / "ill/00.bmp")
     (test_folder / "ill/00.png").unlink()
-    simulate(on_folder(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
+    fs.simulate(on_folder(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
     assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
-    train, test = load_dataset("digits")
-    without = simulate(LINEAR, data=(train, test.subset(np.arange(5))), test="none")
+    train, test = fs.load_dataset("digits")
+    without = fs.simulate(LINEAR, data=(train, test.subset(np.arange(5))), test="none")
     assert without.accuracy is None
-    simulate(LINEAR, data=(train, test.subset(np.arange(5))))
+    fs.simulate(LINEAR, data=(train, test.subset(np.arange(5))))
     assert "are identical" not in capsys.readouterr().err
     user_data = replace(train, spec=replace(train.spec, name="mine"))
-    simulate(LINEAR, data=(user_data, user_data.subset(np.arange(5))))
+    fs.simulate(LINEAR, data=(user_data, user_data.subset(np.arange(5))))
     assert "5 of 5 test images are identical" in capsys.readouterr().err
 
 
 def test_incomplete_published_data_sets_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, test = load_dataset("digits")
+    train, test = fs.load_dataset("digits")
     few = (train.subset(np.arange(1000)), test)
     monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
-    simulate(LINEAR)
+    fs.simulate(LINEAR)
     text = "has 1,000 training images, but the published version has 1,438"
     assert text in capsys.readouterr().err
-    simulate(resolve({**LINEAR.to_mapping(), "privacy": {"noise_multiplier": 3.0}}))
+    fs.simulate(fs.resolve({**LINEAR.to_mapping(), "privacy": {"noise_multiplier": 3.0}}))
     assert "missing" not in capsys.readouterr().err  # it depends on private data
 
 
@@ -518,13 +509,15 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> None:
     """Regression: the same images get two budgets, one pooled and one by site, or at another
     size."""
-    simulate(on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    fs.simulate(
+        on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True
+    )
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
-        simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
+        fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
     declaration = clinic / "fedsynth.toml"
     declaration.write_text(declaration.read_text().replace("height = 16", "height = 24"))
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
-        simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
+        fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
 
 
 def test_user_privacy_reads_users_csv(tmp_path: Path) -> None:
@@ -533,9 +526,9 @@ def test_user_privacy_reads_users_csv(tmp_path: Path) -> None:
     write_declaration(folder, users=20)
     by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
     with pytest.raises(DataError, match="must state the user of each record"):
-        simulate(on_folder(folder, privacy=by_user), quiet=True)
+        fs.simulate(on_folder(folder, privacy=by_user), quiet=True)
     images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
     rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
     (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
-    report: Any = simulate(on_folder(folder, privacy=by_user), quiet=True).privacy
+    report: Any = fs.simulate(on_folder(folder, privacy=by_user), quiet=True).privacy
     assert report["unit"]["kind"] == "user"

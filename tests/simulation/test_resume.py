@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -277,8 +278,8 @@ def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
 def test_private_checkpoints_contain_no_keys_and_are_needed_to_resume(tmp_path: Path) -> None:
     notes = NoteRecorder()
     run_folder = interrupt(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
-    assert "interrupted after 2 of 3 rounds" in notes.lines[-1]
-    assert str(run_folder) in notes.lines[-1]
+    assert "interrupted after 2 of 3 rounds. Spent: ε = " in notes.lines[-1]
+    assert notes.lines[-1].endswith(f"--resume {run_folder}")
     folder = run_folder / "simulation_only" / "checkpoint"
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
     assert POINTER in kinds <= {"state", "memory", "upload", POINTER}
@@ -381,14 +382,10 @@ def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
     """One state and one memory of each client are kept for any number of rounds."""
     settings = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     expected = simulate(resolve(settings))
-    keep, memory = simulated_run.Simulation._write_checkpoint, CheckpointFolder.memory
+    keep = simulated_run.Simulation._write_checkpoint
+    memory = create_autospec(CheckpointFolder.memory, side_effect=CheckpointFolder.memory)
     in_memory: list[int] = []
-    loaded: list[int] = []
     kinds: list[list[str]] = []
-
-    def loading(self: CheckpointFolder, client: int) -> Any:
-        loaded.append(client)
-        return memory(self, client)
 
     def counting(self: simulated_run.Simulation) -> None:
         keep(self)
@@ -397,12 +394,12 @@ def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
         in_memory.append(sum(bool(client._memory) for client in self.exchange.clients))
 
     monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
-    monkeypatch.setattr(CheckpointFolder, "memory", loading)
+    monkeypatch.setattr(CheckpointFolder, "memory", memory)
     result = run(settings, tmp_path)
     clients = {client for row in result.metrics for client in row["participants"]}
     assert kinds[-1] == sorted([POINTER, "state", *["memory"] * len(clients)])
     assert all(names.count("state") == 1 and len(names) <= len(kinds[-1]) for names in kinds)
     assert max(in_memory) == 0
-    assert len(loaded) <= sum(len(row["participants"]) for row in result.metrics)
+    assert memory.call_count <= sum(len(row["participants"]) for row in result.metrics)
     weights = expected.model.state_dict(), result.model.state_dict()
     torch.testing.assert_close(*weights, atol=0, rtol=0)

@@ -1,5 +1,6 @@
 """Tests of the round loop: reproducibility, accounting, refusals, failing figures and clients, and
-memory."""
+memory. If the device's memory is exhausted, smaller groups repeat a step with equal results, and no
+charge covers two attempts that drew noise."""
 
 from __future__ import annotations
 
@@ -9,43 +10,45 @@ import math
 import os
 import sys
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedsynth import FedDM, Observer, RoundContext, RunSettings, load_dataset, resolve, simulate
+import fedsynth as fs
 from fedsynth.config.participation import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
-from fedsynth.errors import DataError, PartitionError, SettingError
+from fedsynth.core.client import Group, PrivateClientView
+from fedsynth.errors import DataError, DeviceMemoryError, PartitionError, SettingError
+from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.server import Server, needed_uploads
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.results.verification import verify_run
+from fedsynth.privacy.report.build import write_report
+from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation.run import Simulation
 from tests.digits import digits
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
-from tests.simulation.test_recorded_numbers import CLIENTS, case, private
-from tests.simulation.test_recorded_numbers import settings_of as settings_for
+from tests.simulation import test_recorded_numbers as recorded
 
 
-def settings_of(method: str, /, **sections: Any) -> RunSettings:
+def settings_of(method: str, /, **sections: Any) -> fs.RunSettings:
     """Returns the settings of two rounds, with splits for tests of the clients' models."""
     partition = {"local_test": 0.2, **sections.pop("partition", {})}
-    return resolve(quick_sections(method, partition=partition, **sections))
+    return fs.resolve(quick_sections(method, partition=partition, **sections))
 
 
-def tiny(**privacy: Any) -> RunSettings:
-    return resolve(quick_sections("feddm", partition={"subset": 1.0}, privacy=privacy))
+def tiny(**privacy: Any) -> fs.RunSettings:
+    return fs.resolve(quick_sections("feddm", partition={"subset": 1.0}, privacy=privacy))
 
 
 def same_parameters(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -55,11 +58,11 @@ def same_parameters(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 def test_seeds_reproduce_runs_without_privacy() -> None:
     """Runs leave the global generators unchanged."""
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    first = simulate(tiny()).model
-    assert same_parameters(first, simulate(tiny()).model)
-    assert not same_parameters(first, simulate(replace(tiny(), seed=5)).model)
+    first = fs.simulate(tiny()).model
+    assert same_parameters(first, fs.simulate(tiny()).model)
+    assert not same_parameters(first, fs.simulate(replace(tiny(), seed=5)).model)
     private = tiny(noise_multiplier=3.0)
-    assert not same_parameters(simulate(private).model, simulate(private).model)
+    assert not same_parameters(fs.simulate(private).model, fs.simulate(private).model)
     assert torch.equal(torch_state, torch.get_rng_state())
     assert np.array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
 
@@ -67,11 +70,11 @@ def test_seeds_reproduce_runs_without_privacy() -> None:
 def test_budget_caps_end_the_run(tmp_path: Path) -> None:
     rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 3, 1)]
     cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
-    result = simulate(tiny(noise_multiplier=3.0, epsilon=cap))
+    result = fs.simulate(tiny(noise_multiplier=3.0, epsilon=cap))
     assert len(result.metrics) == 1
     assert result.summary["differential_privacy"]["epsilon"] <= cap
     with pytest.raises(BudgetExceededError, match="above the cap"):
-        simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3), output=tmp_path / "out")
+        fs.simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3), output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -79,11 +82,11 @@ def test_missing_classes_are_refused_only_without_privacy() -> None:
     """With DP the presence of a class is private: no rule may depend on it."""
     train = digits(np.arange(200) % 9)
     with pytest.raises(DataError, match="class"):
-        simulate(tiny(), data=(train, train))
-    simulate(tiny(noise_multiplier=3.0), data=(train, train))
+        fs.simulate(tiny(), data=(train, train))
+    fs.simulate(tiny(noise_multiplier=3.0), data=(train, train))
     few = digits(np.concatenate([np.arange(180) % 9, [9, 9]]))  # too few of class 9
     notes = NoteRecorder()
-    simulate(tiny(), data=(few, few), parts=[np.arange(182)], observer=notes)
+    fs.simulate(tiny(), data=(few, few), parts=[np.arange(182)], observer=notes)
     assert notes.lines[0].startswith("no differential privacy")
     assert "no client sends images of these classes: 9" in notes.lines[1]
 
@@ -91,16 +94,16 @@ def test_missing_classes_are_refused_only_without_privacy() -> None:
 def test_runs_without_images_or_with_too_few_records_are_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match=r"method\.min_examples"):
-        simulate(many)
+        fs.simulate(many)
     with pytest.raises(PrivacySettingError, match="must be at least 1438"):
-        simulate(tiny(noise_multiplier=3.0, max_records=1000))
+        fs.simulate(tiny(noise_multiplier=3.0, max_records=1000))
 
 
 def test_custom_partitions_are_validated_and_used() -> None:
     labels = np.arange(200) % 10
     data = digits(labels)
     parts = [np.flatnonzero(labels < 3), np.flatnonzero(labels >= 3)]
-    uploads = simulate(tiny(), data=(data, data), parts=parts).uploads
+    uploads = fs.simulate(tiny(), data=(data, data), parts=parts).uploads
     sent = [set(dict(uploads[k].arrays())["labels"].tolist()) for k in (0, 1)]
     assert sent == [{0, 1, 2}, {3, 4, 5, 6, 7, 8, 9}]
     for bad, text in (
@@ -110,32 +113,22 @@ def test_custom_partitions_are_validated_and_used() -> None:
         ([], "at least one client"),
     ):
         with pytest.raises(PartitionError, match=text):
-            simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
+            fs.simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
 
 
 def test_memory_bounds_split_clients_without_changing_uploads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """--memory-gb=0.0001 runs one client at a time; the uploads are the same."""
-    sizes: list[int] = []
-    step = FedDM.client_step
-
-    def counted_step(self: FedDM, message: Any, clients: Any, *others: Any) -> Any:
-        sizes.append(len(clients.ids))
-        return step(self, message, clients, *others)
-
-    monkeypatch.setattr(FedDM, "client_step", counted_step)
+    spy = create_autospec(fs.FedDM.client_step, side_effect=fs.FedDM.client_step)
+    monkeypatch.setattr(fs.FedDM, "client_step", spy)
     settings = replace(tiny(), rounds=1)
-    wide = simulate(settings).uploads
-    narrow = simulate(replace(settings, memory_gb=0.0001)).uploads
-    assert sizes == [3, 1, 1, 1]
+    wide = fs.simulate(settings).uploads
+    narrow = fs.simulate(replace(settings, memory_gb=0.0001)).uploads
+    assert [len(call.args[2].ids) for call in spy.call_args_list] == [3, 1, 1, 1]
     for k, upload in wide.items():
         for name, tensor in upload.arrays():
             torch.testing.assert_close(tensor, dict(narrow[k].arrays())[name], atol=1e-4, rtol=1e-4)
-
-
-def raise_error(*args: object, **kwargs: object) -> Any:
-    raise ZeroDivisionError("division by zero")
 
 
 @pytest.mark.parametrize(
@@ -152,10 +145,10 @@ def test_failing_figures_do_not_end_runs(
     target: str, figure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: an error after the round's charge, so that `--resume` charges and fails again."""
-    monkeypatch.setattr(target, raise_error)
+    monkeypatch.setattr(target, Mock(side_effect=ZeroDivisionError))
     notes = NoteRecorder()
     settings = settings_of("feddm", privacy={"noise_multiplier": 2.0})
-    result = simulate(settings, output=tmp_path, observer=notes)
+    result = fs.simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
     assert len(charged) == 3  # the header, and a row for each round
@@ -170,11 +163,11 @@ def test_non_finite_figures_are_null_and_closed_pipes_end_no_run(
     """Regression: JSON without NaN refuses the row of a charged round."""
     facts = {"a": math.nan, "b": [1.0, -math.inf], "c": {"d": math.inf}}
     matrix = {"matrix": torch.tensor([[math.nan, 1.0]])}
-    monkeypatch.setattr(FedDM, "facts", lambda *args: facts)
-    monkeypatch.setattr(FedDM, "artefacts", lambda *args: matrix, raising=False)
+    monkeypatch.setattr(fs.FedDM, "facts", lambda *args: facts)
+    monkeypatch.setattr(fs.FedDM, "artefacts", lambda *args: matrix, raising=False)
     closed = Mock(side_effect=BrokenPipeError(32, "Broken pipe"))  # stderr
     monkeypatch.setattr("fedsynth.results.run_messages.print", closed, raising=False)
-    folder = folder_of(simulate(settings_of("feddm"), output=tmp_path))
+    folder = folder_of(fs.simulate(settings_of("feddm"), output=tmp_path))
     closed.assert_called()
     row = read_rows(folder)[0]
     assert (row["a"], row["b"], row["c"]) == (None, [1.0, None], {"d": None})
@@ -193,7 +186,7 @@ UNUSUAL_SPLITS: dict[str, tuple[int, ...]] = {
 def test_unusual_partitions_do_not_end_runs(split: str) -> None:
     settings = settings_of("fedavg", partition={"local_test": 0.97})
     divided = [np.arange(*ends) for ends in pairwise(UNUSUAL_SPLITS[split])]
-    result = simulate(settings, data=load_dataset("digits"), parts=divided)
+    result = fs.simulate(settings, data=fs.load_dataset("digits"), parts=divided)
     for row in result.metrics:
         if "local" in row:  # of clients with test records, weighted by all their records
             pairs = zip(divided, row["local"]["client_accuracy"], strict=True)
@@ -206,8 +199,8 @@ def test_unusual_partitions_do_not_end_runs(split: str) -> None:
 
 def test_stratification_of_one_client_is_written(tmp_path: Path) -> None:
     settings = settings_of("fedhydra", run={"rounds": 1})
-    one_client: dict[str, Any] = {"data": load_dataset("digits"), "parts": [np.arange(400)]}
-    result = simulate(settings, **one_client, output=tmp_path)
+    one_client: dict[str, Any] = {"data": fs.load_dataset("digits"), "parts": [np.arange(400)]}
+    result = fs.simulate(settings, **one_client, output=tmp_path)
     assert (folder_of(result) / "artefacts.safetensors").is_file()
 
 
@@ -216,10 +209,10 @@ FAILING = {"rounds": ROUNDS, "client_failures": 0.5, "quorum": 0.25, "seed": 2}
 PRIVATE = [name for name in METHODS if method_class(name).dp_mechanisms]
 
 
-def failing_case(name: str, make: Any = case, **run: Any) -> Any:
+def failing_case(name: str, make: Any = recorded.case, **run: Any) -> Any:
     """Returns settings with which about half of the clients fail in each round."""
     first = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
-    return settings_for(make(name, run={**FAILING, **run}, **first))
+    return recorded.settings_of(make(name, run={**FAILING, **run}, **first))
 
 
 def test_failures_are_reproducible_shares_of_each_kind() -> None:
@@ -241,16 +234,16 @@ def test_failures_are_reproducible_shares_of_each_kind() -> None:
 
 @pytest.mark.parametrize("name", by_family(METHODS, ("fedavg", "fedaf", "fedstats")))
 def test_methods_continue_with_the_remaining_clients(name: str) -> None:
-    result = simulate(failing_case(name))
+    result = fs.simulate(failing_case(name))
     assert [row["round"] for row in result.metrics] == list(range(1, ROUNDS + 1))
     losses = [row.get("lost", {}) for row in result.metrics]
     for number, lost in enumerate(losses, 1):
-        failures = {str(k): Failures(2, 0.5).of(number, k) for k in range(CLIENTS)}
+        failures = {str(k): Failures(2, 0.5).of(number, k) for k in range(recorded.CLIENTS)}
         assert lost == {k: failure.kind for k, failure in failures.items() if failure is not None}
     assert {reason for lost in losses for reason in lost.values()} == set(KINDS)
     assert not any("rejected" in row for row in result.metrics)
     assert all(bool(torch.isfinite(t).all()) for t in result.model.state_dict().values())
-    remaining = [CLIENTS - len(lost) for lost in losses]
+    remaining = [recorded.CLIENTS - len(lost) for lost in losses]
     assert max(remaining) > min(remaining) >= 1
 
 
@@ -260,22 +253,18 @@ def test_clients_lost_in_the_first_exchange_skip_the_second(
 ) -> None:
     """Clients lost in the second exchange have replied in the first."""
     settings = failing_case(name)
-    replied: dict[tuple[int, str], list[int]] = {}
-
-    class Watching(Server):
-        def check(self, phase: str, replies: Any, context: RoundContext) -> Any:
-            replied[context.round, phase] = sorted(replies)
-            return super().check(phase, replies, context)
-
-    monkeypatch.setattr("fedsynth.simulation.run.Server", Watching)
-    simulate(settings)
+    spy = create_autospec(Server.check, side_effect=Server.check)
+    monkeypatch.setattr(Server, "check", spy)
+    fs.simulate(settings)
+    calls = [call.args[1:] for call in spy.call_args_list]
+    replied = {(context.round, phase): sorted(replies) for phase, replies, context in calls}
     phases = set()
     for number in range(1, ROUNDS + 1):
-        drawn = {client: settings.failures.of(number, client) for client in range(CLIENTS)}
+        drawn = {client: settings.failures.of(number, client) for client in range(recorded.CLIENTS)}
         phases |= {failure.phase for failure in drawn.values() if failure is not None}
         in_first = [k for k, failure in drawn.items() if failure is None or failure.phase == MAIN]
         assert replied[number, FIRST] == in_first
-        if len(in_first) >= needed_uploads(0.25, CLIENTS):
+        if len(in_first) >= needed_uploads(0.25, recorded.CLIENTS):
             assert replied[number, MAIN] == [k for k, failure in drawn.items() if failure is None]
     assert phases == {FIRST, MAIN}
 
@@ -283,12 +272,12 @@ def test_clients_lost_in_the_first_exchange_skip_the_second(
 def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
     """If no round has a quorum, the run ends with the first model (test_malicious_uploads.py tests
     the rounds)."""
-    result = simulate(failing_case("fedfm", quorum=0.75))
+    result = fs.simulate(failing_case("fedfm", quorum=0.75))
     counted = [row for row in result.metrics if "not_counted" not in row]
     assert 0 < len(counted) < ROUNDS
     lost = counted[-1].get("lost", {})
-    assert list(result.uploads) == [k for k in range(CLIENTS) if str(k) not in lost]
-    result = simulate(failing_case("fedavg", client_failures=1))
+    assert list(result.uploads) == [k for k in range(recorded.CLIENTS) if str(k) not in lost]
+    result = fs.simulate(failing_case("fedavg", client_failures=1))
     assert [row["not_counted"]["needed"] for row in result.metrics] == [1] * ROUNDS
     assert result.uploads == {}
 
@@ -304,21 +293,23 @@ def test_only_late_clients_update_their_memory(
     moved = []
     original = Simulation.play
 
-    def watch(self: Simulation, context: RoundContext) -> Any:
+    def watch(self: Simulation, context: fs.RoundContext) -> Any:
         earlier = self.exchange.clients[1].memory
         result = original(self, context)
         moved.append(self.exchange.clients[1].memory is not earlier)
         return result
 
     monkeypatch.setattr(Simulation, "play", watch)
-    simulate(settings_for(case("scaffold")))
+    fs.simulate(recorded.settings_of(recorded.case("scaffold")))
     assert moved == [True, moves]
 
 
 @pytest.mark.parametrize("name", by_family(PRIVATE, ("feddm", "fedfm")))
 def test_private_runs_with_failures_are_verified(name: str, tmp_path: Path) -> None:
     """Includes rounds below the quorum, with or without their second exchange."""
-    result = simulate(failing_case(name, private, quorum=0.75, rounds=3), output=tmp_path)
+    result = fs.simulate(
+        failing_case(name, recorded.private, quorum=0.75, rounds=3), output=tmp_path
+    )
     verified(result)
     assert any("lost" in row for row in result.metrics)
     missed = [row["not_counted"]["exchange"] for row in result.metrics if "not_counted" in row]
@@ -329,9 +320,9 @@ def test_private_runs_with_failures_are_verified(name: str, tmp_path: Path) -> N
 def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_path: Path) -> None:
     """FedFM has two exchanges. A client that crashes before an exchange is not charged for it; a
     client whose answer is lost is charged in full."""
-    charged = simulate(failing_case("fedfm", private), output=tmp_path)
+    charged = fs.simulate(failing_case("fedfm", recorded.private), output=tmp_path)
     kinds = set()
-    for client in range(CLIENTS):
+    for client in range(recorded.CLIENTS):
         file = folder_of(charged) / "ledger" / f"client-{client:03d}.jsonl"
         releases = [(row.round, row.mechanism) for row in read_ledger(file).releases]
         for number in range(1, ROUNDS + 1):
@@ -375,7 +366,7 @@ def test_rejections_are_recorded_in_private_runs(
         return replace(replies, messages=invalid)
 
     monkeypatch.setattr(InProcess, "step", step)
-    result = simulate(settings_for(private("fedavg")), output=tmp_path)
+    result = fs.simulate(recorded.settings_of(recorded.private("fedavg")), output=tmp_path)
     row = read_rows(verified(result))[0]
     assert list(row["rejected"]) == ["2"]
     assert "weight" in row["rejected"]["2"]
@@ -401,19 +392,17 @@ def live_tensors() -> tuple[int, int]:
     return len(tensors), sum(storages.values())
 
 
-class MemoryRecorder(Observer):
+class MemoryRecorder(fs.Observer):
+    """Records live tensors, bytes of Python objects and open files after some rounds."""
+
     def __init__(self, *rounds: int) -> None:
-        self.rounds = rounds
-        self.tensors: list[tuple[int, int]] = []
-        self.python: list[int] = []
-        self.files: list[int] = []
+        self.rounds, self.records = rounds, list[Any]()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         if row["round"] in self.rounds:
-            self.tensors.append(live_tensors())
-            self.python.append(tracemalloc.get_traced_memory()[0])
-            if sys.platform == "linux":
-                self.files.append(len(os.listdir("/proc/self/fd")))
+            files = os.listdir("/proc/self/fd") if sys.platform == "linux" else ()
+            python, _ = tracemalloc.get_traced_memory()
+            self.records.append((live_tensors(), python, len(files)))
 
 
 @pytest.mark.slow
@@ -426,12 +415,12 @@ def test_rounds_leak_no_memory(name: str, private: bool, tmp_path: Path) -> None
     sections = quick_sections(name, run={"rounds": MEASURED[-1]}, **more)
     tracemalloc.start()
     try:
-        simulate(resolve(sections), observer=recorder, output=tmp_path)
+        fs.simulate(fs.resolve(sections), observer=recorder, output=tmp_path)
     finally:
         tracemalloc.stop()
-    assert recorder.tensors[0] == recorder.tensors[1] == recorder.tensors[2]
-    assert len(set(recorder.files)) <= 1
-    first, second = recorder.python[1] - recorder.python[0], recorder.python[2] - recorder.python[1]
+    tensors, python, files = zip(*recorder.records, strict=True)
+    assert len(set(tensors)) == len(set(files)) == 1
+    first, second = python[1] - python[0], python[2] - python[1]
     # one-time allocations (a module, a cache) are in one of the two; leaks of rounds are in both
     assert min(first, second) / (MEASURED[2] - MEASURED[1]) < ROUND_BYTES[name]
 
@@ -449,6 +438,129 @@ def test_inactive_clients_hold_only_their_indices() -> None:
             method={"local_steps": 1, "batch": 4},
         )
         recorder = MemoryRecorder(2)
-        simulate(resolve(sections), observer=recorder)
-        final_bytes.append(recorder.tensors[0][1])
+        fs.simulate(fs.resolve(sections), observer=recorder)
+        final_bytes.append(recorder.records[0][0][1])
     assert abs(final_bytes[1] - final_bytes[0]) < 13_000
+
+
+Fails = Callable[[Group], bool]
+
+
+def simulate_five(
+    observer: fs.Observer | None = None, output: Path | None = None, **sections: Any
+) -> fs.RunResult:
+    """Runs three rounds of FedDM with five clients."""
+    method = {"ipc": 1, "iterations": 2, "batch": 8}
+    rounds, clients = {"rounds": 3}, {"clients": 5}
+    base = quick_sections("feddm", run=rounds, partition=clients, method=method, **sections)
+    return fs.simulate(fs.resolve(base), observer=observer, output=output)
+
+
+SAMPLED = {"privacy": {"noise_multiplier": 2.0, "sample_rate": 0.1}}
+
+
+def exhaust(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> list[int]:
+    """Lets FedDM's image pairs run out of memory for groups for which `fails` is true, and returns
+    the sizes of all groups that completed a step."""
+    sizes: list[int] = []
+    pairs, step = fs.FedDM.pairs, fs.FedDM.client_step
+
+    def without_memory(self: fs.FedDM, *args: Any) -> Any:
+        if fails(next(argument for argument in args if hasattr(argument, "ids"))):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return pairs(self, *args)
+
+    def recorded_step(self: fs.FedDM, message: Any, clients: Any, *rest: Any) -> Any:
+        result = step(self, message, clients, *rest)
+        sizes.append(len(clients.ids))
+        return result
+
+    monkeypatch.setattr(fs.FedDM, "pairs", without_memory)
+    monkeypatch.setattr(fs.FedDM, "client_step", recorded_step)
+    return sizes
+
+
+def equal_results(expected: fs.RunResult, actual: fs.RunResult) -> bool:
+    """Returns whether models and uploads agree up to rounding."""
+    first, second = ({**recorded.numbers(result), "rows": []} for result in (expected, actual))
+    return not list(recorded.differences("", first, second, *recorded.SAME_MACHINE))
+
+
+@pytest.mark.parametrize("sections", [{}, SAMPLED])
+def test_steps_before_noise_are_repeated_in_smaller_groups(
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Results are equal, and private runs are not charged again."""
+    expected = simulate_five(**sections)
+    sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 2)
+    notes = NoteRecorder()
+    actual = simulate_five(notes, tmp_path, **sections)
+    assert sizes == [2, 2, 1] * 3  # five, then three, do not fit; later rounds begin with two
+    logs = [line for line in notes.lines if "ran out of memory" in line]
+    assert ["of 5 client(s)" in logs[0], "of 3 client(s)" in logs[1], len(logs)] == [True, True, 2]
+    if not sections:
+        assert equal_results(expected, actual)
+        return
+    assert expected.privacy is not None
+    assert actual.privacy is not None
+    assert recorded.ledger_rows(actual.privacy) == recorded.ledger_rows(expected.privacy)
+    verified(actual)
+
+
+def test_only_failed_groups_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads of earlier groups are kept."""
+    expected = simulate_five()
+    sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 1 and group.ids[-1] == 4)
+    monkeypatch.setattr(fs.FedDM, "client_bytes", lambda self, context: context.memory_bytes // 6)
+    assert equal_results(expected, simulate_five())
+    assert sizes[:3] == [3, 1, 1]
+
+
+def test_single_client_without_memory_ends_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    exhaust(monkeypatch, lambda group: True)
+    with pytest.raises(DeviceMemoryError, match=r"of 1 client\(s\)\. Use a smaller batch"):
+        simulate_five()
+
+
+def exhaust_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[int, Release]]:
+    """Lets passes of a round run out of memory after noise was drawn, and returns the later charges
+    with the clients' numbers."""
+    charges: list[tuple[int, Release]] = []
+    charge = ClientBudget.charge
+    sums = PrivateClientView.class_sums
+
+    def recorded_charge(self: ClientBudget, context: Any, phase: str) -> Any:
+        count = len(self.ledger.history().releases)
+        granted = charge(self, context, phase)
+        charges.extend((self.client, row) for row in self.ledger.history().releases[count:])
+        return granted
+
+    def without_memory(self: PrivateClientView, series: Any, *args: Any, **kwargs: Any) -> Any:
+        released = sums(self, series, *args, **kwargs)
+        if charges[-1][1].round == round:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return released
+
+    monkeypatch.setattr(ClientBudget, "charge", recorded_charge)
+    monkeypatch.setattr(PrivateClientView, "class_sums", without_memory)
+    return charges
+
+
+def test_steps_after_noise_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run ends with a one-line error, and a report built from the ledgers, including the failed
+    round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
+    charges = exhaust_after_noise(monkeypatch, 2)
+    with pytest.raises(DeviceMemoryError, match=r"round 2: cpu .* of 5 client.* .*memory_gb"):
+        simulate_five(None, tmp_path, **SAMPLED)
+    for client in range(5):
+        assert [row.round for number, row in charges if number == client] == [1, 2]
+    (folder,) = tmp_path.iterdir()
+    report: Any = unfinished_report(folder)
+    write_report(report, folder)
+    assert verify_run(folder).problems == []
+    assert {number for row in recorded.ledger_rows(report) for number in row["rounds"]} == {1, 2}
+    monkeypatch.setattr(ClientRuntime, "may_try_again", lambda *args: True)
+    with pytest.raises(UnplannedReleaseError):
+        simulate_five(**SAMPLED)

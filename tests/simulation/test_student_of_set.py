@@ -16,30 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedsynth import (
-    FedStats,
-    ModelSettings,
-    PrivacySettings,
-    RunResult,
-    RunSettings,
-    StudentSettings,
-    export_run,
-    load_dataset,
-    load_model,
-    load_synthetic,
-    owner_settings,
-    simulate,
-    student_of_set,
-    synthesize,
-)
+import fedsynth as fs
+from fedsynth import errors
 from fedsynth.data.images import normalise
-from fedsynth.errors import (
-    DataError,
-    DataFilesCorruptError,
-    OutputError,
-    SettingError,
-    UnknownNameError,
-)
 from fedsynth.features import register_features, register_file, registry
 from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
@@ -47,26 +26,26 @@ from fedsynth.simulation.student import Student, real_images
 from tests.image_folders import make_image_folder
 from tests.quick_runs import folder_of, quick_sections
 
-BRIEF = StudentSettings(steps=3, views=1)
-LINEAR = ModelSettings("linear")
+BRIEF = fs.StudentSettings(steps=3, views=1)
+LINEAR = fs.ModelSettings("linear")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    method = FedStats(ipc=2, drawn_ipc=20)
-    settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
-    return simulate(settings, output=tmp_path_factory.mktemp("runs"), quiet=True)
+def run(tmp_path_factory: pytest.TempPathFactory) -> fs.RunResult:
+    method = fs.FedStats(ipc=2, drawn_ipc=20)
+    settings = fs.RunSettings(method, rounds=3, privacy=fs.PrivacySettings(epsilon=20.0))
+    return fs.simulate(settings, output=tmp_path_factory.mktemp("runs"), quiet=True)
 
 
 @pytest.fixture(scope="module")
-def share(run: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def share(run: fs.RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "share"
-    return export_run(str(run.folder), folder, with_model=True)
+    return fs.export_run(str(run.folder), folder, with_model=True)
 
 
 @pytest.fixture
-def bare(run: RunResult, tmp_path: Path) -> Path:
-    return export_run(str(run.folder), tmp_path / "bare")
+def bare(run: fs.RunResult, tmp_path: Path) -> Path:
+    return fs.export_run(str(run.folder), tmp_path / "bare")
 
 
 def metadata(file: Path) -> dict[str, str]:
@@ -82,11 +61,11 @@ def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
 
 
 def test_exported_models_give_the_logits_of_the_run(
-    run: RunResult, share: Path, bare: Path, tmp_path: Path
+    run: fs.RunResult, share: Path, bare: Path, tmp_path: Path
 ) -> None:
-    test = load_dataset("digits")[1]
+    test = fs.load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
-    exported = load_model(share)
+    exported = fs.load_model(share)
     assert not exported.training
     with torch.no_grad():
         torch.testing.assert_close(exported(images), run.model.eval()(images))
@@ -98,16 +77,17 @@ def test_exported_models_give_the_logits_of_the_run(
     stated |= {"run": {**stated["run"], "rounds": 10**9}, "data": {"folder": "/x"}}
     text = json.dumps({**stated, "privacy": {"epsilon": -1}})
     assert (
-        load_model(changed(share / "model.safetensors", tmp_path / "m", settings=text)) is not None
+        fs.load_model(changed(share / "model.safetensors", tmp_path / "m", settings=text))
+        is not None
     )
-    with pytest.raises(OutputError, match="must be a model file"):
-        load_model(bare)
-    with pytest.raises(OutputError, match="does not state the architecture"):
-        load_model(f"{run.folder}/model.safetensors")
+    with pytest.raises(errors.OutputError, match="must be a model file"):
+        fs.load_model(bare)
+    with pytest.raises(errors.OutputError, match="does not state the architecture"):
+        fs.load_model(f"{run.folder}/model.safetensors")
     shutil.copytree(share, tmp_path / "copy")
     changed(share / "model.safetensors", tmp_path / "copy" / "model.safetensors", shift=1)
-    with pytest.raises(DataFilesCorruptError, match="was changed"):
-        load_model(tmp_path / "copy")
+    with pytest.raises(errors.DataFilesCorruptError, match="was changed"):
+        fs.load_model(tmp_path / "copy")
 
 
 def test_hostile_model_files_raise_one_line_errors(share: Path, tmp_path: Path) -> None:
@@ -124,8 +104,8 @@ def test_hostile_model_files_raise_one_line_errors(share: Path, tmp_path: Path) 
         ({"spec": json.dumps({**spec, "width": 20_000}), "settings": linear}, "parameters"),
         ({"logits": '"x"'}, "cannot be used"),
     ):
-        with pytest.raises(OutputError, match=message):
-            load_model(changed(file, tmp_path / "model.safetensors", **stated))
+        with pytest.raises(errors.OutputError, match=message):
+            fs.load_model(changed(file, tmp_path / "model.safetensors", **stated))
 
 
 ENCODER = """
@@ -145,29 +125,29 @@ def test_changed_encoder_weights_are_detected(
     file = tmp_path / "enc.py"
     file.write_text(ENCODER.format(seed=0))
     name = register_file(f"{file}:encoder")
-    method = FedStats(features=name, drawn_ipc=2)
-    settings = RunSettings(method, rounds=2, privacy=PrivacySettings(epsilon=20.0))
-    result = simulate(settings, output=tmp_path / "runs", quiet=True)
-    share = export_run(str(result.folder), tmp_path / "share", with_model=True)
+    method = fs.FedStats(features=name, drawn_ipc=2)
+    settings = fs.RunSettings(method, rounds=2, privacy=fs.PrivacySettings(epsilon=20.0))
+    result = fs.simulate(settings, output=tmp_path / "runs", quiet=True)
+    share = fs.export_run(str(result.folder), tmp_path / "share", with_model=True)
     text = (share / "README.md").read_text()
     assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in text
-    assert load_model(share, features=f"{file}:encoder") is not None
+    assert fs.load_model(share, features=f"{file}:encoder") is not None
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
     register_features(name, other)  # like a file that loads changed weights
-    with pytest.raises(OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
-        load_model(share)
+    with pytest.raises(errors.OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
+        fs.load_model(share)
     del registry._CUSTOM[name]
-    with pytest.raises(OutputError, match="from a custom file that is not loaded"):
-        load_model(share)
+    with pytest.raises(errors.OutputError, match="from a custom file that is not loaded"):
+        fs.load_model(share)
 
 
 def test_soft_labels_and_the_sets_teacher_are_the_default(
-    run: RunResult, share: Path, bare: Path
+    run: fs.RunResult, share: Path, bare: Path
 ) -> None:
-    default = student_of_set(share, LINEAR, BRIEF)
-    plain = student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
-    of_run = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
+    default = fs.student_of_set(share, LINEAR, BRIEF)
+    plain = fs.student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
+    of_run = fs.student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
     assert (default.labels, default.taught) == ("soft", True)
     assert (plain.labels, plain.taught) == ("hard", False)
     assert of_run.taught
@@ -178,54 +158,66 @@ def test_soft_labels_and_the_sets_teacher_are_the_default(
 
 def test_students_learn_from_the_set_and_are_saved(share: Path, tmp_path: Path) -> None:
     """Regression: a student learns wrong labels, or its file has another network."""
-    trained = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
+    trained = fs.student_of_set(
+        share, fs.ModelSettings(width=8, depth=2), fs.StudentSettings(300, views=2)
+    )
     test = real_images(trained.synthetic.spec, dataset="digits")
     assert test is not None
     assert test.spec.mean == trained.synthetic.spec.mean  # normalised as the student's images were
     assert trained.accuracy_on(test) > 0.6  # a tenth by chance
     trained.save(tmp_path / "deep" / "student.safetensors")
-    loaded = load_model(tmp_path / "deep" / "student.safetensors")
+    loaded = fs.load_model(tmp_path / "deep" / "student.safetensors")
     images = trained.synthetic.normalised()[:5]
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), trained.network(images))
     for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
-        with pytest.raises(OutputError, match="inside a synthetic set"):
+        with pytest.raises(errors.OutputError, match="inside a synthetic set"):
             trained.save(share / name)
-    with pytest.raises(OutputError, match="is a folder"):
+    with pytest.raises(errors.OutputError, match="is a folder"):
         trained.save(tmp_path)
 
 
 def test_teachers_of_other_images_are_refused(share: Path, tmp_path: Path) -> None:
     """Regression: a model of garments of the same shape labels digits."""
-    digits = load_synthetic(share).spec
+    digits = fs.load_synthetic(share).spec
     teacher = tmp_path / "teacher.safetensors"
 
     def student(**other: Any) -> Student:
         architecture = Architecture(replace(digits, name="others", **other), LINEAR)
         write_model(teacher, architecture.network(), architecture)
-        return student_of_set(share, LINEAR, BRIEF, teacher=teacher)
+        return fs.student_of_set(share, LINEAR, BRIEF, teacher=teacher)
 
     assert student().taught
-    with pytest.raises(SettingError, match=r"must map .* images to"):
+    with pytest.raises(errors.SettingError, match=r"must map .* images to"):
         student(width=16)
     for other in ({"class_names": tuple("abcdefghij")}, {"std": (0.1,)}):
-        with pytest.raises(SettingError, match="was trained for others"):
+        with pytest.raises(errors.SettingError, match="was trained for others"):
             student(**other)
 
 
 def test_unusable_labels_teachers_and_images_are_refused(share: Path, tmp_path: Path) -> None:
-    spec = load_synthetic(share).spec
+    spec = fs.load_synthetic(share).spec
     assert real_images(spec) is None
     scans = make_image_folder(tmp_path / "scans", ("a",), per_class=3)
-    student = partial(student_of_set, share, LINEAR, BRIEF)
+    student = partial(fs.student_of_set, share, LINEAR, BRIEF)
     images = partial(real_images, spec)
     cases: list[tuple[type[Exception], str, Callable[..., Any], dict[str, Any]]] = [
-        (UnknownNameError, "labels", student, {"labels": "sof"}),
-        (OutputError, "must be a model file, the folder of a", student, {"teacher": tmp_path}),
-        (SettingError, "must map .* images to", student, {"teacher": torch.nn.Flatten()}),
-        (SettingError, "the same image shape and classes", images, {"dataset": "synthetic(1,1)"}),
-        (SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
-        (DataError, "does not have", images, {"folder": scans}),
+        (errors.UnknownNameError, "labels", student, {"labels": "sof"}),
+        (
+            errors.OutputError,
+            "must be a model file, the folder of a",
+            student,
+            {"teacher": tmp_path},
+        ),
+        (errors.SettingError, "must map .* images to", student, {"teacher": torch.nn.Flatten()}),
+        (
+            errors.SettingError,
+            "the same image shape and classes",
+            images,
+            {"dataset": "synthetic(1,1)"},
+        ),
+        (errors.SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
+        (errors.DataError, "does not have", images, {"folder": scans}),
     ]
     for error, message, call, arguments in cases:
         with pytest.raises(error, match=message):
@@ -237,14 +229,14 @@ def custom(image_shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
 
 
 def test_guarantee_holds_only_without_other_private_inputs(
-    run: RunResult, share: Path, tmp_path: Path
+    run: fs.RunResult, share: Path, tmp_path: Path
 ) -> None:
     """Regression: a network claims the set's ε after learning from an unprotected run's model or
     from initial weights that were trained on private data."""
-    settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
-    folder = folder_of(simulate(settings, output=tmp_path / "open", quiet=True))
-    open_set = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
-    no_copies = StudentSettings(steps=2, views=0)
+    settings = fs.RunSettings(fs.FedStats(drawn_ipc=2), rounds=1)
+    folder = folder_of(fs.simulate(settings, output=tmp_path / "open", quiet=True))
+    open_set = fs.export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
+    no_copies = fs.StudentSettings(steps=2, views=0)
     for teacher, model, training, holds in (
         ("auto", LINEAR, BRIEF, True),
         ("none", LINEAR, BRIEF, True),
@@ -253,12 +245,12 @@ def test_guarantee_holds_only_without_other_private_inputs(
         (str(open_set), LINEAR, BRIEF, False),
         (str(share), LINEAR, BRIEF, True),
         (f"{share}/model.safetensors", LINEAR, BRIEF, True),
-        (load_model(folder), LINEAR, BRIEF, False),
+        (fs.load_model(folder), LINEAR, BRIEF, False),
         (str(folder), LINEAR, no_copies, True),  # it has nothing to label
         ("auto", custom, BRIEF, True),
         ("auto", custom((1, 8, 8), 10), BRIEF, False),
     ):
-        trained = student_of_set(share, model, training, teacher=teacher)
+        trained = fs.student_of_set(share, model, training, teacher=teacher)
         assert trained.guaranteed is holds, (teacher, model)
         assert trained.taught is (teacher != "none" and training is BRIEF)
         if model is not LINEAR:
@@ -272,8 +264,8 @@ def test_guarantee_holds_only_without_other_private_inputs(
 def test_sets_without_soft_labels_give_hard_label_students(tmp_path: Path) -> None:
     sections = quick_sections("feddm", privacy={"epsilon": 8.0})
     out = tmp_path / "share"
-    synthesize(owner_settings(sections), out, runs=tmp_path / "runs", with_model=True)
-    trained = student_of_set(out, LINEAR, BRIEF)
+    fs.synthesize(fs.owner_settings(sections), out, runs=tmp_path / "runs", with_model=True)
+    trained = fs.student_of_set(out, LINEAR, BRIEF)
     assert (trained.labels, trained.taught) == ("hard", False)  # its model has seen these images
-    with pytest.raises(SettingError, match="no soft labels"):
-        student_of_set(out, LINEAR, BRIEF, labels="soft")
+    with pytest.raises(errors.SettingError, match="no soft labels"):
+        fs.student_of_set(out, LINEAR, BRIEF, labels="soft")

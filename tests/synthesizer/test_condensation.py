@@ -34,17 +34,13 @@ from fedsynth.synthesizer.condensation import from_statistics as images_from
 from fedsynth.synthesizer.condensation.losses import DistributionMatcher, unit_directions
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices
-from tests.digits import CPU, convnet, digits
+from tests.digits import CPU, digits
 from tests.quick_runs import quick_sections
+from tests.synthesizer.test_matchers import WIDTH, features_of, network, synthetic
 
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])
 PARTS = [torch.arange(8), torch.arange(8, 10)]
-IPC, WIDTH = 3, 4 * 4 + 10
 Array = npt.NDArray[np.float64]
-
-
-def network() -> Any:
-    return convnet().requires_grad_(False)
 
 
 def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatcher:
@@ -53,15 +49,6 @@ def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatch
     clients = ExactClientView(ids, data, [PARTS[k] for k in ids])
     batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     return ExactMatcher(clients, batches)
-
-
-def synthetic(device: torch.device = CPU) -> Tensor:
-    draws = torch.Generator().manual_seed(1)
-    return torch.randn(5, IPC, 1, 8, 8, generator=draws).to(device)
-
-
-def features(device: torch.device = CPU) -> NetworkFeatures:
-    return NetworkFeatures(network().to(device), 1.0, None)
 
 
 def squared(x: Array, y: Array) -> Array:
@@ -87,8 +74,8 @@ def sinkhorn(x: Array, y: Array, blur: float) -> float:
 @pytest.mark.parametrize("cost", [gaussian, energy, sinkhorn])
 def test_gradient_matches_the_oracle(cost: Any, device: torch.device) -> None:
     """Regression: a Sinkhorn schedule that starts from the spread of all segments."""
-    S, net, matching = synthetic(device), network().to(device).double(), cost.__name__
-    gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, features(device), S)
+    S, net, matching = synthetic(5, device), network().to(device).double(), cost.__name__
+    gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, features_of(device), S)
     clients = exact(device).clients
     segments = clients.segments(1)
 
@@ -113,7 +100,7 @@ def test_gradient_matches_the_oracle(cost: Any, device: torch.device) -> None:
     tolerance = 5e-2 if matching == "sinkhorn" else 1e-3
     assert slope / (2 * step) == pytest.approx(expected, rel=tolerance)
     alone = DistributionMatcher(exact(device, [0]), matching, 0.5)
-    single = alone.gradient(0, features(device), S[:3])
+    single = alone.gradient(0, features_of(device), S[:3])
     torch.testing.assert_close(single, gradient[:3], atol=1e-5, rtol=1e-4)
 
 
@@ -123,7 +110,7 @@ def test_columns_can_exclude_the_logits() -> None:
     for factor in (1, 3):
         net = network()
         net.classifier.weight.mul_(factor)
-        gradients.append(matcher.gradient(0, NetworkFeatures(net, 1.0, None), synthetic()))
+        gradients.append(matcher.gradient(0, NetworkFeatures(net, 1.0, None), synthetic(5)))
     torch.testing.assert_close(*gradients)
 
 
@@ -269,10 +256,10 @@ def test_objectives_have_the_gradient_of_the_loss(without_noise: None) -> None:
         (conv_network, syn.GradientMatching(owner(), conv_network, **plan)),
         (fixed_network, syn.GradientMatching(owner(), fixed_network, **distance, **plan)),
     )
-    for network, objective in objectives:
+    for make_network, objective in objectives:
         synthetic = objective.start(2, seed=0)
         objective.begin()
-        expected = autograd_gradient(network(), synthetic)
+        expected = autograd_gradient(make_network(), synthetic)
         assert torch.allclose(objective.gradient(0, synthetic), expected, atol=1e-5)
 
 

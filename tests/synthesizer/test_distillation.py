@@ -16,19 +16,16 @@ from fedsynth import Dense
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.generated import generator_tally, tally
 from fedsynth.models.flat import flatten
-from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation import ensemble, losses, stratification
-from fedsynth.synthesizer.distillation.ensemble import Batch, OneShotDistillation, OneShotSettings
+from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, OneShotSettings
 from fedsynth.synthesizer.distillation.generator import DoublingConv2d, make_generator
+from tests.digits import SPEC, convnet
 from tests.rounds import take_step
 
-DIGITS = dataset_spec("digits")
 
-
-def models(device: torch.device, **settings: Any) -> list[Any]:
-    shape = ModelSettings(width=4, depth=2, **settings)
-    networks = [build_model(shape, (1, 8, 8), 10, seed).to(device).eval() for seed in range(3)]
+def models(device: torch.device, norm: str = "instance") -> list[Any]:
+    networks = [convnet(norm, seed).to(device).eval() for seed in range(3)]
     for client in networks[:-1]:
         client.requires_grad_(False)
     return networks
@@ -141,7 +138,7 @@ def test_doubling_convolution_equals_two_layers(
 
 def test_tally_leaves_networks_unchanged(device: torch.device) -> None:
     teacher = models(device, norm="batch")[0].train()
-    generator = make_generator(DIGITS, 0, latent=5, width=4).to(device)
+    generator = make_generator(SPEC, 0, latent=5, width=4).to(device)
     old = [v.clone() for net in (teacher, generator) for v in net.state_dict().values()]
     counts = generator_tally(teacher, generator)
     assert int(counts.sum()) == 256
@@ -181,12 +178,12 @@ def test_pair_losses_equal_separate_loops(
     monkeypatch.setattr(stratification, "PAIRS", pairs)
     clients = [model.requires_grad_(False) for model in models(device)]
     sizes = {"steps": 4, "batch": 5, "latent": 6, "width": 4}
-    actual = stratification.pair_losses(clients, DIGITS, 7, device, **sizes, batched=batched)
+    actual = stratification.pair_losses(clients, SPEC, 7, device, **sizes, batched=batched)
     draws = torch_generator(7, "stratification noise", device=device)
     z = torch.randn(5, 6, generator=draws, device=device)
     for k, model in enumerate(clients):
         for j in range(0, 10, 4):
-            generator = make_generator(DIGITS, 7, latent=6, width=4).to(device)
+            generator = make_generator(SPEC, 7, latent=6, width=4).to(device)
             adam = torch.optim.Adam(generator.parameters(), 1e-2)
             labels = torch.full((5,), j, device=device)
             for step in range(4):
@@ -209,7 +206,7 @@ def distil(
     """Distils two models into a third; returns the distillation, batches per epoch and student."""
     *clients, student = models(device)
     values = {**SMALL_SETTINGS, "server_epochs": epochs, "generator_steps": steps, **settings}
-    fixed: Any = (ensemble.average_of_logits, student, DIGITS, SEED, ROUND)
+    fixed: Any = (ensemble.average_of_logits, student, SPEC, SEED, ROUND)
     training = OneShotDistillation(OneShotSettings(**values), clients, *fixed, targets=targets)
     batches = []
     for epoch in range(epochs):
@@ -236,7 +233,7 @@ def plain_epochs(device: torch.device, **changes: Any) -> tuple[Any, nn.Module]:
         labels = torch.randint(10, (6,), generator=draws, device=device)
         if epoch == 0 or settings.generator_reset:
             numbers = (SEED, ROUND, epoch) if epoch else (SEED, ROUND)
-            generator = make_generator(DIGITS, *numbers, latent=5, width=4).to(device).train()
+            generator = make_generator(SPEC, *numbers, latent=5, width=4).to(device).train()
             betas = (settings.generator_beta1, 0.999)
             adam = torch.optim.Adam([{"params": generator.parameters()}], 0.05, betas=betas)
         if settings.learn_noise:
@@ -278,44 +275,40 @@ def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device
     assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
 
 
-class StudentPasses:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.recorded: list[tuple[Tensor, Tensor]] = []
-        original = OneShotDistillation._images_and_targets
-
-        def record(training: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            self.recorded.append(original(training, batch))
-            return self.recorded[-1]
-
-        monkeypatch.setattr(OneShotDistillation, "_images_and_targets", record)
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """The images and targets of the student's passes."""
+    passes: list[tuple[Tensor, Tensor]] = []
+    original = OneShotDistillation._images_and_targets
+    record = lambda *args: passes.append(original(*args)) or passes[-1]  # noqa: E731
+    monkeypatch.setattr(OneShotDistillation, "_images_and_targets", record)
+    return passes
 
 
 def test_ensemble_labels_new_views_in_each_pass(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
+    passes: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> None:
     """Grey images are mirrored for the student but not cropped."""
-    passes = StudentPasses(monkeypatch)
     frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
     _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
     variants = torch.stack([first.images, first.images.flip(3)])
-    views = [x for x, _ in passes.recorded]
+    views = [x for x, _ in passes]
     first_views = [x for x in views if (x == variants).all(dim=(2, 3, 4)).any(dim=0).all()]
     assert len(views) == 1 + 2 + 3
     assert len(first_views) == 3  # of the first epoch's images
     assert not torch.equal(first_views[0], first_views[1])
     *clients, _ = models(device)
-    for images, answer in passes.recorded:
+    for images, answer in passes:
         torch.testing.assert_close(answer, torch.stack([m(images) for m in clients]).mean(dim=0))
 
 
 def test_student_learns_custom_targets_on_the_same_images(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
+    passes: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> None:
     """The generator is trained on the average; the student learns the first model's logits."""
-    passes = StudentPasses(monkeypatch)
     distil(device, 2, 2, server_lr=0.0)
     distil(device, 2, 2, server_lr=0.0, targets=lambda logits, labels: logits[0])
     first = models(device)[0]
-    for (x, _), (same, answer) in zip(passes.recorded[:4], passes.recorded[4:], strict=True):
+    for (x, _), (same, answer) in zip(passes[:4], passes[4:], strict=True):
         assert torch.equal(x, same)
         torch.testing.assert_close(answer, first(x))

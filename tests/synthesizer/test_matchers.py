@@ -20,10 +20,9 @@ from fedsynth import FedDM, PrivacySettings, resolve, simulate
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.models import convnet as frozen
 from fedsynth.models.flat import flatten
-from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy import Release, epsilon
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation import matching
 from fedsynth.synthesizer.condensation import private_matchers as private
 from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation

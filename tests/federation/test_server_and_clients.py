@@ -1,39 +1,30 @@
-"""Tests of clients without an engine: accepted requests, replies and charges."""
+"""Tests of the server without clients, and of clients without an engine: requests, replies, charges
+and changes of the state."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import (
-    FedAvg,
-    FedFMLite,
-    ImageData,
-    Message,
-    ModelParameters,
-    ModelSettings,
-    PartitionSettings,
-    PrivacySettings,
-    RoundContext,
-    RunSettings,
-    Solo,
-    resolve,
-)
+import fedsynth as fs
 from fedsynth.core.client import PrivateClientView
-from fedsynth.errors import MessageError
+from fedsynth.core.messages import public, released
+from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import evaluate_together, step_alone, step_together, view
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
+from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.small import Linear
@@ -42,10 +33,137 @@ from fedsynth.privacy.errors import RequestRefusedError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from tests.digits import CPU, SPEC, digits
 
+
+@dataclass(frozen=True)
+class Request(fs.Message):
+    """A request with the result of the round's first exchange."""
+
+    first: Tensor = public("test")
+
+
+@dataclass(frozen=True)
+class Reply(fs.Message):
+    """A reply with a vector."""
+
+    value: Tensor = released()
+
+
+@dataclass(frozen=True)
+class WideReply(Reply):
+    """A subclass of the declared message."""
+
+
+@dataclass(frozen=True)
+class TraceState(fs.ServerState):
+    """A state with the result of the first exchange."""
+
+    first: Tensor | None = None
+
+
+def in_order(replies: Mapping[int, Reply]) -> Tensor:
+    """Returns the numbers and values in order of arrival, [clients, 1 + values]."""
+    rows = [torch.cat([torch.tensor([float(k)]), reply.value]) for k, reply in replies.items()]
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Trace(fs.Method):
+    """Keeps the replies in order of arrival; from round 2 on, rounds have a first exchange."""
+
+    name: ClassVar[str] = "trace"
+    downlink: ClassVar[type[fs.Message]] = Request
+    upload: ClassVar[type[fs.Message]] = Reply
+    first_downlink: ClassVar[type[fs.Message] | None] = fs.ModelParameters
+    first_upload: ClassVar[type[fs.Message] | None] = Reply
+    state: ClassVar[type[fs.ServerState]] = TraceState
+
+    def first_request(self, state: TraceState, context: fs.RoundContext) -> fs.Message | None:
+        return fs.ModelParameters(state.parameters, 1.0) if context.round > 1 else None
+
+    def first_aggregate(
+        self, state: TraceState, replies: Mapping[int, Reply], context: fs.RoundContext
+    ) -> TraceState:
+        return replace(state, first=in_order(replies))
+
+    def broadcast(self, state: TraceState, context: fs.RoundContext) -> fs.Message:
+        return Request(torch.zeros(0) if state.first is None else state.first)
+
+    def server_step(
+        self, state: TraceState, uploads: Mapping[int, Reply], context: fs.RoundContext
+    ) -> TraceState:
+        return replace(state, parameters={"w": in_order(uploads).log()})
+
+
+def in_round(number: int = 2) -> fs.RoundContext:
+    return replace(context(), round=number)
+
+
+def vectors(*numbers: int, value: float = 1.0) -> dict[int, fs.Message]:
+    return {k: Reply(torch.tensor([value])) for k in numbers}
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server(Trace(), {"w": torch.ones(1)})
+
+
+def test_replies_are_ordered_and_state_changes_after_round(server: Server) -> None:
+    """After a refusal in the first exchange, the next round starts from the last completed one."""
+    state = server.state
+    assert type(state) is TraceState
+    assert server.final_parameters() is state.parameters
+    replies = vectors(3, 0, 2)
+    for completed in (False, True):
+        server.request(FIRST, in_round())
+        server.receive(FIRST, replies, in_round())
+        request: Any = server.request(MAIN, in_round())
+        assert request.first[:, 0].tolist() == [0, 2, 3]  # result of the first exchange
+        assert server.state is state
+        if not completed:
+            assert server.request(FIRST, in_round(1)) is None  # a round without a first exchange
+            request = server.request(MAIN, in_round(1))
+            assert len(request.first) == 0
+    server.receive(MAIN, vectors(2, 1), in_round())
+    assert server.state.parameters["w"][:, 0].exp().round().tolist() == [1, 2]
+    assert server.state.first is not None  # type: ignore[attr-defined]
+    assert list(replies) == [3, 0, 2]  # the argument is unchanged
+
+
+@pytest.mark.parametrize(("phase", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
+def test_messages_of_wrong_type_are_rejected(
+    server: Server, phase: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Subclasses are rejected too, since only the declared type was checked for privacy."""
+    server.request(phase, in_round())
+    state = server.state
+    for reply in (WideReply(torch.ones(1)), fs.ModelParameters({}, 1.0)):
+        message = f"trace must send messages of type Reply, got {type(reply).__name__}"
+        with pytest.raises(TypeError, match=message):
+            server.receive(phase, {**vectors(0), 1: reply}, in_round())
+    assert server.state is state
+    monkeypatch.setattr(Trace, name, lambda *_: Reply(torch.ones(1)))
+    with pytest.raises(TypeError, match=r"trace must send messages of type \w+, got Reply"):
+        server.request(phase, in_round())
+
+
+def test_non_finite_replies_and_models_are_rejected(server: Server) -> None:
+    state = server.state
+    for phase, value in ((FIRST, float("nan")), (MAIN, float("inf"))):
+        server.request(phase, in_round())
+        replies = {**vectors(3, value=value), **vectors(1, 0)}
+        accepted, rejected = server.check(phase, replies, in_round())
+        assert list(rejected) == [3]
+        assert "value is not finite" in str(rejected[3])
+        assert list(accepted) == [0, 1]
+    with pytest.raises(DivergedError, match="round 1: w of the server's model is not finite"):
+        server.receive(MAIN, vectors(1, value=-1.0), in_round(1))  # its logarithm
+    assert server.state is state
+
+
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
 
 
-def data() -> ImageData:
+def data() -> fs.ImageData:
     return digits(np.arange(150) % 10)
 
 
@@ -56,21 +174,21 @@ def parts(count: int, held_out: list[Tensor] | None = None) -> list[ClientData]:
     return [ClientData(resident, PARTS[k], splits[k]) for k in range(count)]
 
 
-def context(**values: Any) -> RoundContext:
+def context(**values: Any) -> fs.RoundContext:
     fields = {"clients": 4, "sizes": tuple(len(part) for part in PARTS), **values}
-    return RoundContext(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **fields)
+    return fs.RoundContext(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **fields)
 
 
 def client_of(
     number: int, method: Any, client_data: Any = None, server_sigma: Any = None, **privacy: Any
 ) -> ClientRuntime:
     """Returns a client that has received the terms of a run."""
-    settings = RunSettings(
+    settings = fs.RunSettings(
         method=method,
         dataset="digits",
-        model=ModelSettings("linear"),
-        partition=PartitionSettings(clients=4),
-        privacy=PrivacySettings(**privacy) if privacy else None,
+        model=fs.ModelSettings("linear"),
+        partition=fs.PartitionSettings(clients=4),
+        privacy=fs.PrivacySettings(**privacy) if privacy else None,
     )
     ledger = Ledger(f"client-{number}") if privacy else None
     client = ClientRuntime(number, settings, context(sizes=None), client_data, ledger)
@@ -83,28 +201,29 @@ def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRu
     return [client_of(k, method, split) for k, split in enumerate(parts(4, held_out))]
 
 
-def request(ctx: RoundContext, value: float | None = None) -> ModelParameters:
+def request(ctx: fs.RoundContext, value: float | None = None) -> fs.ModelParameters:
     """Returns the initial model, or one with this value in all parameters."""
     model = ctx.architecture.state_dict()
     if value is not None:
         model = {name: torch.full_like(old, value) for name, old in model.items()}
-    return ModelParameters(model, 1.0)
-
-
-# ------------------------------------------------------------------------------------------ steps
+    return fs.ModelParameters(model, 1.0)
 
 
 def test_requests_of_wrong_type_are_rejected() -> None:
     """Covers all methods, with clients without data."""
 
-    class Unrelated(Message):
+    class Unrelated(fs.Message):
         """A message of no method."""
 
     for name in METHODS:
         method = method_class(name)()
         client = client_of(0, method)
         declared = {MAIN: method.downlink, FIRST: method.first_downlink}
-        wrong = ModelParameters({}, 1.0) if method.downlink is not ModelParameters else Unrelated()
+        wrong = (
+            fs.ModelParameters({}, 1.0)
+            if method.downlink is not fs.ModelParameters
+            else Unrelated()
+        )
         for phase in PHASES:
             if type(wrong) is not declared[phase]:
                 with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
@@ -114,7 +233,7 @@ def test_requests_of_wrong_type_are_rejected() -> None:
 
 def test_replies_and_memories_belong_to_their_clients() -> None:
     ctx = context()
-    method = FedAvg(local_epochs=2, batch=8, lr=0.1)
+    method = fs.FedAvg(local_epochs=2, batch=8, lr=0.1)
     together = step_together(runtimes(method)[1:], MAIN, request(ctx), ctx)
     assert (list(together.messages), together.refusals) == ([1, 2, 3], ())
     for client in runtimes(method)[1:]:
@@ -122,7 +241,7 @@ def test_replies_and_memories_belong_to_their_clients() -> None:
         group: Any = together.messages[client.number]
         torch.testing.assert_close(group.parameters, reply.parameters, atol=1e-6, rtol=1e-5)
         assert group.weight == reply.weight == len(PARTS[client.number])
-    clients = runtimes(Solo(local_epochs=1, batch=8, lr=0.1))
+    clients = runtimes(fs.Solo(local_epochs=1, batch=8, lr=0.1))
     step_together(clients[:2], MAIN, request(ctx), ctx)
     assert clients[2].memory == {}
     first, second = (clients[k].memory for k in (0, 1))
@@ -134,8 +253,8 @@ def test_replies_and_memories_belong_to_their_clients() -> None:
 def test_invalid_requests_are_refused_by_reply() -> None:
     """The remote server receives a refusal instead of an exception, and no data are read."""
     privacy = {"noise_multiplier": 1.0, "max_request_norm": 1.0}
-    ctx = context(privacy=PrivacySettings(**privacy), sizes=None)
-    client = client_of(2, FedAvg(), **privacy)
+    ctx = context(privacy=fs.PrivacySettings(**privacy), sizes=None)
+    client = client_of(2, fs.FedAvg(), **privacy)
     for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
         replies = step_together([client], MAIN, request(ctx, value), ctx)
         assert replies.messages == {}
@@ -146,10 +265,10 @@ def test_invalid_requests_are_refused_by_reply() -> None:
 
 
 def test_size_is_sent_only_without_privacy() -> None:
-    (client, *_) = runtimes(FedAvg())
+    (client, *_) = runtimes(fs.FedAvg())
     assert client.join().size == 30
     assert client.join().history is None
-    private = client_of(0, FedAvg(), client.data, noise_multiplier=1.0)
+    private = client_of(0, fs.FedAvg(), client.data, noise_multiplier=1.0)
     assert private.join().size is None
     assert private.join().history is not None
 
@@ -157,10 +276,7 @@ def test_size_is_sent_only_without_privacy() -> None:
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.inf, math.nan, True, "1"])
 def test_invalid_noise_multipliers_of_server_are_rejected(sigma: Any) -> None:
     with pytest.raises(RequestRefusedError, match="noise multiplier must be above 0"):
-        client_of(0, FedAvg(), server_sigma=sigma, epsilon=8.0)
-
-
-# ------------------------------------------------------------------------------------- evaluation
+        client_of(0, fs.FedAvg(), server_sigma=sigma, epsilon=8.0)
 
 
 class ConstantModel(nn.Module):
@@ -179,7 +295,7 @@ def test_models_are_tested_on_splits_of_clients() -> None:
     bounds = ((0, 0), (120, 131), (121, 125), (130, 150))
     splits = [torch.arange(*bound) for bound in bounds]
     ctx = replace(context(), architecture=ConstantModel())
-    clients = runtimes(FedAvg(), splits)
+    clients = runtimes(fs.FedAvg(), splits)
     models = {"global": ConstantModel().state_dict(), "one": {"bias": torch.eye(10)[1]}}
     evaluations = evaluate_together(clients, models, ctx)
     assert [e.client for e in evaluations] == [0, 1, 2, 3]
@@ -188,20 +304,17 @@ def test_models_are_tested_on_splits_of_clients() -> None:
     assert [e.right["global"] for e in evaluations] == [0, 2, 0, 2]
     assert [e.right["one"] for e in evaluations] == [0, 1, 1, 2]
     assert [client.evaluate(models, ctx) for client in clients] == evaluations
-    assert [e.tested for e in evaluate_together(runtimes(FedAvg()), models, ctx)] == [0] * 4
-    personal = runtimes(Solo(), [torch.arange(120, 131)] * 4)
+    assert [e.tested for e in evaluate_together(runtimes(fs.FedAvg()), models, ctx)] == [0] * 4
+    personal = runtimes(fs.Solo(), [torch.arange(120, 131)] * 4)
     personal[1].memory = {"bias": torch.eye(10)[5]}
     evaluations = evaluate_together(personal, {"global": ConstantModel().state_dict()}, ctx)
     assert [e.right["global"] for e in evaluations] == [2, 1, 2, 2]
 
 
-# -------------------------------------------------------------------------------------- charges
-
-
 def test_client_with_exhausted_budget_refuses() -> None:
     """Another run charges client 1 between `prepare` and the step."""
     base = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_epochs": 1}}
-    settings = resolve({**base, "privacy": {"epsilon": 1.0, "sample_rate": 1.0}})
+    settings = fs.resolve({**base, "privacy": {"epsilon": 1.0, "sample_rate": 1.0}})
     public = public_context(settings, SPEC, CPU)
     ledgers = [Ledger(f"client-{k}") for k in range(5)]
     plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
@@ -226,7 +339,7 @@ def test_mechanisms_are_bound_to_clients_and_not_copied() -> None:
     """A wrong index in a method would release a client's records twice for one charge, and indices
     into the data of another client would silently select other records."""
     clients = [
-        client_of(k, FedFMLite(), own, noise_multiplier=2.0) for k, own in enumerate(parts(2))
+        client_of(k, fs.FedFMLite(), own, noise_multiplier=2.0) for k, own in enumerate(parts(2))
     ]
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)
@@ -239,6 +352,6 @@ def test_mechanisms_are_bound_to_clients_and_not_copied() -> None:
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be"):
             copier(other[0])
-    clients = [client_of(k, FedAvg(), parts(2)[k]) for k in range(2)]
+    clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
     with pytest.raises(ValueError, match="share one data set"):
         step_together(clients, MAIN, request(context()), context())
