@@ -6,9 +6,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fedsynth as fs
 from fedsynth.core.client import PrivateClientView
-from fedsynth.core.messages import public, released
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
@@ -26,6 +25,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedfm import FeatureSums, ModelAndSums
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.small import Linear
 from fedsynth.privacy import Ledger
@@ -34,98 +34,57 @@ from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from tests.digits import CPU, SPEC, digits
 
 
-@dataclass(frozen=True)
-class Request(fs.Message):
-    """A request with the result of the round's first exchange."""
-
-    first: Tensor = public("test")
-
-
-@dataclass(frozen=True)
-class Reply(fs.Message):
-    """A reply with a vector."""
-
-    value: Tensor = released()
-
-
-@dataclass(frozen=True)
-class WideReply(Reply):
+class WideSums(FeatureSums):
     """A subclass of the declared message."""
-
-
-@dataclass(frozen=True)
-class TraceState(fs.ServerState):
-    """A state with the result of the first exchange."""
-
-    first: Tensor | None = None
-
-
-def in_order(replies: Mapping[int, Reply]) -> Tensor:
-    """Returns the numbers and values in order of arrival, [clients, 1 + values]."""
-    rows = [torch.cat([torch.tensor([float(k)]), reply.value]) for k, reply in replies.items()]
-    return torch.stack(rows)
-
-
-@dataclass(frozen=True)
-class Trace(fs.Method):
-    """Keeps the replies in order of arrival; from round 2 on, rounds have a first exchange."""
-
-    name: ClassVar[str] = "trace"
-    downlink: ClassVar[type[fs.Message]] = Request
-    upload: ClassVar[type[fs.Message]] = Reply
-    first_downlink: ClassVar[type[fs.Message] | None] = fs.ModelParameters
-    first_upload: ClassVar[type[fs.Message] | None] = Reply
-    state: ClassVar[type[fs.ServerState]] = TraceState
-
-    def first_request(self, state: TraceState, context: fs.RoundContext) -> fs.Message | None:
-        return fs.ModelParameters(state.parameters, 1.0) if context.round > 1 else None
-
-    def first_aggregate(
-        self, state: TraceState, replies: Mapping[int, Reply], context: fs.RoundContext
-    ) -> TraceState:
-        return replace(state, first=in_order(replies))
-
-    def broadcast(self, state: TraceState, context: fs.RoundContext) -> fs.Message:
-        return Request(torch.zeros(0) if state.first is None else state.first)
-
-    def server_step(
-        self, state: TraceState, uploads: Mapping[int, Reply], context: fs.RoundContext
-    ) -> TraceState:
-        return replace(state, parameters={"w": in_order(uploads).log()})
 
 
 def in_round(number: int = 2) -> fs.RoundContext:
     return replace(context(), round=number)
 
 
-def vectors(*numbers: int, value: float = 1.0) -> dict[int, fs.Message]:
-    return {k: Reply(torch.tensor([value])) for k in numbers}
+def sums(*numbers: int, value: float = 1.0) -> dict[int, FeatureSums]:
+    return {k: FeatureSums(torch.full((10, 64), value + k), torch.ones(10)) for k in numbers}
+
+
+def models(*numbers: int, value: float = 1.0) -> dict[int, fs.ModelParameters]:
+    return {
+        k: fs.ModelParameters(request(context(), value).parameters, len(PARTS[k])) for k in numbers
+    }
 
 
 @pytest.fixture
 def server() -> Server:
-    return Server(Trace(), {"w": torch.ones(1)})
+    """The server of a method whose rounds have a first exchange from round 2 on."""
+    return Server.begun(fs.FedFM(start_round=2), context())
 
 
-def test_replies_are_ordered_and_state_changes_after_round(server: Server) -> None:
+def test_replies_are_ordered_and_state_changes_after_round(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a refusal in the first exchange, the next round starts from the last completed one."""
-    state = server.state
-    assert type(state) is TraceState
+    first, main = (
+        create_autospec(function, side_effect=function)
+        for function in (fs.FedFM.first_aggregate, fs.FedFM.server_step)
+    )
+    monkeypatch.setattr(fs.FedFM, "first_aggregate", first)
+    monkeypatch.setattr(fs.FedFM, "server_step", main)
+    state, replies = server.state, sums(3, 0, 2)
     assert server.final_parameters() is state.parameters
-    replies = vectors(3, 0, 2)
     for completed in (False, True):
         server.request(FIRST, in_round())
         server.receive(FIRST, replies, in_round())
-        request: Any = server.request(MAIN, in_round())
-        assert request.first[:, 0].tolist() == [0, 2, 3]  # result of the first exchange
+        assert list(first.call_args.args[2]) == [0, 2, 3]
+        sent: Any = server.request(MAIN, in_round())
+        torch.testing.assert_close(sent.anchors, torch.full((10, 64), (1 + 3 + 4) / 3))
         assert server.state is state
         if not completed:
             assert server.request(FIRST, in_round(1)) is None  # a round without a first exchange
-            request = server.request(MAIN, in_round(1))
-            assert len(request.first) == 0
-    server.receive(MAIN, vectors(2, 1), in_round())
-    assert server.state.parameters["w"][:, 0].exp().round().tolist() == [1, 2]
-    assert server.state.first is not None  # type: ignore[attr-defined]
+            sent = server.request(MAIN, in_round(1))
+            assert not sent.has_anchor.any()
+    server.receive(MAIN, models(2, 1), in_round())
+    assert list(main.call_args.args[2]) == [1, 2]
+    assert server.state is not state
+    assert server.state.has_anchor.all()  # type: ignore[attr-defined]
     assert list(replies) == [3, 0, 2]  # the argument is unchanged
 
 
@@ -135,28 +94,31 @@ def test_messages_of_wrong_type_are_rejected(
 ) -> None:
     """Subclasses are rejected too, since only the declared type was checked for privacy."""
     server.request(phase, in_round())
-    state = server.state
-    for reply in (WideReply(torch.ones(1)), fs.ModelParameters({}, 1.0)):
-        message = f"trace must send messages of type Reply, got {type(reply).__name__}"
+    state, tensors = server.state, (torch.ones(10, 64), torch.ones(10))
+    replies = sums(0) if phase == FIRST else models(0)
+    for reply in (WideSums(*tensors), ModelAndSums({}, 1.0, *tensors)):
+        message = rf"fedfm must send messages of type \w+, got {type(reply).__name__}"
         with pytest.raises(TypeError, match=message):
-            server.receive(phase, {**vectors(0), 1: reply}, in_round())
+            server.receive(phase, {**replies, 1: reply}, in_round())
     assert server.state is state
-    monkeypatch.setattr(Trace, name, lambda *_: Reply(torch.ones(1)))
-    with pytest.raises(TypeError, match=r"trace must send messages of type \w+, got Reply"):
+    monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
+    with pytest.raises(TypeError, match=r"fedfm must send messages of type \w+, got FeatureSums"):
         server.request(phase, in_round())
 
 
 def test_non_finite_replies_and_models_are_rejected(server: Server) -> None:
     state = server.state
-    for phase, value in ((FIRST, float("nan")), (MAIN, float("inf"))):
+    for phase, replies in (
+        (FIRST, {**sums(3, value=math.nan), **sums(1, 0)}),
+        (MAIN, {**models(3, value=math.inf), **models(1, 0)}),
+    ):
         server.request(phase, in_round())
-        replies = {**vectors(3, value=value), **vectors(1, 0)}
         accepted, rejected = server.check(phase, replies, in_round())
         assert list(rejected) == [3]
-        assert "value is not finite" in str(rejected[3])
+        assert "is not finite" in str(rejected[3])
         assert list(accepted) == [0, 1]
-    with pytest.raises(DivergedError, match="round 1: w of the server's model is not finite"):
-        server.receive(MAIN, vectors(1, value=-1.0), in_round(1))  # its logarithm
+    with pytest.raises(DivergedError, match=r"round 1: \S+ of the server's model is not finite"):
+        server.receive(MAIN, models(1, value=math.inf), in_round(1))
     assert server.state is state
 
 
