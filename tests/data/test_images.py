@@ -3,8 +3,8 @@ records, hashes of records, and pictures of images and counts."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,16 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 from torchvision.utils import make_grid
 
-from fedsynth import (
-    DatasetSpec,
-    export_run,
-    from_arrays,
-    from_dataset,
-    load_synthetic,
-    resolve,
-    simulate,
-)
-from fedsynth.data.images import (
-    ImageData,
-    denormalise,
-    normalise,
-    record_digests,
-    require_all_classes,
-)
+from fedsynth import DatasetSpec, ImageData, export_run, from_arrays, from_dataset, load_synthetic
+from fedsynth.config.resolve import resolve
+from fedsynth.data.images import denormalise, normalise, record_digests, require_all_classes
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import bounded, check_one_client_each, hold_out
 from fedsynth.data.picture import GREY, by_class, image_grid_png, partition_png, partition_table
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.run_data import Clients
+from fedsynth.simulation.simulate import simulate
 from tests.quick_runs import quick_settings, verified
 
 DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
@@ -134,7 +122,7 @@ INVALID_INDICES = [
 # If they were joined, one record's type would change the stored pixels of another.
 TYPES = [(np.array([[0, 1]], np.uint8), 0), (np.array([[0.5, 1]], np.float32), 1)]
 UNSCALED = torch.full((1, 1, 1, DIMENSION), 1.5)
-SCANS = dataclasses.replace(DIGITS, name="scans", domains=("A", "B"))
+SCANS = replace(DIGITS, name="scans", domains=("A", "B"))
 SIX = np.zeros((6, 8, 8), np.uint8)
 
 
@@ -157,7 +145,7 @@ SIX = np.zeros((6, 8, 8), np.uint8)
             for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)])
         ),
         (
-            partial(from_dataset, TYPES, dataclasses.replace(VECTORS, width=2, bounds=None)),
+            partial(from_dataset, TYPES, replace(VECTORS, width=2, bounds=None)),
             "different types",
         ),
         (partial(from_arrays, np.full((1, DIMENSION), np.nan), [0], VECTORS), "NaN"),
@@ -192,7 +180,7 @@ def test_classes_without_examples_are_named() -> None:
 
 @pytest.mark.parametrize("spec", [DIGITS, CIFAR, dataset_spec("svhn")], ids=lambda spec: spec.name)
 def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
-    square = dataclasses.replace(spec, height=16, width=16)
+    square = replace(spec, height=16, width=16)
     level = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, spec.channels, 16, 16)
     x = normalise(level, square)
     assert torch.equal(denormalise(x, square), level)
@@ -209,9 +197,7 @@ def test_normalise_keeps_input_and_returns_requested_dtype() -> None:
     assert x.dtype == torch.bfloat16
     assert torch.equal(data.images, original)
     torch.testing.assert_close(x, normalise(data.images, DIGITS).bfloat16())
-    spec = dataclasses.replace(
-        DIGITS, mean=(0.123,)
-    )  # its constants are not those of a test before
+    spec = replace(DIGITS, mean=(0.123,))  # its constants are not those of a test before
     with torch.inference_mode():
         normalise(data.images, spec)
     weight = torch.ones(1, 1, 8, 8, requires_grad=True)
@@ -254,7 +240,7 @@ def test_digests_depend_only_on_float32_values() -> None:
     negative_zero[0, 3] = -0.0
 
     def digests(values: np.ndarray, bounds: tuple[float, float] = (-4.0, 4.0)) -> np.ndarray:
-        data = from_arrays(values, labels, dataclasses.replace(VECTORS, bounds=bounds))
+        data = from_arrays(values, labels, replace(VECTORS, bounds=bounds))
         return record_digests(data.subset([0, 1, 2]), np.arange(3), b"key")
 
     first = digests(vectors)
@@ -282,11 +268,10 @@ def test_private_vectors_are_released_in_original_units(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- users and records
 
 
-def people(users: np.ndarray, seed: int = 0) -> ImageData:
-    rng = np.random.default_rng(seed)
+def people(users: np.ndarray) -> ImageData:
+    rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (len(users), 1, 8, 8)).astype(np.uint8)
-    data = from_arrays(images, rng.integers(0, 10, len(users)), DIGITS)
-    return ImageData(data.images, data.labels, DIGITS, None, torch.from_numpy(users))
+    return from_arrays(images, rng.integers(0, 10, len(users)), DIGITS, groups=users)
 
 
 def test_bounded_keeps_at_most_m_records_per_user() -> None:
@@ -328,7 +313,7 @@ def test_local_splits_are_disjoint_with_given_share() -> None:
     assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
     twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
     files = torch.arange(400).view(-1, 1).view(torch.uint8)
-    for side in hold_out([np.arange(400)], 0.3, 0, dataclasses.replace(twice, record_bytes=files)):
+    for side in hold_out([np.arange(400)], 0.3, 0, replace(twice, record_bytes=files)):
         assert len(side[0]) > 0
         assert set((399 - side[0]).tolist()) == set(side[0].tolist())
 
@@ -372,7 +357,6 @@ def test_digests_are_blake2b_of_pixels_and_label(digits: ImageData, device: torc
 
 
 def test_digests_depend_on_label_pixels_and_key_only(digits: ImageData) -> None:
-    """Also across the chunks in which records are copied."""
     order = np.random.default_rng(0).permutation(5000) % len(digits)
     repeated = ImageData(digits.images[order], digits.labels[order], digits.spec)
     expected = record_digests(digits, np.arange(len(digits)), KEY)

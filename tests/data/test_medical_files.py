@@ -58,10 +58,8 @@ def write_dicom(path: Path, values: Array, patient: str = "P1", **elements: Any)
 def write_ct(path: Path, patient: str = "P1", **elements: Any) -> Path:
     """Writes a CT image in Hounsfield units, which are stored with an offset of 1024."""
     stored = (HOUNSFIELD + 1024).astype(np.uint16)
-    rescale = {"RescaleSlope": 1, "RescaleIntercept": -1024}
-    return write_dicom(
-        path, stored, patient, **{"BitsStored": 12, "HighBit": 11}, **rescale, **elements
-    )
+    form = {"BitsStored": 12, "HighBit": 11, "RescaleSlope": 1, "RescaleIntercept": -1024}
+    return write_dicom(path, stored, patient, **form, **elements)
 
 
 def levels(path: Path, window: tuple[float, float] | None = None, slice: int = -1) -> Array:
@@ -112,10 +110,9 @@ def test_dicom_table_replaces_window(tmp_path: Path) -> None:
     stored = np.arange(64, dtype=np.uint8).reshape(8, 8)
     negative = write_dicom(tmp_path / "a.dcm", stored, VOILUTSequence=Sequence([table]))
     assert np.array_equal(levels(negative), 255 - stored.astype(int))
-    assert np.array_equal(
-        levels(write_dicom(tmp_path / "b.dcm", stored, RescaleSlope=1, RescaleIntercept=0)), stored
-    )
-    assert not read_pixels([negative, tmp_path / "b.dcm"], 1, 8, 8, Decoding())[2]
+    plain = write_dicom(tmp_path / "b.dcm", stored, RescaleSlope=1, RescaleIntercept=0)
+    assert np.array_equal(levels(plain), stored)
+    assert not read_pixels([negative, plain], 1, 8, 8, Decoding())[2]
 
 
 def test_dicom_colours_become_rgb(tmp_path: Path) -> None:

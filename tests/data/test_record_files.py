@@ -24,16 +24,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedsynth import (
-    FolderSettings,
-    PrivacySettings,
-    RunSettings,
-    from_arrays,
-    load_file,
-    load_folder,
-    resolve,
-    simulate,
-)
+from fedsynth import FolderSettings, PrivacySettings, from_arrays, load_file, load_folder, resolve
 from fedsynth.data import record_files
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import record_digests
@@ -42,6 +33,7 @@ from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.privacy.errors import LedgerError
+from fedsynth.simulation.simulate import simulate
 
 N = 60
 Y = np.arange(N) % 3
@@ -96,10 +88,6 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def quiet(text: str) -> None:
-    """Receives notes that the test does not read."""
-
-
 @pytest.mark.filterwarnings("ignore:features in")
 @pytest.mark.parametrize("name", WRITERS)
 def test_formats_give_equal_records(name: str, tmp_path: Path) -> None:
@@ -135,7 +123,7 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
     np.savez(tmp_path / "first.npz", x=expected.numpy(), y=np.arange(6) % 2)
     assert torch.equal(load_file(tmp_path / "first.npz").train.images, expected)
     named = replace(loaded.train.spec, class_names=("well", "ill"))
-    test = read_test(str(tmp_path / "med.npz"), named, quiet, settings.columns)
+    test = read_test(str(tmp_path / "med.npz"), named, print, settings.columns)
     assert test.labels.tolist() == [1]
 
 
@@ -154,12 +142,7 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
         ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 empty cells"),
         ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 empty cells"),
         ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "number or text in every row"),
-        (
-            "a.parquet",
-            {"label": pa.array([[("a", 1)]] * N, MAP)},
-            {},
-            "number or text in every row",
-        ),
+        ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "number or text in every"),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
     ],
@@ -217,7 +200,7 @@ def test_parquet_reads_needed_columns_and_stores_repeated_text_once(
     rows = 10_000  # 10 MB of text
     table = pa.table({"x": np.zeros(rows), "label": ["a" * 1000] * rows, "note": ["b"] * rows})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
-    records = read_part(parts_of(str(tmp_path / "a.parquet"))["train"], COLUMNS, quiet)
+    records = read_part(parts_of(str(tmp_path / "a.parquet"))["train"], COLUMNS, print)
     assert records.class_names == ("a" * 1000,)
     assert sorted(read) == [["label"], ["x"]]
 
@@ -236,7 +219,7 @@ def sign(path: Path, bounds: str) -> None:
     path.write_text(text.replace('by = ""', 'by = "a"').replace('date = ""', 'date = "2026-11-22"'))
 
 
-def settings_of(partition: dict[str, Any], **more: dict[str, Any]) -> RunSettings:
+def settings_of(partition: dict[str, Any], **more: dict[str, Any]) -> Any:
     run = {"method": "fedavg", "rounds": 1}
     method = {"local_steps": 1}
     return resolve(
@@ -253,7 +236,7 @@ def private(file: Path, **changes: Any) -> Any:
 def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     file = tmp_path / "scans.npz"
     np.savez(file, **ARRAYS)
-    draft = describe_folder(FolderSettings(str(file)), quiet)
+    draft = describe_folder(FolderSettings(str(file)), print)
     assert (draft.path, "bounds = []" in draft.toml) == (tmp_path / "scans.fedsynth.toml", True)
     assert not re.search(rf"\b{N}\b", draft.toml)
     with pytest.raises(DataError, match=r"needs a declaration. Run fedsynth data describe .*npz"):
@@ -277,12 +260,11 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
 
 
 def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
-    """The second file has the same records under other names of sites."""
     np.savez(tmp_path / "scans.npz", **ARRAYS)
     new_names = pa.array([f"new {site}" for site in SITES])
     pa.csv.write_csv(TABLE.set_column(6, "hospital", new_names), tmp_path / "table.csv")
     for name in ("scans.npz", "table.csv"):
-        draft = describe_folder(FolderSettings(str(tmp_path / name)), quiet, "scans")
+        draft = describe_folder(FolderSettings(str(tmp_path / name)), print, "scans")
         draft.path.write_text(draft.toml)
         sign(draft.path, "[-8, 8]")
     private(tmp_path / "scans.npz")
@@ -296,7 +278,6 @@ def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
 def test_hubs_keep_class_names_splits_and_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub has images in two Parquet files, a script and a pickle."""
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["well", "ill"])}
     )
@@ -309,7 +290,7 @@ def test_hubs_keep_class_names_splits_and_commits(
     (hub / "scans.py").write_text("raise SystemExit('code of a hub was executed')")
     (hub / "train.pkl").write_bytes(b"cos\nabort\n(tR.")
     folder = resolve({"data": {"dataset": f"hf:{hub}"}}).folder
-    loaded = read_own_data(folder, quiet, declaration=None)
+    loaded = read_own_data(folder, print, declaration=None)
     assert loaded.train.spec.class_names == ("well", "ill")
     assert loaded.train.images[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
     assert loaded.train.images.shape == (4, 1, 9, 8)
@@ -347,7 +328,6 @@ def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
 
 
 def test_frames_loaders_and_arrays_give_equal_data() -> None:
-    """Names of classes, persons and sites become numbers."""
     names = np.array(["a", "b", "c"])[Y]
     expected = from_arrays(X, names, groups=PATIENTS, sites=SITES, bounds=(-8, 8))
     assert expected.spec.class_names == ("a", "b", "c")

@@ -129,20 +129,6 @@ def noise_of(number: int) -> Callable[[], randomness.SecretGenerator]:
     return lambda: randomness.SecretGenerator(test_only=noise)
 
 
-@dataclass
-class FreshProcesses(Link):
-    """Delivers each message to a new process of its node."""
-
-    setup: Any = None
-
-    def nodes(self) -> Sequence[int]:
-        return range(100, 100 + CLIENTS)
-
-    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        self.nodes_ = dict(enumerate(map(self.setup.node, range(CLIENTS)), 100))
-        return super().ask(messages, seconds)
-
-
 def simulate_repeatably(
     settings: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None
 ) -> Any:

@@ -42,16 +42,6 @@ def require_flwr() -> None:
     pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedsynth[flower]'")
 
 
-@pytest.fixture
-def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets the task identity, which Flower's messages contain."""
-    require_flwr()
-    from flwr.supercore.task_identity import TaskIdentity
-
-    for name in ("run_id", "node_id", "task_id"):
-        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
-
-
 # ---------------------------------------------------------------------------------- records
 
 
@@ -69,16 +59,17 @@ def test_foreign_records_are_rejected() -> None:
             from_record(content)
 
 
-@pytest.mark.usefixtures("task_identity")
-def test_failures_on_the_grid_are_not_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failures_on_the_grid_are_not_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_flwr()
     from flwr.app import Message
     from flwr.app.error import Error
+    from flwr.supercore.task_identity import TaskIdentity
 
     from fedsynth.deployment.flower import server_app
     from fedsynth.deployment.flower.executor import from_record, to_record
 
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)  # which messages contain
     large = os.urandom(70_000)
 
     class Grid:

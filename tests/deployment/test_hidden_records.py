@@ -127,12 +127,14 @@ def answers(folder: Path, settings: Any, records: Any) -> tuple[list[Any], list[
     policy = Policy(classes=SPEC.class_names, height=8, width=8, channels=1)
     sources = enumerate((records, source(CLEAN)))
     link = setup.link(*(setup.node(k, policy, source=s, secret=noise_of(k)) for k, s in sources))
-    setup.serve(Proposal(RUN, resolve(settings, own_data="scans"), SPEC), link)
+    served = setup.serve(Proposal(RUN, resolve(settings, own_data="scans"), SPEC), link)
+    assert '"seconds"' not in (served.folder.path / "metrics.jsonl").read_text()
     seen: list[Any] = []
     payloads: list[bytes] = []
     # "features" sends the classes whose released counts are above a floor
     fixed_size = settings["privacy"].get("mechanism") != "features"
     for answer in (answer for number, _, answer in link.seen if number == 100):
+        assert str(folder).encode() not in answer
         frame = Frame.from_bytes(answer)
         facts = {key: value for key, value in frame.facts.items() if key != "history"}
         sized = fixed_size or frame.kind != "answer"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
 from fedsynth.deployment import session
-from fedsynth.deployment.frames import Connection, Frame, Timeouts
-from fedsynth.deployment.networked_run import NetworkedRun
+from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.deployment.secure_aggregation.client import SumTerms, sum_terms, upload_layout
@@ -88,10 +88,8 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
     if "participation" in settings["run"]:
         assert any(row["participants"] != [0, 1, 2] for row in served.record.rows)
     if "image_steps" in settings["method"]:
-        images, expected = (
-            load_file(folder / "synthetic.safetensors")
-            for folder in (served.folder.path, simulation.folder)
-        )
+        images = load_file(served.folder.path / "synthetic.safetensors")
+        expected = load_file(simulation.folder / "synthetic.safetensors")
         for name in ("images", "soft_labels"):
             torch.testing.assert_close(images[name], expected[name], rtol=0, atol=1e-3)
 
@@ -99,21 +97,10 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
 # -------------------------------------------------------------------------- the server's knowledge
 
 
-@dataclass
-class Seen:
-    """The clients' plain uploads and the server's data. Keys are (round, exchange, position of the
-    client); words are unmasked or as received, and the server's data are its objects and files."""
-
-    plain: dict[tuple[int, str, int], IntVector] = field(default_factory=dict)
-    uploads: dict[tuple[int, str, int], Any] = field(default_factory=dict)
-    masked: dict[tuple[int, str, int], IntVector] = field(default_factory=dict)
-    totals: dict[tuple[int, str], SecureSum] = field(default_factory=dict)
-    server_data: list[bytes] = field(default_factory=list)
-
-
-def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
-    """Records both sides of every sum."""
-    seen = Seen()
+def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
+    """Records the clients' uploads, plain and masked, the sums, and the server's objects and files.
+    Keys are (round, exchange, position of the client)."""
+    seen = SimpleNamespace(plain={}, uploads={}, masked={}, totals={}, server_data=[])
     answers, receive, take_step = SecureStep._answers, Server.receive_total, session.step_alone
 
     def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
@@ -180,7 +167,7 @@ def test_server_holds_only_masked_vectors_and_the_sum(
         check_total(seen, number, phase, range(CLIENTS))
 
 
-def check_total(seen: Seen, number: int, phase: str, clients: Sequence[int]) -> None:
+def check_total(seen: Any, number: int, phase: str, clients: Sequence[int]) -> None:
     """Compares an exchange's sum with that of these clients' uploads."""
     for name, total in seen.totals[number, phase].message.arrays():
         parts = [getattr(seen.uploads[number, phase, k], name).double() for k in clients]
@@ -275,7 +262,7 @@ def test_quorums_below_the_threshold_are_refused(setup: Setup) -> None:
     accepted = new_proposal({**settings, "run": {**settings["run"], "quorum": 0.8}})
     changed = replace(accepted, settings=replace(accepted.settings, quorum=0.6))
     with pytest.raises(SettingError, match=message):
-        NetworkedRun(changed, Connection(setup.link(), Timeouts(join=0.2)), setup.folder / "runs")
+        setup.serve(changed)
     assert not (setup.folder / "runs").exists()
 
 

@@ -37,15 +37,8 @@ from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from fedsynth.validation import read_sections, to_toml
 from tests.deployment.local_setup import Setup
-from tests.fuzz.mutations import (
-    HOSTILE,
-    Fuzzer,
-    altered,
-    altered_json,
-    command,
-    json_bytes,
-    replaced_content,
-)
+from tests.fuzz import mutations
+from tests.fuzz.mutations import HOSTILE, Fuzzer, altered, altered_json, json_bytes
 from tests.message_examples import DTYPES, message_types, random_message
 from tests.special_files import SPECIAL_KINDS, make_special_file
 
@@ -174,7 +167,7 @@ def options_of_runs(fuzzer: Fuzzer) -> None:
         if option == "rounds" and argument[-3:].isdigit():
             output = "--dry-run"  # the number of rounds may be valid
         args = (*TINY, *short_options, *sigma, output, argument)
-        fuzzer.run((number, argument[:60]), command, *args)
+        fuzzer.run((number, argument[:60]), mutations.command, *args)
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -220,7 +213,7 @@ def checkpoints(fuzzer: Fuzzer) -> None:
             content = altered(contents[file], rng, *contents.values())
         else:
             content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
-        with replaced_content(file, content):
+        with mutations.replaced_content(file, content):
             fuzzer.run(number, same_checkpoint, path, valid)
         assert sorted(path.iterdir()) == list(contents)
 

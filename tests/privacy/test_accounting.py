@@ -18,18 +18,7 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 
 from fedsynth.privacy import accounting, audit
-from fedsynth.privacy.accounting import (
-    Merged,
-    Totals,
-    calibrate_noise_multiplier,
-    delta_of,
-    epsilon,
-    epsilon_by_round,
-    epsilon_rdp,
-    gaussian_delta,
-    merge,
-    totals,
-)
+from fedsynth.privacy.accounting import Merged, Totals, delta_of, epsilon, epsilon_rdp, totals
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
 from tests.privacy.support import release
@@ -42,7 +31,7 @@ def row(sigma: float, q: float = 1.0, steps: int = 1, number: int = 0) -> Releas
 
 
 def merged(rows: list[Release] | Totals, adjacency: str = "add-remove") -> Merged:
-    composed = merge(rows, adjacency)
+    composed = accounting.merge(rows, adjacency)
     assert composed is not None
     return composed
 
@@ -85,8 +74,8 @@ def test_delta_matches_analytic_gaussian(mu: float) -> None:
     deltas = [delta_of(merged([row(1 / mu)]), e) for e in points]
     assert deltas == pytest.approx(expected, rel=1e-6, abs=1e-15)
     spent = epsilon([row(1 / mu)], DELTA)
-    assert gaussian_delta(mu, spent) <= DELTA * (1 + 1e-9)
-    assert gaussian_delta(mu, spent * 0.999) > DELTA
+    assert accounting.gaussian_delta(mu, spent) <= DELTA * (1 + 1e-9)
+    assert accounting.gaussian_delta(mu, spent * 0.999) > DELTA
 
 
 def test_sample_rate_one_equals_full_participation() -> None:
@@ -173,7 +162,7 @@ def test_best_guess_matches_optimal_test() -> None:
 
 def test_epsilon_by_round_is_cumulative() -> None:
     rows = [row(2.0, 0.05, 50, n) for n in (0, 1, 4)]
-    spent = epsilon_by_round(rows, DELTA)
+    spent = accounting.epsilon_by_round(rows, DELTA)
     assert list(spent) == [0, 1, 4]
     assert spent == {n: epsilon(rows[: i + 1], DELTA) for i, n in enumerate((0, 1, 4))}
 
@@ -189,7 +178,9 @@ def test_epsilon_by_round_is_cumulative() -> None:
 def test_calibrated_noise_is_tight_upper_bound(
     target: float, q: float, steps: int, adjacency: str, expected: float | None
 ) -> None:
-    sigma = calibrate_noise_multiplier(target, DELTA, lambda s: [row(s, q, steps)], adjacency)
+    sigma = accounting.calibrate_noise_multiplier(
+        target, DELTA, lambda s: [row(s, q, steps)], adjacency
+    )
     spent, more = (epsilon([row(s, q, steps)], DELTA, adjacency) for s in (sigma, sigma / 1.0011))
     assert spent <= target < more
     assert expected is None or sigma == pytest.approx(expected, abs=0.005)
@@ -198,15 +189,15 @@ def test_calibrated_noise_is_tight_upper_bound(
 def test_impossible_calibration_targets_are_rejected() -> None:
     for target in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(PrivacySettingError, match=r"privacy\.epsilon must"):
-            calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)])
+            accounting.calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)])
     with pytest.raises(PrivacySettingError, match=r"epsilon=.* is too small"):
-        calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
+        accounting.calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), row(0.5)])
     with pytest.raises(PrivacySettingError, match="delta"):
-        calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
+        accounting.calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
     # nothing is released: any σ will do
-    assert calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
+    assert accounting.calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
     counts = row(10.0)  # a release whose noise is fixed
-    sigma = calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), counts])
+    sigma = accounting.calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), counts])
     assert 3.73 < sigma < 4.2
 
 
@@ -313,7 +304,7 @@ def test_slack_covers_fft_rounding_error() -> None:
     million = Merged(sampled=((σ, 0.5, steps),))
     composed = accounting._one_step(σ, 1.0, 1e-5).self_compose(steps)
     for ε in (5.4, 5.7, 6.0):
-        exact = gaussian_delta(μ, ε)
+        exact = accounting.gaussian_delta(μ, ε)
         assert 1e-10 < exact < 1e-7
         assert composed.get_delta_for_epsilon(ε) + million.slack >= exact
     assert million.slack == pytest.approx(2e-10)

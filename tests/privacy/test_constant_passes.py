@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.features.feature_map import LANES, FeatureMap
 from fedsynth.features.registry import feature_map, register_features
+from fedsynth.federation import in_process
 from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
@@ -142,18 +144,12 @@ def test_user_influence_on_methods_is_at_most_clip(
 
 
 def test_clients_receive_nominal_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = set()
-    original_init = PrivateClientView.__init__
-
-    def recorded_init(self: PrivateClientView, *args: Any, **values: Any) -> None:
-        sizes.add(values.get("nominal_size"))
-        original_init(self, *args, **values)
-
-    monkeypatch.setattr(PrivateClientView, "__init__", recorded_init)
+    view = Mock(wraps=PrivateClientView)
+    monkeypatch.setattr(in_process, "PrivateClientView", view)
     privacy = {"noise_multiplier": 3.0, "nominal_size": 100}
     base = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
     simulate(resolve({**base, "privacy": privacy}))
-    assert sizes == {100.0}
+    assert {call.kwargs["nominal_size"] for call in view.call_args_list} == {100.0}
 
 
 def cancelling_network(seed: int) -> nn.Module:

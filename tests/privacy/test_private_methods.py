@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth import ModelParameters
 from fedsynth.config.resolve import resolve
 from fedsynth.core.client import ExactClientView, Group
-from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_numbers
 from fedsynth.data.partition import partition
@@ -29,6 +28,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from tests.digits import digits, private_clients, round_context
+from tests.quick_runs import read_rows
 
 START = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 FEDDM = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
@@ -111,7 +111,7 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     run_settings, data = private_run()
     result = simulate(run_settings, data=(data, data), output=tmp_path)
     assert result.folder is not None
-    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(result.folder)
     assert {key for row in rows for key in row} == {
         "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
         *MEASURES,
@@ -137,11 +137,6 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     assert not any(count.search(p.read_text().replace(str(tmp_path), "")) for p in outside)
 
 
-@dataclass(frozen=True)
-class Proximal(Message):
-    mu: float
-
-
 def test_numbers_of_requests_are_checked() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
     check_numbers(arrays, 10.0)  # sqrt(36 + 64)
@@ -152,8 +147,8 @@ def test_numbers_of_requests_are_checked() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
             check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
-    with pytest.raises(RequestRefusedError, match=r"mu .*not finite"):
-        check_numbers(Proximal(mu=float("nan")).numbers(), None)
+    with pytest.raises(RequestRefusedError, match=r"weight .*not finite"):
+        check_numbers(ModelParameters({}, float("nan")).numbers(), None)
 
 
 def test_first_phase_requests_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,20 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
+from fedsynth.privacy import products
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.plans import ReleasePlan
-from fedsynth.privacy.products import (
-    Grams,
-    LayerGradients,
-    Moments,
-    Outer,
-    Products,
-    Rows,
-    grams_width,
-    smat,
-)
+from fedsynth.privacy.products import Grams, LayerGradients, Moments, Outer, Products, Rows
 from fedsynth.privacy.randomness import FINE, TAIL, Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import USER
 from tests.privacy.support import NUMBERS, guard, plan, series
@@ -105,7 +97,7 @@ def test_grams_equal_numpy_with_shares_as_weights() -> None:
     z /= 1.5 * np.linalg.norm(z, axis=1, keepdims=True)
     expected = np.stack([numpy_grams(vector, 0.3) for vector in z])
     grams = Grams(torch.from_numpy(z), BLOCKS, 0.3)
-    assert grams.width == grams_width(BLOCKS) == expected.shape[1]
+    assert grams.width == products.grams_width(BLOCKS) == expected.shape[1]
     np.testing.assert_allclose(grams.rows(), expected, atol=1e-12)
     shares = np.array([1.0, 0.5, 0.0, 0.25, 1.0])
     weighted = grams.sums(torch.from_numpy(shares))
@@ -145,7 +137,7 @@ def test_moments_equal_numpy() -> None:
     sums = Moments(torch.from_numpy(z), targets(torch.from_numpy(labels)), B).sums()
     clipped = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
     packed = D * (D + 1) // 2
-    second = smat(sums[:packed] * math.sqrt(2), D)
+    second = products.smat(sums[:packed] * math.sqrt(2), D)
     crossed = sums[packed:].view(CLASSES, D) * math.sqrt(2) * B
     e = np.eye(CLASSES)[labels] - 1 / CLASSES
     np.testing.assert_allclose(second, clipped.T @ clipped, atol=1e-5)

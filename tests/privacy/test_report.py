@@ -23,15 +23,10 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER, Release
-from fedsynth.privacy.report import figures
+from fedsynth.privacy.report import figures, formatting
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
 from fedsynth.privacy.report.file import read_ledger_rows, read_report, sound_report
-from fedsynth.privacy.report.formatting import (
-    format_epsilon,
-    format_odds,
-    format_percent,
-    printable,
-)
+from fedsynth.privacy.report.formatting import format_epsilon, format_odds, format_percent
 from fedsynth.privacy.report.pages import render_html, render_markdown, summary_rows
 from fedsynth.privacy.report.verify import differences, page_problems, report_problems
 from tests.html_page import Page
@@ -361,7 +356,7 @@ def test_texts_are_escaped(text: str) -> None:
     assert markdown.count("\n") == render_markdown(harmless).count("\n")
     page = Page(html)
     assert page.tags == Page(render_html(harmless)).tags  # no text became a tag, a list or a link
-    printed = " ".join(printable(text).split())
+    printed = " ".join(formatting.printable(text).split())
     assert not printed or " ".join(page.text.split()).count(printed) >= 20
     assert dict(summary_rows(report))["mechanism"] == text
 

@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
+from fedsynth.privacy import signing
 from fedsynth.privacy.errors import PrivacyError, SigningError
-from fedsynth.privacy.signing import (
-    read_private_key,
-    read_public_key,
-    sign_run,
-    signature_problems,
-)
+from fedsynth.privacy.signing import read_private_key, read_public_key, sign_run
 
 pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
 
@@ -60,7 +56,7 @@ def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
 
 
 def problems(run: Path, keys: tuple[Path, Path]) -> list[str]:
-    return signature_problems(run, read_public_key(keys[1]))
+    return signing.signature_problems(run, read_public_key(keys[1]))
 
 
 def test_signed_folders_have_no_problems(run: Path, keys: tuple[Path, Path]) -> None:

@@ -8,7 +8,6 @@ the last one checks the remaining files and processes.
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import signal
 import subprocess
@@ -32,12 +31,9 @@ from tests.deployment.network.conftest import (
     report_of,
     wait_for,
 )
+from tests.quick_runs import read_rows
 
 pytestmark = pytest.mark.network
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def same_model(folder: Path, settings: Any) -> None:
@@ -53,7 +49,7 @@ def test_private_runs_charge_each_ledger_as_simulations(federation: Federation) 
     settings = sections("feddm", privacy=PRIVATE)
     folder = federation.run(settings).finished_folder()
     simulation = simulate(resolve(settings))
-    rows = rows_of(folder)
+    rows = read_rows(folder)
     assert [row["round"] for row in rows] == [1, 2]
     assert rows[-1]["epsilon"] == pytest.approx(simulation.metrics[-1]["epsilon"], rel=1e-12)
     assert "seconds" not in rows[-1]
@@ -81,7 +77,7 @@ def test_open_runs_match_the_model_of_a_simulation(federation: Federation) -> No
         runs[method] = (settings, federation.run(settings))
     for settings, run in runs.values():
         folder = run.finished_folder()
-        assert not any("lost" in row for row in rows_of(folder))
+        assert not any("lost" in row for row in read_rows(folder))
         same_model(folder, settings)
 
 
@@ -109,7 +105,7 @@ def test_server_resumes_from_its_checkpoint(federation: Federation) -> None:
     assert 1 <= run.rows() < 3
     resumed_run = federation.run(settings, resume=folder)
     finished = resumed_run.finished_folder()
-    assert [row["round"] for row in rows_of(finished)] == [1, 2, 3]
+    assert [row["round"] for row in read_rows(finished)] == [1, 2, 3]
     same_model(finished, settings)
 
 
@@ -150,7 +146,7 @@ def test_secure_sums_continue_without_a_killed_node(federation: Federation) -> N
         federation.kill_client(POLICY_CLIENT)
     finally:
         paused.send_signal(signal.SIGCONT)
-    rows = rows_of(run.finished_folder(240.0))
+    rows = read_rows(run.finished_folder(240.0))
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert "lost" not in rows[0]
     assert set(rows[-1]["lost"]) == {str(POLICY_CLIENT)}
