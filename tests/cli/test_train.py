@@ -315,7 +315,7 @@ def test_unfinished_runs_have_report_on_request(
 
 def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="needs the extra fedsynth[sign]")
-    from tests.privacy import test_signing as signing
+    from tests.privacy import test_files as signing
 
     key = signing.Ed25519PrivateKey.generate()
     private, public = tmp_path / "key.pem", tmp_path / "key.pub"

@@ -276,18 +276,9 @@ def test_oversized_idx_headers_are_rejected(tmp_path: Path) -> None:
         read_idx(path, 3, 1000 * 784)
 
 
-PIPES = {
-    "mnist": "MNIST/raw/t10k-labels-idx1-ubyte",
-    "cifar10": "cifar-10-batches-py/data_batch_2",
-    "svhn": "test_32x32.mat",
-    "femnist": leaf_path("test", 0),
-    "domainnet-10": "domainnet/clipart_train.txt",
-}
-
-
-@pytest.mark.parametrize("name", PIPES)
-def test_pipes_are_rejected_without_blocking(root: Path, name: str) -> None:
-    path = root / PIPES[name]
+@pytest.mark.parametrize(("name", "file"), dict(CASES.keys()).items())
+def test_pipes_are_rejected_without_blocking(root: Path, name: str, file: str) -> None:
+    path = root / file
     calls = {
         f"{path}.*not a regular file": partial(load_dataset, name, root),
         "as an image: .*not a regular": partial(read_images, [path], OFFICE),

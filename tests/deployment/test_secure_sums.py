@@ -38,7 +38,7 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     split,
 )
 from fedsynth.deployment.secure_aggregation.server import SumServer
-from tests.privacy.test_signing import private_pem, public_pem
+from tests.privacy.test_files import private_pem, public_pem
 
 LENGTH = 50
 OTHER_KEY = primitives.public(primitives.key_of(bytes(range(32))))

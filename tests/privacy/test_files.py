@@ -1,14 +1,24 @@
-"""Tests of reading untrusted files: special, endless, large or deeply nested ones are rejected."""
+"""Tests of untrusted files, of which special, endless, large or deeply nested ones are rejected, and
+of signatures of run folders with Ed25519 keys in PEM."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization as forms
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsynth.privacy import files
+from fedsynth.privacy import files, signing
+from fedsynth.privacy.errors import PrivacyError, SigningError
+from fedsynth.privacy.signing import read_private_key, read_public_key, sign_run
 from tests.special_files import SPECIAL_KINDS, make_special_file
 
 
@@ -80,3 +90,125 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"irectory"):
         files.write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+# ---------------------------------------------------------------------------------- signatures
+
+
+PEM = forms.Encoding.PEM
+
+
+def private_pem(key: Any, encryption: Any = None) -> bytes:
+    encryption = encryption or forms.NoEncryption()
+    pem: bytes = key.private_bytes(PEM, forms.PrivateFormat.PKCS8, encryption)
+    return pem
+
+
+def public_pem(key: Any) -> bytes:
+    pem: bytes = key.public_key().public_bytes(PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+    return pem
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    key = Ed25519PrivateKey.generate()
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    private.write_bytes(private_pem(key))
+    public.write_bytes(public_pem(key))
+    return private, public
+
+
+@pytest.fixture
+def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+    """Returns a signed folder."""
+    folder = tmp_path / "run"
+    for name in ("ledger/client-000.jsonl", "model.safetensors", "simulation_only/partition.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "privacy_report.json").write_text('{"schema_version": 4}')
+    sign_run(folder, read_private_key(keys[0]))
+    return folder
+
+
+def problems(run: Path, keys: tuple[Path, Path]) -> list[str]:
+    return signing.signature_problems(run, read_public_key(keys[1]))
+
+
+def test_signed_folders_have_no_problems(run: Path, keys: tuple[Path, Path]) -> None:
+    assert problems(run, keys) == []
+    signed = json.loads((run / "signature.json").read_text())["files"]
+    assert list(signed) == ["ledger/client-000.jsonl", "model.safetensors", "privacy_report.json"]
+    (run / "simulation_only" / "partition.txt").write_text("is not covered")
+    shutil.copytree(run, run.with_name("copy"))
+    assert problems(run.with_name("copy"), keys) == []
+    sign_run(run, read_private_key(keys[0]))  # the signature itself is not signed
+    assert problems(run, keys) == []
+
+
+FORGED = "is not a signature of these files with this key"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("model.safetensors", "x"), "tensors was changed after signing"),
+        (("ledger/client-000.jsonl", None), "jsonl is missing, although it was signed"),
+        (("certificate.pdf", ""), "certificate.pdf was added"),
+        (("ledger/signature.json", "{}"), "ledger/signature.json"),
+        (("signature.json", None), "the run is not signed"),
+        ({"files": {}}, FORGED),
+        ({"signature": "é"}, FORGED),
+        ({"public_key": "x"}, "made with another key"),
+        ({"algorithm": "none"}, "algorithm is wrong"),
+        ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
+        ({"note": "x"}, "note is an unknown key"),
+        ({"files": []}, "files is wrong"),
+    ],
+)
+def test_changes_are_detected(
+    run: Path, keys: tuple[Path, Path], change: Any, expected: str
+) -> None:
+    if isinstance(change, dict):
+        content = json.loads((run / "signature.json").read_text())
+        (run / "signature.json").write_text(json.dumps({**content, **change}))
+    elif change[1] is None:
+        (run / change[0]).unlink()
+    else:
+        (run / change[0]).write_text(change[1])
+    (problem,) = problems(run, keys)
+    assert expected in problem
+
+
+def test_links_cannot_be_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("can change")
+    (run / "link").symlink_to(tmp_path / "outside")
+    for action in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
+        with pytest.raises(OSError, match="neither a plain file nor a folder"):
+            action()
+    with pytest.raises(PrivacyError, match="cannot read the privacy report"):
+        sign_run(tmp_path, read_private_key(keys[0]))
+
+
+def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    curve = ec.generate_private_key(ec.SECP256R1())
+    secret = forms.BestAvailableEncryption(b"secret")
+    encrypted = private_pem(Ed25519PrivateKey.generate(), secret)
+    file = tmp_path / "file"
+    for content in (b"", b"\xff", keys[1].read_bytes(), private_pem(curve), encrypted):
+        file.write_bytes(content)
+        with pytest.raises(SigningError, match="unencrypted private Ed25519 key"):
+            read_private_key(file)
+    for content in (b"", keys[0].read_bytes(), public_pem(curve)):
+        file.write_bytes(content)
+        with pytest.raises(SigningError, match="unencrypted public Ed25519 key"):
+            read_public_key(file)
+
+
+def test_missing_package_is_reported(
+    keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for read, key in zip((read_private_key, read_public_key), keys, strict=True):
+        with pytest.raises(SigningError, match=r"pip install 'fedsynth\[sign\]'"):
+            read(key)

@@ -1,45 +1,415 @@
-"""Tests of private methods from end to end: released statistics have the public scale, and clients
-reject invalid requests and settings."""
+"""Tests of private methods: a row depends on its own record only, to the last bit, and moves a sum by
+at most the clip; released statistics have the public scale, and clients reject invalid requests and
+settings.
+
+A hostile server can send weights under which everything but the rounding cancels. Passes therefore
+have a public length, and at a fixed shape the bits of a row depend only on its record.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsynth import ModelParameters
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import ExactClientView, Group
+from fedsynth.core.client import ExactClientView, Group, PrivateClientView
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_numbers
+from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.partition import partition
+from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.evaluation.classification import MEASURES
+from fedsynth.features.feature_map import LANES, FeatureMap
+from fedsynth.features.registry import feature_map, register_features
+from fedsynth.federation import in_process
+from fedsynth.methods import method_class
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
+from fedsynth.methods.fedstats import FedStats
+from fedsynth.methods.statistics.class_moments import step_rows
+from fedsynth.models.on_features import OnFeatures, Root, embedded
+from fedsynth.models.registry import ModelSettings, build_model, build_network
+from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.passes import padded, pass_length, power_of_two
+from fedsynth.privacy.products import LayerGradients
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from tests.digits import digits, private_clients, round_context
+from fedsynth.synthesizer.condensation.matching import NetworkFeatures
+from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
+from tests.digits import CPU, HOSTILE, SPEC, digits, private_clients, round_context
+from tests.privacy.support import private_step
 from tests.quick_runs import read_rows
 
+MNIST = dataset_spec("mnist")
+MAPS = ("whitened-scattering", "whitened-scattering+random-process")
+KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "pool", "softmax")
+Sums = list[tuple[Tensor, float]]
+
+
+@given(st.floats(0, 1e7), st.floats(1e-3, 1e5), st.integers(1, 5000))
+def test_pass_lengths_are_powers_of_two_below_limit(
+    expected: float, start: float, limit: int
+) -> None:
+    length = pass_length(expected, start, limit)
+    assert length & (length - 1) == 0
+    assert 1 <= length <= limit
+    assert pass_length(None, start, limit) == power_of_two(limit) > limit / 2
+
+
+def test_pass_length_is_nearly_cheapest() -> None:
+    """Searches all powers of two, with a last pass that is half empty."""
+    for expected, start in ((256, 4.0), (3000, 0.5), (3000, 64.0), (32, 20.0)):
+        cost = {p: expected / p * start + p / 2 for p in (2**k for k in range(12))}
+        assert cost[pass_length(expected, start, 2048)] < 1.25 * min(cost.values())
+    assert padded(torch.ones(3, 2), 5, fill=-1)[3:].tolist() == [[-1, -1]] * 2
+
+
+class KernelShapes(TorchDispatchMode):
+    """Collects (kernel, shapes) of floats below float64, the type of the mechanism's sums."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        floats = [t for t in tensors if t.is_floating_point() and t.dtype != torch.float64]
+        if floats and any(word in str(func) for word in KERNELS):
+            self.seen.add((str(func), *(tuple(t.shape) for t in floats)))
+        return func(*args, **(kwargs or {}))
+
+
+METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual", "clip": 0.05}),
+    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient", "clip": 0.01}),
+    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
+    ("fedaf", {"iterations": 2, "ipc": 2}, {}),
+    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
+    ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
+    ("moon", {"local_steps": 1}, {}),
+    ("scaffold", {"local_steps": 1}, {}),
+]
+STEPS = pytest.mark.parametrize(("name", "values", "privacy"), METHODS, ids=str)
+
+
+def step_of(
+    name: str, values: dict[str, Any], privacy: dict[str, Any], nominal: float, **context: Any
+) -> Callable[..., Any]:
+    """Returns a client's step in the first round as a function of its data, records and users."""
+    method = method_class(name).from_mapping(values)
+    settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
+    ctx = round_context(settings, nominal=nominal, **context)
+    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
+    return lambda *records: private_step(method, message, ctx, *records)
+
+
+@STEPS
+def test_kernel_shapes_are_independent_of_record_count(
+    name: str, values: dict[str, Any], privacy: dict[str, Any]
+) -> None:
+    """The last passes of 20, 70 and 75 records have different lengths unless padded."""
+    precision = torch.bfloat16 if privacy.get("mechanism") == "gradient" else torch.float32
+    step = step_of(name, values, privacy, 72.0, precision=precision)
+    seen = []
+    for records in (20, 70, 75):
+        with KernelShapes() as shapes:
+            step(digits(np.arange(80) % 10), torch.arange(records))
+        seen.append(shapes.seen)
+    assert seen[0]
+    assert seen[0] == seen[1] == seen[2]
+
+
+@STEPS
+def test_user_influence_on_methods_is_at_most_clip(
+    name: str, values: dict[str, Any], privacy: dict[str, Any], unnoised: Sums
+) -> None:
+    """One user has 50 of 90 records, of all classes."""
+    step = step_of(name, values, privacy, 1.0)
+    data, indices = digits(np.random.default_rng(1).integers(0, 10, 90)), torch.arange(90)
+    sums = []
+    for part in (indices, indices[:40], indices[1:]):  # without the large user, or a small one
+        unnoised.clear()
+        step(data, part, indices.clamp(max=40))
+        sums.append(list(unnoised))
+    for reduced in sums[1:]:
+        for (a, clip), (b, _) in zip(sums[0], reduced, strict=True):
+            assert float((a - b).norm()) <= clip * (1 + 1e-6)
+
+
+def test_clients_receive_nominal_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = Mock(wraps=PrivateClientView)
+    monkeypatch.setattr(in_process, "PrivateClientView", view)
+    privacy = {"noise_multiplier": 3.0, "nominal_size": 100}
+    base = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
+    simulate(resolve({**base, "privacy": privacy}))
+    assert {call.kwargs["nominal_size"] for call in view.call_args_list} == {100.0}
+
+
+def cancelling_network(seed: int) -> nn.Module:
+    """Returns a hostile server's network: its second layer subtracts channels that instance norm
+    made equal, so that its features are rounding errors times 1e9."""
+    net = build_model(ModelSettings(width=8, depth=2), SPEC.image_shape, 10, 0)
+    rng = torch.Generator().manual_seed(seed)
+    first, second = net.features[0], net.features[4]
+    with torch.no_grad():
+        first.weight[0::2] = 1e6 * torch.randn(4, 1, 3, 3, generator=rng)
+        first.weight[1::2] = 3 * first.weight[0::2]
+        half = 1e9 * torch.randn(8, 4, 3, 3, generator=rng)
+        second.weight[:, 0::2] = half
+        second.weight[:, 1::2] = -half
+        net.classifier.weight.mul_(1e4)
+        for layer in (first, second, net.classifier):
+            layer.bias.zero_()
+    return net
+
+
+def cancelling_weight(z_Nd: Tensor) -> Tensor:
+    """Returns a hostile server's weights ±10⁹·w, with w orthogonal to the known rows."""
+    turns, _ = torch.linalg.qr(z_Nd.double().T, mode="complete")
+    weight = torch.zeros(10, z_Nd.shape[1])
+    weight[0] = (1e9 * turns[:, -1]).float()
+    weight[1] = -weight[0]
+    return weight
+
+
+Rows = Callable[[Tensor, Tensor], Tensor]
+
+
+def row_functions(device: torch.device) -> Iterator[tuple[str, Rows]]:
+    """Yields networks and mechanisms as (images [N], labels [N]) -> rows [N, D]."""
+    hostile = cancelling_network(3).to(device)
+    start = torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        features = NetworkFeatures(hostile.requires_grad_(False), 1.0, None, dtype)
+        yield f"features {dtype}", lambda x, y, f=features: f.real(x, y)
+        yield f"gradient {dtype}", lambda x, y, f=features: per_example_gradients(f, start, x, y)
+        yield (  # for 32 records, backward passes take four vectors, above one
+            f"gradient of two classes {dtype}",
+            lambda x, y, f=features: per_example_gradients(f, start[:2], x, y % 2),
+        )
+    norms = {"resnet8": "group", "convnet": "instance", "cnn1": "group", "cnn2": "group"}
+    for name in ("linear", "lenet5", "cnn1", "cnn2", "resnet8", "convnet"):
+        settings = ModelSettings(name=name, width=8, depth=2, norm=norms.get(name, ""))
+        network = build_model(settings, (1, 28, 28), 10, 0).to(device)
+        yield f"forward {name}", lambda x, y, n=network: n(enlarged(x)).detach()
+        yield f"dp-sgd {name}", lambda x, y, n=network: example_gradients(n, enlarged(x), y)
+    yield "dp-sgd hostile", lambda x, y: example_gradients(cancelling_network(3).to(device), x, y)
+
+
+def feature_row_functions() -> Iterator[tuple[str, Rows]]:
+    """Yields functions of pixels [N, 1, 28, 28] that go through a feature map."""
+    mapping = feature_map(MAPS[1], MNIST.image_shape)
+    draws = torch.Generator().manual_seed(1)
+    weight = 1e6 * torch.randn(10, mapping.dimension, generator=draws)
+    linear, hidden = OnFeatures(mapping, MNIST), OnFeatures(mapping, MNIST, hidden=33)
+    roots = [
+        Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in mapping.blocks
+    ]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        z = embedded(mapping(x), torch.zeros(mapping.dimension), mapping.radius)
+        return step_rows(z, 0 * y, weight, 0.7).column
+
+    yield "map", lambda x, y: feature_map(MAPS[0], MNIST.image_shape)(x)
+    yield "step", step
+    yield "whitened", lambda x, y: embedded(mapping(x), 0.0, mapping.radius, roots)
+    yield "linear", lambda x, y: example_gradients(linear, linear.vectors(mapping(x)), 0 * y)
+    yield "mlp", lambda x, y: hidden.from_features(mapping(x)).detach()
+
+
+def enlarged(x: Tensor) -> Tensor:
+    return nn.functional.interpolate(x, size=(28, 28))
+
+
+def check_bits_depend_only_on_record(name: str, rows: Rows, x: Tensor, y: Tensor) -> None:
+    """Moves records within a pass, and replaces their neighbours by others or zeros."""
+    length = len(x) // 2
+    first = rows(x[:length], y[:length])
+    assert torch.isfinite(first).all(), name
+    for shift in (1, 3):
+        moved = rows(x[:length].roll(shift, 0), y[:length].roll(shift, 0)).roll(-shift, 0)
+        assert torch.equal(first, moved), name
+    replaced = [torch.cat([tensor[:2], tensor[length : 2 * length - 2]]) for tensor in (x, y)]
+    assert torch.equal(first[:2], rows(*replaced)[:2]), name
+    padded_rows = rows(padded(x[:1], length), padded(y[:1], length))
+    assert torch.equal(first[:1], padded_rows[:1]), name
+
+
+def test_row_bits_depend_only_on_record(device: torch.device) -> None:
+    data = digits(np.arange(64) % 10, device=device)
+    for name, rows in row_functions(device):
+        check_bits_depend_only_on_record(name, rows, normalise(data.images, SPEC), data.labels)
+
+
+def test_feature_row_bits_depend_only_on_record() -> None:
+    """Regression: products of 9, 81, 729 or 1233 numbers were not padded."""
+    images = torch.rand(24, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    for name, rows in feature_row_functions():
+        check_bits_depend_only_on_record(name, rows, images, torch.arange(24))
+    hidden = OnFeatures(feature_map(MAPS[0], MNIST.image_shape), MNIST, hidden=33)
+    for layer in (hidden.hidden, hidden.classifier):
+        assert layer.in_features % LANES == 0
+
+
+def influence(
+    sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, row: int
+) -> float:
+    """Returns how much a record changes the sums of a step with these parameters, in clips."""
+    message = method.broadcast(method.initial_state(parameters), context)
+    indices = torch.arange(len(data))
+    sums.clear()
+    for kept_indices in (indices, indices[indices != row]):
+        private_step(method, message, context, data, kept_indices)
+    (full, clip), (without, _) = sums
+    return float((full - without).norm()) / clip
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
+@pytest.mark.parametrize(("records", "position"), [(1, "first"), (129, "first"), (513, "last")])
+def test_influence_under_hostile_weights_is_at_most_clip(
+    mechanism: str, records: int, position: str, device: torch.device, unnoised: Sums
+) -> None:
+    """The clip is small enough that every row reaches it."""
+    data = digits(np.arange(records + 1) % 10, device=device)
+    method: Method = FedDM(ipc=1, iterations=1, radius=0.0)
+    mechanism_settings = {"mechanism": mechanism}
+    if mechanism == "dp-sgd":
+        method, mechanism_settings = FedAvg(local_steps=1), {}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **mechanism_settings)
+    network = cancelling_network(records).to(device)
+    context = round_context(privacy, network=network, device=device, nominal=287.6)
+    removed = 0 if position == "first" else records
+    assert influence(unnoised, method, network.state_dict(), context, data, removed) <= 1 + 1e-6
+
+
+FEDAVG = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
+
+
+def feature_context(
+    network: nn.Module, spec: DatasetSpec, number: int = 1, **values: Any
+) -> RoundContext:
+    values = values or {"sample_rate": 1.0, "clip": 0.5}
+    privacy = PrivacySettings(noise_multiplier=3.0, **values)
+    return RoundContext(number, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=16)
+
+
+def random_images(count: int, height: int = 28, width: int = 28) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 1, height, width)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("method", [FEDAVG, FedStats(features=MAPS[1])])
+def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -> None:
+    """The server knows 130 records, more than the length of a pass."""
+    images = random_images(131)
+    features = feature_map(MAPS[1], MNIST.image_shape)
+    network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
+    context = feature_context(network, MNIST)
+    if isinstance(method, FedStats):
+        network = method.network(ModelSettings(), MNIST, 0)
+        context = feature_context(network, MNIST, 2, clip=None)
+    known_features = features(torch.from_numpy(images[1:]).float() / 255)
+    z = embedded(known_features, torch.zeros(features.dimension), features.radius)
+    weight = {"classifier.weight": cancelling_weight(z)}
+    parameters = {**context.architecture.state_dict(), **weight}
+    data = from_arrays(images, np.full(131, 5), MNIST)
+    assert influence(unnoised, method, parameters, context, data, 0) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])
+def test_influence_on_linear_model_is_at_most_clip(height: int, width: int, unnoised: Sums) -> None:
+    """Regression: without padding a record moved the sums by three to five clips."""
+    spec = replace(MNIST, height=height, width=width)
+    images = random_images(51, height, width)
+    network = build_network(ModelSettings(name="linear"), spec, 0)
+    z = network.embed(normalise(torch.from_numpy(images[1:]), spec))  # type: ignore[operator]
+    weight = cancelling_weight(z[:, : height * width])
+    weight = nn.functional.pad(weight, (0, z.shape[1] - height * width))
+    parameters = {"classifier.weight": weight, "classifier.bias": torch.zeros(10)}
+    data = from_arrays(images, np.full(51, 5), spec)
+    context = feature_context(network, spec)
+    assert influence(unnoised, FEDAVG, parameters, context, data, 0) <= 1 + 1e-6
+
+
+def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
+    """Returns a feature map with huge, infinite or undefined values for some images."""
+
+    def function(x: Tensor) -> Tensor:
+        flat = x.flatten(1) - 0.5
+        kind = (255 * x[:, 0, 0, 0]).round()[:, None]
+        for number, factor in ((1, 1e30), (2, float("inf")), (3, float("nan"))):
+            flat = torch.where(kind == number, factor * flat, flat)
+        return flat
+
+    return replace(feature_map("pixels", shape), name="own-hostile", function=function)
+
+
+register_features("own-hostile", hostile_map)
+KINDS = [np.where(np.arange(64).reshape(1, 1, 8, 8) == 0, kind, HOSTILE[2]) for kind in (1, 2, 3)]
+
+
+def image_influence(
+    sums: Sums, model: str, features: str, image: np.ndarray, label: int, scale: float
+) -> float:
+    network = build_network(ModelSettings(model, 5, features=features), SPEC, 0)
+    parameters = {name: scale * value for name, value in network.state_dict().items()}
+    data = digits([*range(10), 0, 1, label], image)
+    context = feature_context(network, SPEC, sample_rate=1.0, clip=0.05)
+    return influence(sums, FEDAVG, parameters, context, data, 12)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_influence_of_hostile_image_is_at_most_clip(
+    model: str, scale: float, unnoised: Sums
+) -> None:
+    """Covers feature values of 1e30, infinity and NaN, and large weights."""
+    for image, label in itertools.product((*HOSTILE, *KINDS), range(0, 10, 3)):
+        change = image_influence(unnoised, model, "own-hostile", image, label, scale)
+        assert change <= 1 + 1e-6, (image, label)
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_influence_exceeds_clip_without_clipping(
+    model: str, unnoised: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.8 < image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) < 1 + 1e-6
+    ones = torch.ones
+    monkeypatch.setattr(LayerGradients, "_factors", lambda self, blocks: ones(len(self)).double())
+    assert image_influence(unnoised, model, "pixels", HOSTILE[1], 3, 1.0) > 10
+
+
+# -------------------------------------------------------------------------- from end to end
+
+
 START = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-FEDDM = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
-FEDAVG = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
+ONE_STEP = FedDM(ipc=2, iterations=1, image_lr=1.0, min_examples=1)
+ONE_EPOCH = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
 
 
 @pytest.mark.parametrize(
     ("method", "privacy", "memory"),
     [
-        *((FEDDM, {"mechanism": name}, {"images": START}) for name in ("residual", "gradient")),
-        (FEDAVG, {}, {}),
+        *((ONE_STEP, {"mechanism": name}, {"images": START}) for name in ("residual", "gradient")),
+        (ONE_EPOCH, {}, {}),
     ],
 )
 def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memory: Any) -> None:

@@ -1,18 +1,28 @@
 """Tests of a federation over Flower on this machine: `fedsynth server` and `fedsynth client` give
 the results of a simulation.
 
+Flower's SuperLink has TLS, and authenticates three data owners' nodes by their keys. Every process
+logs its activity (`watched/sitecustomize.py`).
+
 The tests share one federation and depend on their order: they spend ledgers and kill clients, and
 the last one checks the remaining files and processes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
+import json
 import os
 import signal
 import subprocess
+import sys
+import time
 from ast import literal_eval
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +30,175 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fedsynth
 from fedsynth import resolve, simulate
+from fedsynth.deployment.frames import Timeouts
+from fedsynth.deployment.proposal import new_proposal
 from fedsynth.results.verification import verify_run
-from tests.deployment.local_setup import PRIVATE, sections
-from tests.deployment.network.conftest import (
-    CLIENTS,
-    POLICY_CLIENT,
-    Federation,
-    Run,
-    report_of,
-    wait_for,
-)
+from tests.deployment.local_setup import CLIENTS, PRIVATE, sections
 from tests.quick_runs import read_rows
 
 pytestmark = pytest.mark.network
+
+POLICY_CLIENT = 2
+"""The client that has a policy."""
+POLICY = """
+methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold", "fedstats"]
+epsilon = 2.6
+delta = 1e-5
+open = true
+"""
+
+
+def wait_for(condition: Callable[[], Any], description: str, seconds: float = 120.0) -> Any:
+    """Returns the condition's value once it is true; fails at the deadline."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{description}: not within {seconds:g} s")
+
+
+@dataclass
+class Run:
+    """A run in progress: the parent of its run folder, and the folder in future."""
+
+    output: Path
+    future: Future[Path]
+
+    def finished_folder(self, seconds: float = 180.0) -> Path:
+        return self.future.result(seconds)
+
+    def unfinished_folder(self) -> Path | None:
+        return next(self.output.glob("*.incomplete"), None)
+
+    def rows(self) -> int:
+        folder = self.unfinished_folder()
+        file = None if folder is None else folder / "metrics.jsonl"
+        return 0 if file is None or not file.exists() else len(file.read_text().splitlines())
+
+
+class Federation:
+    """SuperLink and nodes, with all their files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from fedsynth.deployment.flower.keys import make_keys
+        from fedsynth.deployment.flower.processes import free_port
+        from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
+
+        self.folder = folder
+        self.keys = folder / "keys"
+        self.watch = folder / "watch.log"
+        self.clients: dict[int, subprocess.Popen[bytes]] = {}
+        self._stack = ExitStack()
+        self._pool = ThreadPoolExecutor()
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("PYTHONPATH", str(Path(fedsynth.__file__).parents[1]))
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("watched")), prepend=os.pathsep)
+        patch.setenv("FEDSYNTH_TEST_WATCH", str(self.watch))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        make_keys(self.keys, CLIENTS)
+        make_keys(folder / "strangers", 1)
+        self.port = free_port()
+        link = SuperLinkSettings(self.port, self.keys, CLIENTS)
+        self.started = self._stack.enter_context(superlink(link, folder))
+        (folder / "policy.toml").write_text(POLICY)
+        for number in range(CLIENTS):
+            self.start_client(number)
+
+    def home(self, number: int) -> Path:
+        return self.folder / f"owner-{number}"
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"owner-{number}.log").read_text()
+
+    def client_arguments(
+        self, number: int, key: Path | None = None, home: Path | None = None
+    ) -> list[str]:
+        key_file = key or self.keys / f"client-{number:03d}"
+        policy = ["--approve", "any"]
+        if number == POLICY_CLIENT:
+            policy = ["--policy", str(self.folder / "policy.toml")]
+        return [
+            *(sys.executable, "-c", "from fedsynth.cli.app import main; main()", "client"),
+            *("--server", f"127.0.0.1:{self.port}", "--number", str(number), "--trial"),
+            *("--ledger", str(home or self.home(number)), "--ca", str(self.keys / "ca.crt")),
+            *("--key", str(key_file), "--device", "cpu", *policy),
+        ]
+
+    def start_client(self, number: int) -> None:
+        arguments = self.client_arguments(number)
+        with (self.folder / f"owner-{number}.log").open("ab") as log:
+            self.clients[number] = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill_client(self, number: int) -> None:
+        """Kills the node's processes, as a power failure does."""
+        process = self.clients.pop(number)  # its SuperNode ends with it
+        process.kill()
+        process.wait(20)
+
+    def run(
+        self,
+        settings: Mapping[str, Mapping[str, Any]],
+        answer: float = 60.0,
+        resume: Path | None = None,
+    ) -> Run:
+        output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
+        timeouts = Timeouts(join=90.0, answer=answer)
+        arguments = new_proposal(settings), output, timeouts, resume, print
+        return Run(output, self._pool.submit(self.started.run, *arguments))
+
+    def rounds(self, number: int) -> int:
+        """Returns the last round of a client's steps in the run that it joined last."""
+        files = list(self.home(number).glob("runs/*/session.json"))
+        newest = max(files, key=lambda file: file.parent.stat().st_ctime_ns)
+        return max((step[0] for step in json.loads(newest.read_text())["steps"]), default=0)
+
+    def server_process(self) -> int | None:
+        """Returns the process id of the newest run's ServerApp."""
+        processes = []
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                parts = command.read_bytes().split(b"\0")
+                named = any(part.endswith(b"flwr-serverapp") for part in parts)
+                if named and f"127.0.0.1:{self.port}".encode() in parts:
+                    processes.append(int(command.parent.name))
+        return max(processes, default=None)
+
+    def close(self) -> None:
+        for process in self.clients.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.clients.values():
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self.clients = {}
+        self._stack.close()
+
+    def log_entries(self) -> list[tuple[int, str, str]]:
+        """Returns (process, kind, value) of each entry of the activity log."""
+        lines = self.watch.read_text().splitlines()
+        entries = [line.split("\t", 2) for line in lines]
+        return [(int(pid), kind, value) for pid, kind, value in entries]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    if importlib.util.find_spec("flwr") is None:
+        pytest.skip("flwr is not installed: pip install 'fedsynth[flower]'")
+    network = Federation(tmp_path_factory.mktemp("federation"))
+    yield network
+    network.close()
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "privacy_report.json").read_text())
+    return report
 
 
 def same_model(folder: Path, settings: Any) -> None:
