@@ -17,6 +17,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import RECORD
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 WHITE = np.full((1, 1, 8, 8), 255, np.uint8)
@@ -83,15 +84,16 @@ def private_clients(
     parts: Sequence[Tensor] | None = None,
     ledgers: Sequence[Ledger] | None = None,
     phase: str = MAIN,
+    unit: str = RECORD,
+    **view: Any,
 ) -> PrivateClientView:
     """Returns private clients with these parts of the data; one client has all by default."""
     parts = [torch.arange(len(data.labels))] if parts is None else parts
     ids = range(len(parts))
-    guards = [
-        BudgetEnforcer(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]
-    ]
+    ledgers = ledgers or [Ledger(str(k)) for k in ids]
+    guards = [BudgetEnforcer(ledger, 1e-5, None, unit=unit) for ledger in ledgers]
     allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
-    return PrivateClientView(ids, data, parts, allowances)
+    return PrivateClientView(ids, data, parts, allowances, **view)
 
 
 def client_uploads(

@@ -51,12 +51,16 @@ def writer(n: int) -> tuple[Bytes, list[int]]:
     return RNG.integers(0, 256, (n, 784), dtype=np.uint8), RNG.integers(0, 62, n).tolist()
 
 
+def inexact(x: Bytes) -> npt.NDArray[np.float64]:
+    return np.clip(x + 0.4 * np.resize([1, -1], x.shape), 0, 255) / 255
+
+
 def leaf(writers: Writers) -> dict[str, Any]:
-    """Returns the content of a LEAF file, with grey levels divided by 255."""
+    """Returns the content of a LEAF file, of grey levels ± 0.4 divided by 255."""
     return {
         "users": list(writers),
         "num_samples": [len(y) for _, y in writers.values()],
-        "user_data": {name: {"x": (x / 255).tolist(), "y": y} for name, (x, y) in writers.items()},
+        "user_data": {name: {"x": inexact(x).tolist(), "y": y} for name, (x, y) in writers.items()},
     }
 
 

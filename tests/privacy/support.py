@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from fedsynth.core.client import PrivateClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Method
-from fedsynth.data.images import ImageData
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import RECORD, USER, Release
+from fedsynth.privacy.releases import RECORD, Release
 from fedsynth.privacy.report.figures import ReportFacts
-from tests.digits import charge_for
 
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
@@ -99,27 +92,3 @@ def audit(**values: Any) -> dict[str, Any]:
     }
     bound = epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999)
     return {**fields, "epsilon_lower_bound": bound, **values}
-
-
-def private_step(
-    method: Method,
-    message: Any,
-    context: RoundContext,
-    data: ImageData,
-    part: Tensor | None = None,
-    users: Tensor | None = None,
-) -> Any:
-    """Returns the upload of a charged step of a client with these records."""
-    enforcer = guard(unit=RECORD if users is None else USER)
-    charged = charge_for(method, context, [0], [enforcer], [SecretGenerator()])
-    clients = PrivateClientView(
-        [0],
-        data,
-        [torch.arange(len(data)) if part is None else part],
-        charged,
-        nominal_size=context.nominal_size,
-        users=users,
-        network=context.architecture,
-    )
-    ((upload, _),) = method.client_step(message, clients, [{}], context)
-    return upload

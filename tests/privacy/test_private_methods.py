@@ -33,7 +33,7 @@ from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_numbers
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.partition import partition
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.features.feature_map import LANES, FeatureMap
 from fedsynth.features.registry import feature_map, register_features
@@ -48,16 +48,17 @@ from fedsynth.models.on_features import OnFeatures, Root, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.products import LayerGradients
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
 from tests.digits import CPU, HOSTILE, SPEC, digits, private_clients, round_context
-from tests.privacy.support import private_step
-from tests.quick_runs import read_rows
+from tests.quick_runs import folder_of, read_rows
 
 MNIST = dataset_spec("mnist")
 MAPS = ("whitened-scattering", "whitened-scattering+random-process")
@@ -96,6 +97,39 @@ class KernelShapes(TorchDispatchMode):
         if floats and any(word in str(func) for word in KERNELS):
             self.seen.add((str(func), *(tuple(t.shape) for t in floats)))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
+    """Collects the sums without noise and the clip of each release, which becomes zero."""
+    sums: list[tuple[Tensor, float]] = []
+
+    def release_zeros(self: Any) -> Released:
+        self._users.close(self._sums)
+        sums.append((self._sums.clone().cpu(), self.sensitivity))
+        released = torch.zeros_like(self._sums, dtype=torch.float32)
+        self._sums = None
+        self.steps_left -= 1
+        return Released(released)
+
+    monkeypatch.setattr(GaussianSumMechanism, "release", release_zeros)
+    return sums
+
+
+def private_step(
+    method: Method,
+    message: Any,
+    context: RoundContext,
+    data: ImageData,
+    part: Tensor | None = None,
+    users: Tensor | None = None,
+) -> Any:
+    """Returns the upload of a charged step of a client with these records."""
+    unit, parts = RECORD if users is None else USER, None if part is None else [part]
+    view = {"nominal_size": context.nominal_size, "users": users, "network": context.architecture}
+    clients = private_clients(method, context, data, parts, unit=unit, **view)
+    ((upload, _),) = method.client_step(message, clients, [{}], context)
+    return upload
 
 
 METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -304,9 +338,7 @@ def test_influence_under_hostile_weights_is_at_most_clip(
 FEDAVG = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
 
 
-def feature_context(
-    network: nn.Module, spec: DatasetSpec, number: int = 1, **values: Any
-) -> RoundContext:
+def feature_context(network: nn.Module, spec: Any, number: int = 1, **values: Any) -> RoundContext:
     values = values or {"sample_rate": 1.0, "clip": 0.5}
     privacy = PrivacySettings(noise_multiplier=3.0, **values)
     return RoundContext(number, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=16)
@@ -479,25 +511,24 @@ def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     """A broken version would log clean losses, counts or timings."""
     run_settings, data = private_run()
-    result = simulate(run_settings, data=(data, data), output=tmp_path)
-    assert result.folder is not None
-    rows = read_rows(result.folder)
+    folder = folder_of(simulate(run_settings, data=(data, data), output=tmp_path))
+    rows = read_rows(folder)
     assert {key for row in rows for key in row} == {
         "round", "test_accuracy", "epsilon", "upload_floats", "upload_bytes", "client_upload_bytes",
         *MEASURES,
     }  # fmt: skip
     # equal, also for empty clients
     assert {tuple(row["client_upload_bytes"]) for row in rows} == {(10 * (64 * 4 + 8),) * 4}
-    summary = json.loads((result.folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == {
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
         "differential_privacy", "folder", "settings", *MEASURES, "confusion_matrix",
     }  # fmt: skip
     kinds = (".json", ".jsonl", ".md", ".toml")
-    files = [p for p in result.folder.rglob("*") if p.suffix in kinds]
+    files = [p for p in folder.rglob("*") if p.suffix in kinds]
     outside = [p for p in files if "simulation_only" not in p.parts]
     assert len(outside) == 10
-    start = json.loads((result.folder / "privacy_start.json").read_text())
+    start = json.loads((folder / "privacy_start.json").read_text())
     assert set(start) == {
         *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
         *("simulated", "warnings", "run"),  # known before the data are read
