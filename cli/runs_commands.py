@@ -161,7 +161,7 @@ def sweep(
     failed = []
     if not only_table:
         with ended_by_signals():
-            failed = run_sweep(plan, train_command, say).failed
+            failed = run_sweep(plan, train_command, say)
     text = render(plan, sweep_rows(plan), form)
     if table is None:
         print(text, end="")

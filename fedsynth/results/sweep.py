@@ -35,7 +35,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -273,28 +273,13 @@ run that is to be resumed, or None.
 """
 
 
-@dataclass(frozen=True)
-class SweepResult:
-    """The outcome of a sweep.
-
-    Attributes:
-        completed: the runs that finished in this call.
-        existing: the runs that had finished before this call.
-        failed: the runs that failed, each with the last line that it printed.
-    """
-
-    completed: list[Cell] = field(default_factory=list)
-    existing: list[Cell] = field(default_factory=list)
-    failed: list[tuple[Cell, str]] = field(default_factory=list)
-
-
 def finished(sweep: Sweep, cell: Cell) -> Path | None:
     """Returns the folder of a finished run in a sweep, or None if the run has not finished."""
     return finished_run(sweep.output / cell.key)
 
 
-def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> SweepResult:
-    """Executes all runs of a sweep that have not finished.
+def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> list[Cell]:
+    """Executes all runs of a sweep that have not finished. Returns the runs that failed.
 
     Args:
         sweep: the sweep.
@@ -305,11 +290,9 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
         KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
             sweep is repeated, it resumes these runs.
     """
-    result = SweepResult()
-    waiting: list[Cell] = []
-    for cell in sweep.cells:
-        (result.existing if finished(sweep, cell) else waiting).append(cell)
-    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(result.existing)} are finished")
+    waiting = [cell for cell in sweep.cells if finished(sweep, cell) is None]
+    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
+    failed: list[Cell] = []
     running: dict[Cell, subprocess.Popen[bytes]] = {}
     try:
         while waiting or running:
@@ -321,10 +304,16 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
             for cell, process in list(running.items()):
                 if process.poll() is not None:
                     del running[cell]
-                    _record_end(sweep, cell, process.returncode, result, report)
+                    result = "done"
+                    if process.returncode or finished(sweep, cell) is None:
+                        failed.append(cell)
+                        message = last_line(sweep.output / cell.key / LOG)
+                        result = f"failed (exit code {process.returncode}): {message}"
+                    ended = len(sweep.cells) - len(waiting) - len(running)
+                    report(f"{ended}/{len(sweep.cells)} {cell.label}: {result}")
     finally:
         _stop(list(running.values()))
-    return result
+    return failed
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
@@ -373,20 +362,6 @@ def _environment(jobs: int) -> dict[str, str]:
     if jobs == 1:
         return dict(os.environ)
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
-
-
-def _record_end(
-    sweep: Sweep, cell: Cell, code: int, result: SweepResult, report: Callable[[str], None]
-) -> None:
-    number = len(result.existing) + len(result.completed) + len(result.failed) + 1
-    position = f"{number}/{len(sweep.cells)} {cell.label}"
-    if code == 0 and finished(sweep, cell) is not None:
-        result.completed.append(cell)
-        report(f"done: {position}")
-        return
-    message = last_line(sweep.output / cell.key / LOG)
-    result.failed.append((cell, message))
-    report(f"failed (exit code {code}): {position}: {message}")
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

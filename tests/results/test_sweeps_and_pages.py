@@ -141,11 +141,12 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     text = '[grid]\nmethod = ["fedavg"]\nalpha = [0.1, 1.0]\nseed = [0, 1, 2]\n'
     sweep = make_sweep(text)
     assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
-    ended = run_sweep(sweep, train_command, print)
-    assert (len(ended.completed), ended.failed) == (6, [])
+    assert run_sweep(sweep, train_command, print) == []
+    assert all(finished(sweep, cell) for cell in sweep.cells)
     first_times = times(sweep)
-    repeated = run_sweep(make_sweep(text), train_command, print)
-    assert (len(repeated.existing), repeated.completed) == (6, [])
+    messages: list[str] = []
+    assert run_sweep(make_sweep(text), train_command, messages.append) == []
+    assert messages == [f"6 runs in {sweep.output}, 6 finished"]
     assert times(sweep) == first_times
     lines = sweep_rows(sweep)
     for line, alpha in zip(lines, (0.1, 1.0), strict=True):
@@ -173,8 +174,8 @@ def test_stopped_runs_are_resumed(make_sweep: SweepFactory) -> None:
 def test_failed_runs_are_reported_and_others_continue(make_sweep: SweepFactory) -> None:
     sweep = make_sweep(SEEDS, fails=1)
     messages: list[str] = []
-    ended = run_sweep(sweep, train_command, messages.append)
-    assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
+    failed = run_sweep(sweep, train_command, messages.append)
+    assert [cell.values["seed"] for cell in failed] == [1]
     assert any("failed (exit code 1)" in message and "no place" in message for message in messages)
     assert [(line.finished, line.planned) for line in sweep_rows(sweep)] == [(1, 2)]
 
@@ -228,7 +229,7 @@ def test_sweep_trains_real_run(tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     file.write_text(to_toml({**quick_sections("fedavg"), "grid": {"seed": [3]}}))
     sweep = replace(read_sweep(file), output=tmp_path / "out")
-    assert run_sweep(sweep, train_command, print).failed == []
+    assert run_sweep(sweep, train_command, print) == []
     (line,) = sweep_rows(sweep)
     assert 0 < (line.results["test_accuracy"].mean or 0) <= 1
 
