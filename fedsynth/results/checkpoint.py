@@ -50,7 +50,6 @@ from fedsynth.validation import read_sections
 FORMAT = 1
 POINTER = "checkpoint.json"
 MAX_POINTER_BYTES = 2**30
-_NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
 _PRUNED = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
 
 
@@ -161,22 +160,16 @@ class CheckpointFolder:
 
     def _read(self, method: Method) -> Checkpoint:
         pointer = self._pointer()
-        state: ServerState | None = None
-        uploads: dict[int, Message] = {}
-        for name, sha256 in pointer["files"].items():
-            if not _NAME.fullmatch(name):
-                raise self._damaged(f"{POINTER} lists the unknown file {name!r:.80}")
-            content = self._content(name, sha256)
-            if name.startswith("state-"):
-                state = method.state.from_bytes(content)
-            elif name.startswith("memory-"):
-                ClientMemory.from_bytes(content)
-            else:
-                uploads[_client(name)] = method.upload.from_bytes(content)
-        if state is None:
-            raise self._damaged("the server's state is missing")
         self._files = pointer["files"]
-        return Checkpoint(tuple(pointer["rows"]), state, {}, uploads)
+        rows = tuple(pointer["rows"])
+        state = method.state.from_bytes(self._content(f"state-{len(rows)}.safetensors"))
+        for client in self.clients:
+            self.memory(client)
+        uploads = {}
+        for name in self._files:
+            if name.startswith("upload-"):
+                uploads[_client(name)] = method.upload.from_bytes(self._content(name))
+        return Checkpoint(rows, state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
         pointer: dict[str, Any] = files.decode_json(
@@ -188,14 +181,11 @@ class CheckpointFolder:
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
             raise CheckpointError(f"the run that wrote {self.path} had other settings or data")
-        numbers = [row["round"] for row in pointer["rows"]]
-        if not numbers or numbers != list(range(1, len(numbers) + 1)):
-            raise self._damaged(f"the rounds in {POINTER} are not numbered 1, 2, …")
         return pointer
 
-    def _content(self, name: str, sha256: str) -> bytes:
+    def _content(self, name: str) -> bytes:
         content = files.read_regular(self.path / name, files.MAX_TENSORS_BYTES)
-        if hashlib.sha256(content).hexdigest() != sha256:
+        if hashlib.sha256(content).hexdigest() != self._files[name]:
             raise self._damaged(f"the content of {name} does not match its hash")
         return content
 
@@ -212,7 +202,7 @@ class CheckpointFolder:
         """
         name = self._memories()[client]
         try:
-            return ClientMemory.from_bytes(self._content(name, self._files[name])).memory
+            return ClientMemory.from_bytes(self._content(name)).memory
         except (OSError, MessageError) as error:
             raise self._damaged(str(error)) from None
 
