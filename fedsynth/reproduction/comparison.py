@@ -27,7 +27,6 @@ class Line:
     """A published number, with the results of the runs that reproduce it.
 
     Args:
-        preset: the name of the table's preset.
         cell: a line of text that identifies the cell in the table.
         number: the published number.
         values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
@@ -35,7 +34,6 @@ class Line:
         changes: the settings of the runs that differ from the preset.
     """
 
-    preset: str
     cell: str
     number: Number
     values: Mapping[int, float]
@@ -136,7 +134,7 @@ def lines(
                 if value is not None:
                     values[seed] = value
             finished = list(runs.values())
-            result.append(Line(table.name, name, number, values, finished, changes or {}))
+            result.append(Line(name, number, values, finished, changes or {}))
     return result
 
 

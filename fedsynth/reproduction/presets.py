@@ -110,11 +110,9 @@ class Cell:
     The other attributes are columns of published_results.csv, with the values in that file.
 
     Args:
-        preset: the name of the table's preset.
         numbers: the published numbers of the cell.
     """
 
-    preset: str
     dataset: str
     partition: str
     clients: str
@@ -420,7 +418,7 @@ def preset_names() -> tuple[str, ...]:
     for file in _TABLES.iterdir():
         if file.is_file():
             names.append(file.name.removesuffix(".toml").replace("-", ":", 1))
-    return tuple(sorted(names, key=_table_order))
+    return tuple(sorted(names))
 
 
 @functools.cache
@@ -446,7 +444,7 @@ def preset(name: str) -> Preset:
         file["title"],
         tuple(map(_block, blocks)),
         tuple((_when(entry.get("when", {})), str(entry["reason"])) for entry in refusals),
-        (*_published_cells(name, rows), *_cells_without_number(name, file.get("cells", []))),
+        (*_published_cells(rows), *_cells_without_number(file.get("cells", []))),
     )
 
 
@@ -467,12 +465,6 @@ def _read(file: Any) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def _table_order(name: str) -> tuple[str, int, str]:
-    paper, _, table = name.partition(":")
-    digits = "".join(filter(str.isdigit, table))
-    return paper, int(digits or 0), table
-
-
 def _when(columns: Mapping[str, Any]) -> When:
     when = {}
     for column, values in columns.items():
@@ -486,7 +478,7 @@ def _block(entry: Mapping[str, Any]) -> Block:
     return Block(sections=sections, when=_when(facts.pop("when", {})), **facts)
 
 
-def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
+def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:
     """Groups rows of published_results.csv into cells, and yields the cells.
 
     Rows that differ only in metric and domain belong to the same cell.
@@ -499,10 +491,10 @@ def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]
         number = Number(row["metric"], domain, float(row["value"]), std)
         groups.setdefault(key, []).append(number)
     for key, numbers in groups.items():
-        yield Cell(name, **dict(zip(COLUMNS, key, strict=True)), numbers=tuple(numbers))
+        yield Cell(**dict(zip(COLUMNS, key, strict=True)), numbers=tuple(numbers))
 
 
-def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
+def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
     """Yields the cells for which the paper prints no numbers.
 
     An entry may list several values of a column. There is one cell for each combination of values.
@@ -512,4 +504,4 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
             texts = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
-            yield Cell(name, **texts, numbers=numbers)
+            yield Cell(**texts, numbers=numbers)
