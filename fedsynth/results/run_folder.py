@@ -76,8 +76,10 @@ PARTITION = "simulation_only/partition.png"
 ROUNDS = "synthetic_by_round"
 
 
-Sets = Sequence[tuple[int, Tensor, Tensor]]
-"""The type of synthetic sets: the client, the images and the labels of each set."""
+Sets = list[tuple[int, Tensor, Tensor, Tensor | None]]
+"""Synthetic sets: the client, its images [N, C, H, W], their labels [N], and their soft labels
+[N, classes] or None.
+"""
 
 
 class RunFolder:
@@ -251,22 +253,18 @@ class RunFolder:
         with writing(self.path):
             save_tensors(parameters, self.path / MODEL, {})
 
-    def write_synthetic(
-        self, sets: Sets, spec: DatasetSpec, soft: Sequence[Tensor | None] = ()
-    ) -> None:
+    def write_synthetic(self, sets: Sets, spec: DatasetSpec) -> None:
         """Writes the synthetic images of the last round and their labels.
 
         Args:
-            sets: triples (client, images [N, C, H, W], labels [N]). The images are normalised, or
-                uint8 pixels. They are exactly those that the client sent, or those that the server
-                made (client `SERVER`).
+            sets: the sets that the clients sent, or that the server made (client `SERVER`). The
+                images are normalised, or uint8 pixels. Soft labels are written only if all sets
+                have them.
             spec: the specification of the data set.
-            soft: the soft labels [N, classes] of each set. They are written only if all sets have
-                them.
         """
         images, labels = _joined(sets)
         pixels = BYTES if images.dtype == torch.uint8 else NORMALISED
-        rows = [tensor.cpu() for tensor in soft if tensor is not None]
+        rows = [s[3].cpu() for s in sets if s[3] is not None]
         soft_labels = torch.cat(rows) if rows and len(rows) == len(sets) else None
         clients = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
         with writing(self.path):
@@ -280,7 +278,7 @@ class RunFolder:
                 soft_labels=soft_labels,
             )
 
-    def draw_synthetic(self, sets: Sets, spec: DatasetSpec, name: str = "synthetic.png") -> None:
+    def draw_synthetic(self, sets: Sets, spec: DatasetSpec, name: str) -> None:
         """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
 
         Draws nothing for data that are not grey or colour images.
@@ -298,10 +296,6 @@ class RunFolder:
         with writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
             picture.image_grid_png(rows, self.path / name, columns, names)
-
-    def draw_round(self, number: int, sets: Sets, spec: DatasetSpec) -> None:
-        """Draws the synthetic images of one round as one picture, with a row for each class."""
-        self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Tensors) -> None:
         """Writes the matrices that the server computed, if there are any."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import FedsynthError, one_line
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR
@@ -35,7 +36,7 @@ from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import disclosed
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import exported_files, privacy_section, report_facts, start_facts
-from fedsynth.results.run_folder import SERVER, RunFolder, private_start, resumed_rounds
+from fedsynth.results.run_folder import SERVER, RunFolder, Sets, private_start, resumed_rounds
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
@@ -167,6 +168,14 @@ def _last_measures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         local = last[disclosed.LOCAL]
         measures[disclosed.LOCAL] = {name: local[name] for name in ("amp", "fm", "wlp")}
     return measures
+
+
+def sent_sets(uploads: Mapping[int, Message]) -> Sets:
+    """Returns the synthetic sets among the uploads, for `RunFolder.write_synthetic`."""
+    sets: Sets = []
+    for client, upload in synthetic_sets(uploads).items():
+        sets.append((client, upload.images, upload.labels, upload.soft_labels()))
+    return sets
 
 
 @dataclass
@@ -410,26 +419,29 @@ class RunRecord:
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(server.final_parameters())
-        sets: list[tuple[int, Tensor, Tensor]] = []
-        soft: list[Tensor | None] = []
-        for client, upload in synthetic_sets(uploads).items():
-            sets.append((client, upload.images, upload.labels))
-            soft.append(upload.soft_labels())
+        sets = sent_sets(uploads)
         if (images := method.synthetic(server.state, context)) is not None:
-            sets.append((SERVER, *images))
-            soft.append(method.synthetic_soft_labels(server.state, context))
+            soft_labels = method.synthetic_soft_labels(server.state, context)
+            sets.append((SERVER, *images, soft_labels))
         if sets:
-            folder.write_synthetic(sets, context.spec, soft)
+            folder.write_synthetic(sets, context.spec)
         folder.write_artefacts(method.artefacts(server.state))
         if report is not None:
             report = {**report, "files": exported_files(folder.path)}
             write_report(report, folder.path)
+        self.draw(sets, context.spec, "synthetic.png")
+        return report
+
+    def draw(self, sets: Sets, spec: DatasetSpec, name: str) -> None:
+        """Draws synthetic images as a picture in the run folder, if there are any.
+
+        An error does not end the run, because the round has already been charged. It is only noted.
+        """
         try:
-            if sets:
-                folder.draw_synthetic(sets, context.spec)
+            if sets and self.folder is not None:
+                self.folder.draw_synthetic(sets, spec, name)
         except Exception as error:
             self.missing("picture", error)
-        return report
 
     def _report(self, plan: PrivacyPlan, histories: Histories, *, secret: bool) -> dict[str, Any]:
         start = self._start(plan, plan.histories, None)

@@ -51,8 +51,8 @@ from fedsynth.results import run_messages
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
-from fedsynth.results.run_folder import RunFolder
-from fedsynth.results.run_record import RunRecord, RunResult, own_sources
+from fedsynth.results.run_folder import ROUNDS, RunFolder
+from fedsynth.results.run_record import RunRecord, RunResult, own_sources, sent_sets
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 
@@ -110,13 +110,8 @@ class Simulation:
         self.participation = settings.schedule(self.context.sizes)
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
-        self.over = (
-            resumed is None
-            and self._private
-            and bool(self.exchange.prepare(self._plain_context(1)))
-        )
         self.folder = resumed
-        if output is not None and resumed is None and not self.over:
+        if resumed is None and output is not None and not self._is_refused():
             self.folder = self._new_folder(output, clients)
         hidden = self._private and test[1] == PRIVATE
         local = settings.partition.local_test > 0
@@ -144,6 +139,10 @@ class Simulation:
     @property
     def _private(self) -> bool:
         return self.settings.privacy is not None
+
+    def _is_refused(self) -> bool:
+        """Returns True if a client refuses the first round."""
+        return self._private and bool(self.exchange.prepare(self._plain_context(1)))
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -223,13 +222,12 @@ class Simulation:
         Args:
             new: True if the run is new, and False if it is resumed.
         """
-        lines = [*run_messages.speed(self.settings), *run_messages.warnings(self.settings)]
-        if not self.over:
-            folder = None if self.folder is None else self.folder.final
-            self.observer.started(self.settings, folder)
-            lines = [*run_messages.headline(self.settings, self.private_plan), *lines]
-            if new:
-                lines += [f"warning: {warning}" for warning in self.record.warnings]
+        folder = None if self.folder is None else self.folder.final
+        self.observer.started(self.settings, folder)
+        lines = [*run_messages.headline(self.settings, self.private_plan)]
+        lines += run_messages.warnings(self.settings)
+        if new:
+            lines += [f"warning: {warning}" for warning in self.record.warnings]
         for line in lines:
             self.observer.note(line)
 
@@ -249,8 +247,7 @@ class Simulation:
         finally:
             if self.folder is not None:
                 self.folder.release()
-            if not self.over:
-                self.observer.ended(summary)
+            self.observer.ended(summary)
 
     def _rounds(self) -> RunResult:
         for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
@@ -362,11 +359,10 @@ class Simulation:
 
     def _end_early(self, refusal: Refusal) -> None:
         message = self.record.ended_early(refusal)
-        if not self.over:
-            location = "Nothing was written"
-            if self.folder is not None:
-                location = f"The results are in {self.folder.final}"
-            self.observer.note(f"{message}{self._spent()}. {location}")
+        location = "Nothing was written"
+        if self.folder is not None:
+            location = f"The results are in {self.folder.final}"
+        self.observer.note(f"{message}{self._spent()}. {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
         """Warns the user in the first round if no client sends images of some class.
@@ -398,19 +394,10 @@ class Simulation:
         return result
 
     def _draw_round(self, number: int) -> None:
-        """Draws a picture of the synthetic images that the clients sent in this round.
-
-        An error does not end the run, because the round has already been charged. It is only noted.
-        """
-        sets = []
-        for client, images in synthetic_sets(self.uploads).items():
-            sets.append((client, images.images, images.labels))
-        if self.folder is None or not sets or self.played.no_quorum is not None:
-            return
-        try:
-            self.folder.draw_round(number, sets, self.context.spec)
-        except Exception as error:
-            self.record.missing("picture", error)
+        """Draws a picture of the synthetic images that the clients sent in this round."""
+        if self.played.no_quorum is None:
+            name = f"{ROUNDS}/round-{number:05d}.png"
+            self.record.draw(sent_sets(self.uploads), self.context.spec, name)
 
 
 def _may_share(settings: RunSettings) -> bool:

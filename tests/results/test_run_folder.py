@@ -110,7 +110,9 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
         lambda: folder.append_metrics(Disclosed({"round": 1})),
         lambda: folder.write_partition(np.ones((2, 3), dtype=np.int64)),
         lambda: folder.write_model({"w": torch.zeros(2)}),
-        lambda: folder.write_synthetic([(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long())], SPEC),
+        lambda: folder.write_synthetic(
+            [(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), None)], SPEC
+        ),
         lambda: folder.finish(Disclosed({})),
     )
     for write in writes:
