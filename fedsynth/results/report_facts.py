@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -43,38 +43,37 @@ NEIGHBOURS = {
 WEAK = 10.0  # the value of ε above which the headline contains a warning
 
 
-def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
-    """Returns lines of text that describe the privacy of a planned run. The first line states ε.
+def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
+    """Yields lines of text that describe the privacy of a planned run. The first line states ε.
 
     Args:
         plan: the run's plan.
         simulated: True if all clients are in one process, False for a run over a network.
     """
-    if not plan.facts.guaranteed:
-        return [f"no differential privacy guarantee: {plan.facts.reasons[0]}"]
     chief = plan.chief
-    reasons = reasons_in_ledgers(plan.histories)
-    if reasons:
+    if not plan.facts.guaranteed:
+        yield f"no differential privacy guarantee: {plan.facts.reasons[0]}"
+        return
+    if reasons := reasons_in_ledgers(plan.histories):
         reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
+        yield f"no differential privacy guarantee: {reason}"
         noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
-        return [
-            f"no differential privacy guarantee: {reason}",
-            f"  {noise}, but no ε can be stated",
-        ]
-    lines = _description(plan)
+        yield f"  {noise}, but no ε can be stated"
+        return
+    yield from _description(plan)
     if chief.shares > 1:
         aggregation = "the server sees only sums of masked values"
         if simulated:
             aggregation = "secure aggregation is assumed, but not executed"
-        lines.append(
+        yield (
             f"  {aggregation}. Each client adds only 1/{chief.shares} of the noise variance, so ε "
             "holds only against parties that see nothing but the sums over clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
-        text = f"earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
-        lines.append(f"  {text}")
-    return lines + _noise_warnings(plan) + _cap_warnings(plan, plan.planned_epsilon())
+        yield f"  earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
+    yield from _noise_warnings(plan)
+    yield from _cap_warnings(plan, plan.planned_epsilon())
 
 
 def privacy_unit(plan: PrivacyPlan) -> str:
@@ -103,22 +102,21 @@ def _description(plan: PrivacyPlan) -> list[str]:
     ]
 
 
-def _noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns a warning for releases that cannot be useful, because the noise exceeds the largest
-    possible signal.
+def _noise_warnings(plan: PrivacyPlan) -> Iterator[str]:
+    """Yields a warning if releases cannot be useful, because the noise exceeds the largest possible
+    signal.
     """
     drowned = []
     for release in plan.plans:
         ratio = plan.signal_to_noise(release)
         if ratio is not None and ratio < 1:
             drowned.append((ratio, release.quantity))
-    if not drowned:
-        return []
-    ratio, quantity = min(drowned)
-    return [
-        f"  warning: the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}). To see the "
-        "effect of more records, more clients or a larger ε, run `fedsynth privacy plan`"
-    ]
+    if drowned:
+        ratio, quantity = min(drowned)
+        yield (
+            f"  warning: the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}). To see "
+            "the effect of more records, more clients or a larger ε, run `fedsynth privacy plan`"
+        )
 
 
 def schedule(plan: PrivacyPlan) -> str:
@@ -128,20 +126,17 @@ def schedule(plan: PrivacyPlan) -> str:
     return f"{pluralize(plan.all_releases, 'release')} in all"
 
 
-def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
-    """Returns a warning if the limit on ε will end the run early, or if ε is large and has no
-    limit.
-    """
+def _cap_warnings(plan: PrivacyPlan, planned: float) -> Iterator[str]:
+    """Yields a warning if the limit on ε will end the run early, or if ε is large and has no limit."""
     cap = plan.privacy.epsilon
     if cap is None and planned > WEAK:
-        return [
+        yield (
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee. One example may "
             f"change the odds of any outcome by a factor of e^{planned:.0f}. To limit ε, set "
             "privacy.epsilon instead of privacy.noise_multiplier"
-        ]
-    if cap is not None and planned > cap * (1 + 1e-9):
-        return [f"  the run will end before the round that would exceed the limit ε = {cap:g}"]
-    return []
+        )
+    elif cap is not None and planned > cap * (1 + 1e-9):
+        yield f"  the run will end before the round that would exceed the limit ε = {cap:g}"
 
 
 def start_facts(
@@ -467,20 +462,17 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[fi
         listed.append((access, facts.status, note))
     for access, note in facts.accesses:
         listed.append((access, disclosure.UNACCOUNTED, note))
-    unprotected = []
-    if plan.privacy.ledger_folder is not None or not simulated:
-        unprotected.append(COMPARED_RECORDS)
-    if not simulated:
-        unprotected.append(TIMING)
-    elif plan.run.partition.local_test:
-        access = "clients' own test splits, and accuracies on them"
-        unprotected.append((access, IN_SIMULATION))
-    if simulated:
-        unprotected.append(("partition into clients, true counts, seconds", IN_SIMULATION))
-    if test == PRIVATE:
-        unprotected.append(("test set, and accuracies on it", IN_SIMULATION))
-    for access, note in unprotected:
-        listed.append((access, disclosure.SIMULATION_ONLY, note))
+    local_test = simulated and plan.run.partition.local_test > 0
+    unprotected = (
+        (COMPARED_RECORDS, plan.privacy.ledger_folder is not None or not simulated),
+        (TIMING, not simulated),
+        (("clients' own test splits, and accuracies on them", IN_SIMULATION), local_test),
+        (("partition into clients, true counts, seconds", IN_SIMULATION), simulated),
+        (("test set, and accuracies on it", IN_SIMULATION), test == PRIVATE),
+    )
+    for (access, note), happens in unprotected:
+        if happens:
+            listed.append((access, disclosure.SIMULATION_ONLY, note))
     if test == PUBLIC:
         origin = f"of the published data set {plan.spec.name}"
         if not is_published(plan.spec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,43 +28,37 @@ UNPROTECTED = (
 NO_LATER_EPSILON = "no later run on these data can state an ε"
 
 
-def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
-    """Returns the lines that state the privacy guarantee of a run, or that it has no guarantee."""
+def headline(settings: RunSettings, plan: PrivacyPlan | None) -> Iterator[str]:
+    """Yields the lines that state the privacy guarantee of a run, or that it has no guarantee."""
     if plan is not None:
-        return headline_of_plan(plan)
-    lines: list[str] = [UNPROTECTED]
+        yield from headline_of_plan(plan)
+        return
+    yield UNPROTECTED
     if settings.ledger is not None:
-        lines.append(f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}")
-    return lines
+        yield f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}"
 
 
-def speed(settings: RunSettings) -> list[str]:
-    """Returns a line with the precision and compilation of a run, unless it is fp32 and eager."""
-    if (settings.precision, settings.compile) == ("fp32", "off"):
-        return []
-    return [f"speed: run.precision={settings.precision}, run.compile={settings.compile}"]
+def warnings(settings: RunSettings) -> Iterator[str]:
+    """Yields warnings about settings that may not have the effect that a user expects.
 
-
-def warnings(settings: RunSettings) -> list[str]:
-    """Returns warnings about settings that may not have the effect that a user expects."""
+    The first line states the precision and compilation of a run, unless it is fp32 and eager.
+    """
     method = settings.method
-    texts: list[str] = []
+    if (settings.precision, settings.compile) != ("fp32", "off"):
+        yield f"speed: run.precision={settings.precision}, run.compile={settings.compile}"
     if method.personal and not settings.partition.local_test:
-        texts.append(
+        yield (
             f"warning: {method.name} trains personal models, but this run does not test them. Set "
             "partition.local_test=0.2 to test the personal models"
         )
     if not method.takes_model and model_is_set(settings):
-        texts.append(f"warning: {method.name} uses a fixed model, so the section model is unused")
-    return texts
+        yield f"warning: {method.name} uses a fixed model, so the section model is unused"
 
 
 def missing_classes(
     sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
-) -> list[str]:
-    """Returns a list with a warning if no client sends images of some class.
-
-    Otherwise the list is empty.
+) -> Iterator[str]:
+    """Yields a warning if no client sends images of some class.
 
     Args:
         sets: the synthetic sets of all clients. Empty if the method sends no images.
@@ -72,14 +66,15 @@ def missing_classes(
         guaranteed: True if the clients release the counts of their classes with noise.
     """
     sent = {label for synthetic in sets for label in synthetic.labels.unique().tolist()}
-    missing = sorted(set(range(spec.classes)) - sent) if sets else []
-    if not missing:
-        return []
-    names = ", ".join(spec.class_names[c] for c in missing)
-    why = "No client has method.min_examples examples of these classes. Try method.min_examples=1"
-    if guaranteed:
-        why = "The noise hides the counts of these classes. Try a larger ε"
-    return [f"warning: no client sends images of these classes: {names}. {why}"]
+    missing = sorted(set(range(spec.classes)) - sent)
+    if sets and missing:
+        names = ", ".join(spec.class_names[c] for c in missing)
+        why = (
+            "No client has method.min_examples examples of these classes. Try method.min_examples=1"
+        )
+        if guaranteed:
+            why = "The noise hides the counts of these classes. Try a larger ε"
+        yield f"warning: no client sends images of these classes: {names}. {why}"
 
 
 LONG_PHASE = 1000  # steps

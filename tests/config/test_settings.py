@@ -299,7 +299,7 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
         privacy={"epsilon": 8.0},
     )
     run = plan_of(settings)
-    headline(run)
+    assert list(headline(run))
     assert len(list(map(run.planned_epsilon, run.shown_rounds))) == 40
     assert sorted(drawn) == list(range(1, 41))
 
