@@ -164,15 +164,13 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     public: dict[str, Any] = {}
     hidden: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in declared:
-            raise UnaccountedReleaseError(f"`Method.metric_privacy` must declare metric {key!r}")
-        if not declared[key].may_be_shown:
+        if key in declared and not declared[key].may_be_shown:
             hidden[key] = value
-        elif not declared[key].fits(value):
-            reason = "must have the type and shape that `Method.metric_privacy` declares"
-            raise UnaccountedReleaseError(f"the metric {key!r} {reason}")
         else:
             public[key] = value
+    for problem in undeclared(public, declared):
+        advice = "`Method.metric_privacy` must declare each metric with its type"
+        raise UnaccountedReleaseError(f"a row of metrics {problem}. {advice}")
     if MODELS in public:
         hidden[MODELS] = public[MODELS]
         public[MODELS] = {

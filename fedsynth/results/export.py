@@ -22,15 +22,8 @@ from PIL import Image
 from torch import nn
 
 from fedsynth.core.method import Method
-from fedsynth.data.shared_set import (
-    README,
-    TENSORS,
-    UNITS,
-    SharedSet,
-    read_set,
-    write_hashes,
-    write_set,
-)
+from fedsynth.data import shared_set
+from fedsynth.data.shared_set import TENSORS, SharedSet
 from fedsynth.errors import OutputError, UnknownNameError, one_line, writing
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.methods import method_class
@@ -164,7 +157,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
         raise OutputError(f"the run in {folder} has no images, because {name} makes none")
-    synthetic = read_set(folder / TENSORS)
+    synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
     trained_on_images = False
@@ -220,12 +213,12 @@ def _write(share: Share, out: Path) -> None:
         "epsilon": json.dumps(synthetic.epsilon),
         "delta": json.dumps(synthetic.delta),
     }
-    write_set(
+    shared_set.write_set(
         out / TENSORS,
         synthetic.images,
         synthetic.labels,
         synthetic.spec,
-        pixels=UNITS,
+        pixels=shared_set.UNITS,
         clients=synthetic.clients,
         soft_labels=synthetic.soft_labels,
         facts=facts,
@@ -241,11 +234,11 @@ def _write(share: Share, out: Path) -> None:
     write_croissant(synthetic, out, f"{title}, made by {share.made_by}, {guarantee}")
     if share.model is not None:
         write_model(out / MODEL, *share.model)
-    (out / README).write_text(readme(share), "utf-8")
+    (out / shared_set.README).write_text(readme(share), "utf-8")
     if share.report is not None:
         files = {name: file_hash(out / name) for name in plain_files(out, leave_out=["images"])}
         write_report({**share.report, "files": files, "exported": True}, out)
-    write_hashes(out)
+    shared_set.write_hashes(out)
 
 
 def readme(share: Share) -> str:

@@ -15,12 +15,8 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
+from fedsynth.evaluation import classification
 from fedsynth.evaluation.accuracy import accuracy_by_domain, local_metrics, predict
-from fedsynth.evaluation.classification import (
-    classification_measures,
-    confusion_matrix,
-    measures_by_domain,
-)
 from fedsynth.federation.protocol import Exchange
 from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
@@ -91,7 +87,7 @@ class Measure:
 
     def _confusion(self, context: RoundContext, model: Tensors, test: ImageData) -> dict[str, Any]:
         logits = predict(context.load(model), test)
-        return {disclosed.CONFUSION: confusion_matrix(logits, test.labels)}
+        return {disclosed.CONFUSION: classification.confusion_matrix(logits, test.labels)}
 
     def _rows(
         self, models: Mapping[str, Tensors], context: RoundContext, figures: Figures
@@ -135,10 +131,10 @@ class Measure:
         right = logits.argmax(dim=1) == test.labels
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
         if not self.method.personal:
-            row |= classification_measures(logits, test.labels)
+            row |= classification.classification_measures(logits, test.labels)
         domains = accuracy_by_domain(right, test)
         if domains and not self.method.personal:
             row["domain_accuracy"] = domains
-            row[disclosed.DOMAIN_MEASURES] = measures_by_domain(logits, test)
+            row[disclosed.DOMAIN_MEASURES] = classification.measures_by_domain(logits, test)
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row

@@ -352,18 +352,12 @@ def images_of_model(source: Path) -> DatasetSpec | None:
     not contain the specification.
 
     Args:
-        source: a folder or file, as for `load_model`.
-
-    Raises:
-        OutputError: the file that contains the specification is damaged.
+        source: a folder or file that `load_model` has loaded.
     """
     if (source / SUMS).is_file():
         source = source / MODEL
     if source.is_file():
-        try:
-            return spec_from_json(decode_json(_read(source)[1]["spec"]))
-        except UNUSABLE as error:
-            raise OutputError(f"{source} cannot be used: {one_line(error, MAX_REASON)}") from None
+        return spec_from_json(decode_json(_read(source)[1]["spec"]))
     if (source / PRIVATE_START).exists():
         return read_start(source, None).spec
     data = read_sections(source / CONFIG).get("data", {})

@@ -11,16 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsynth.results.finished import (
-    NONE,
-    Spread,
-    aligned,
-    is_share,
-    read_summary,
-    value_at,
-    words_of,
-)
-from fedsynth.results.sweep import SEED, Sweep, finished
+from fedsynth.results import finished
+from fedsynth.results.finished import Spread, value_at, words_of
+from fedsynth.results.sweep import SEED, Sweep
 
 FORMATS = ("table", "csv", "markdown")
 Rows = Sequence[Sequence[str]]
@@ -74,10 +67,10 @@ def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
-        groups.setdefault(values, []).append(finished(sweep, cell))
+        groups.setdefault(values, []).append(finished.finished_run(sweep.output / cell.key))
     rows = []
     for values, folders in groups.items():
-        summaries = [read_summary(folder) for folder in folders if folder is not None]
+        summaries = [finished.read_summary(folder) for folder in folders if folder is not None]
         results = {}
         for name, column in _columns(sweep).items():
             numbers = [value_at(summary, column.path) for summary in summaries]
@@ -90,7 +83,7 @@ def _columns(sweep: Sweep) -> dict[str, Column]:
     columns = {}
     for metric in sweep.metrics:
         columns[metric] = Column(metric, words_of(metric), 1.0, 4)
-        if is_share(metric):
+        if finished.is_share(metric):
             columns[metric] = Column(metric, f"{words_of(metric)} (%)", 100.0, 2)
     return {**columns, **COLUMNS}
 
@@ -100,7 +93,7 @@ def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
     if form == "csv":
         return _csv(sweep, rows)
     cells = _cells(sweep, rows)
-    return _markdown(cells) if form == "markdown" else aligned(cells)
+    return _markdown(cells) if form == "markdown" else finished.aligned(cells)
 
 
 def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
@@ -113,10 +106,10 @@ def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
         count = str(row.finished)
         if row.finished < row.planned:
             count += f"/{row.planned}"
-        table.append([*(str(row.values.get(name, NONE)) for name in sweep.axes), count])
+        table.append([*(str(row.values.get(name, finished.NONE)) for name in sweep.axes), count])
     for name, column in _columns(sweep).items():
         texts = [row.results[name].format(column.scale, column.digits) for row in rows]
-        if name in sweep.metrics or set(texts) != {NONE}:
+        if name in sweep.metrics or set(texts) != {finished.NONE}:
             for line, text in zip(table, [column.heading, *texts], strict=True):
                 line.append(text)
     return table

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -220,19 +220,9 @@ class AuditedRun(Simulation):
         for client in self.exchange.clients:
             if client.budget is not None and test_only is not None:
                 client.budget.secret = SecretGenerator(test_only=test_only)
+            if client.number == self._client:
+                self.budget = cast(ClientBudget, client.budget)  # the run is private
         self.budget.make_series = self.canaries.series
-
-    @property
-    def budget(self) -> ClientBudget:
-        """The privacy budget of the audited client.
-
-        Raises:
-            SettingError: the run is not private.
-        """
-        budget = self.exchange.clients[self._client].budget
-        if budget is None:
-            raise SettingError(None, "privacy", "must be set, because an audit tests a stated ε")
-        return budget
 
     def watch(self) -> None:
         """Runs all rounds, or as many as the cap allows, so that the canaries get their scores."""

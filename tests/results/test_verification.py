@@ -212,7 +212,7 @@ def test_rows_are_split_by_declaration() -> None:
     open_run = disclosed({**row, "anything": 1}, None)
     assert (open_run.public, open_run.simulation_only) == ({**row, "anything": 1}, {})
     for undeclared in ({"loss": 0.5}, {"models": {"aca": {"loss": 0.5}}}):
-        with pytest.raises(UnaccountedReleaseError, match="must declare metric 'loss'"):
+        with pytest.raises(UnaccountedReleaseError, match="has 'loss', which may not be shown"):
             disclosed({"round": 1, **undeclared}, ROW)
 
 

@@ -134,7 +134,7 @@ def test_memory_bounds_split_clients_without_changing_uploads(
 @pytest.mark.parametrize(
     ("target", "figure"),
     [
-        ("fedsynth.results.measure.classification_measures", "test accuracy"),
+        ("fedsynth.evaluation.classification.classification_measures", "test accuracy"),
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
         ("fedsynth.data.picture.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
