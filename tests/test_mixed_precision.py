@@ -12,29 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import (
-    FedAF,
-    FedAvg,
-    FedDF,
-    FedDM,
-    FedKF,
-    ModelSettings,
-    RunSettings,
-    resolve,
-    simulate,
-)
-from fedsynth.core.context import RoundContext
+import fedsynth as fs
 from fedsynth.federation.context import choose_speed
 from fedsynth.methods.fedkf import KnowledgeFusion, TwoModels
 from fedsynth.mixed_precision import mixed
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
-from fedsynth.synthesizer.distillation.ensemble import (
-    OneShotDistillation,
-    OneShotSettings,
-    average_of_logits,
-)
+from fedsynth.synthesizer.distillation import ensemble
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.training import sgd
 from tests.digits import CPU, SPEC
@@ -42,11 +27,11 @@ from tests.quick_runs import quick_sections
 
 
 def network(seed: int, norm: str = "batch") -> nn.Module:
-    return build_model(ModelSettings("cnn1", norm=norm), SPEC.image_shape, SPEC.classes, seed)
+    return build_model(fs.ModelSettings("cnn1", norm=norm), SPEC.image_shape, SPEC.classes, seed)
 
 
-def context(model: nn.Module) -> RoundContext:
-    return RoundContext(2, 0, CPU, SPEC, model, 20.0, precision=torch.bfloat16)
+def context(model: nn.Module) -> fs.RoundContext:
+    return fs.RoundContext(2, 0, CPU, SPEC, model, 20.0, precision=torch.bfloat16)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -58,7 +43,7 @@ def weights(model: nn.Module) -> Tensor:
 def test_student_gets_images_of_the_updated_generator() -> None:
     """Autocast caches cast weights, so that images would come from the generator before its
     step."""
-    method = FedKF(generator_batch=16, generator_width=8, generator_lr=0.3, use_kl=True)
+    method = fs.FedKF(generator_batch=16, generator_width=8, generator_lr=0.3, use_kl=True)
     teacher = network(0).state_dict()
     models = TwoModels(teacher, 1.0, teacher)
     fusion = KnowledgeFusion(method, 0, models, {}, context(network(0)))
@@ -89,14 +74,14 @@ def dtypes(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
 
 def test_server_distillation_differs_by_rounding(dtypes: set[torch.dtype]) -> None:
     final_weights = []
-    settings = OneShotSettings(
+    settings = ensemble.OneShotSettings(
         generator_steps=2, generator_batch=16, generator_width=8, student_images="last"
     )
     for precision in (torch.float32, torch.bfloat16):
         student = network(9)
         models = [network(0).eval(), network(1, "group").eval()]
-        training = OneShotDistillation(
-            settings, models, average_of_logits, student, SPEC, 0, precision=precision
+        training = ensemble.OneShotDistillation(
+            settings, models, ensemble.average_of_logits, student, SPEC, 0, precision=precision
         )
         for epoch in range(2):
             training.train_student(epoch, training.train_generator(epoch))
@@ -112,15 +97,15 @@ def test_server_distillation_differs_by_rounding(dtypes: set[torch.dtype]) -> No
 def test_precision_setting_reaches_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are close to those in float32 but differ. For FedDF, training stays in float32 and
     only the distillation is in bfloat16."""
-    method: Any = FedAvg(local_epochs=2, batch=32, lr=0.1)
+    method: Any = fs.FedAvg(local_epochs=2, batch=32, lr=0.1)
     if name == "feddf":
-        method = FedDF(proxy="noise", local_epochs=1, server_steps=5)
+        method = fs.FedDF(proxy="noise", local_epochs=1, server_steps=5)
         monkeypatch.setattr(sgd, "mixed", lambda device, precision: nullcontext())
-    model = ModelSettings("cnn1", norm="batch")
+    model = fs.ModelSettings("cnn1", norm="batch")
     final_weights = []
     for precision in ("fp32", "bf16"):
-        settings = RunSettings(method, rounds=1, model=model, precision=precision)
-        final_weights.append(weights(simulate(settings, quiet=True).model))
+        settings = fs.RunSettings(method, rounds=1, model=model, precision=precision)
+        final_weights.append(weights(fs.simulate(settings, quiet=True).model))
     assert not torch.equal(*final_weights)
     assert (final_weights[0] - final_weights[1]).norm() < 0.2 * final_weights[0].norm()
 
@@ -136,9 +121,9 @@ def test_server_trains_on_synthetic_images_in_bfloat16(
     soft, has_label = torch.full((10, 10), 0.1), torch.ones(10, dtype=torch.bool)
     settings = {"server_epochs": 2, "server_batch": 10}
     if matching == "none":
-        train_on_union(model, sets, FedDM(**settings).union_sgd(), context(model))
+        train_on_union(model, sets, fs.FedDM(**settings).union_sgd(), context(model))
     else:
-        method = FedAF(**settings, server_matching=matching, global_weight=1.0)
+        method = fs.FedAF(**settings, server_matching=matching, global_weight=1.0)
         method._train_server(model, sets, soft, has_label, context(model))
     assert dtypes == {torch.bfloat16}
     assert torch.isfinite(weights(model)).all()
@@ -189,14 +174,14 @@ def test_only_wide_condensation_is_accelerated(
     run: dict[str, Any], sections: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     defaults = {"model": {"width": 128}, "method": {"iterations": 1000}}
-    settings = choose_speed(resolve({"run": run, **defaults, **sections}), torch.device("cpu"))
+    settings = choose_speed(fs.resolve({"run": run, **defaults, **sections}), torch.device("cpu"))
     assert (settings.precision, settings.compile) == expected
 
 
 @pytest.mark.usefixtures("able_machine")
 def test_choice_is_printed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"width": 64, "depth": 1}
-    result = simulate(resolve(quick_sections("feddm", model=model)), output=tmp_path)
+    result = fs.simulate(fs.resolve(quick_sections("feddm", model=model)), output=tmp_path)
     assert "speed: run.precision=bf16, run.compile=off" in capsys.readouterr().err
     assert result.folder is not None
     recorded = tomllib.loads((result.folder / "config.toml").read_text())["run"]

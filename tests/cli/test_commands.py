@@ -31,8 +31,7 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
 from tests.fuzz.mutations import CommandFailedError, command, time_limit
-from tests.image_folders import make_image_folder, write_image
-from tests.special_files import make_special_file
+from tests.user_files import make_image_folder, make_special_file, write_image
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 

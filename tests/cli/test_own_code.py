@@ -59,7 +59,6 @@ def clear_registry() -> None:
 
 @pytest.fixture
 def code(tmp_path: Path) -> Iterator[Path]:
-    """Yields a folder with a user's code."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     yield tmp_path

@@ -187,7 +187,6 @@ def test_private_progress_is_printed_by_steps(capsys: pytest.CaptureFixture[str]
 def test_remaining_time_follows_mean_round(
     private: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A private run shows no times, because they may depend on the data."""
     clock = 0.0
     monkeypatch.setattr(run_messages.time, "monotonic", lambda: clock)
     privacy = {"noise_multiplier": 3.0} if private else {}

@@ -17,18 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedsynth
-from fedsynth import Method, ModelSettings, PrivacySettings, RunSettings, resolve, simulate
+import fedsynth as fs
 from fedsynth._lazy_import import exported_names
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RUN_KINDS
-from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.context import plan_of, public_context
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
-from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy import Ledger, Release, epsilon
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.report_facts import headline
@@ -42,8 +39,8 @@ def test_settings_survive_toml_round_trip(dataset: str) -> None:
     privacy = {"noise_multiplier": 1.5, "ledger": "/ledgers"}
     for method in METHODS:
         run = {"method": method, "seed": 3, "device": "cpu"}
-        resolved = resolve({"run": run, "data": data, "privacy": privacy})
-        assert resolve(tomllib.loads(to_toml(resolved.to_mapping()))) == resolved
+        resolved = fs.resolve({"run": run, "data": data, "privacy": privacy})
+        assert fs.resolve(tomllib.loads(to_toml(resolved.to_mapping()))) == resolved
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
@@ -63,26 +60,26 @@ def test_toml_preserves_every_value(values: dict[str, Any]) -> None:
 
 
 def test_settings_override_presets_and_defaults() -> None:
-    merged = resolve({"model": {"width": 16}})
+    merged = fs.resolve({"model": {"width": 16}})
     assert (merged.method.name, merged.dataset) == ("feddm", "digits")
     assert (merged.model.width, merged.model.depth, merged.model.norm) == (16, 2, "instance")
-    assert resolve({"data": {"dataset": "mnist"}}).model.depth == 3
-    assert resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
-    assert resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
-    assert resolve({"run": {"method": "FedFM-Lite"}}).method.name == "fedfm-lite"
+    assert fs.resolve({"data": {"dataset": "mnist"}}).model.depth == 3
+    assert fs.resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
+    assert fs.resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
+    assert fs.resolve({"run": {"method": "FedFM-Lite"}}).method.name == "fedfm-lite"
     for name in METHODS:
-        method = resolve({"run": {"method": name}}).method
+        method = fs.resolve({"run": {"method": name}}).method
         # a method without the preset could not be compared with the others
-        assert not isinstance(method, TrainsLocally) or method.batch == 32, name
+        assert not isinstance(method, fs.TrainsLocally) or method.batch == 32, name
 
 
 def test_empty_privacy_section_means_no_privacy() -> None:
-    assert resolve({"privacy": {}}).privacy is None
-    privacy = resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
+    assert fs.resolve({"privacy": {}}).privacy is None
+    privacy = fs.resolve({"privacy": {"epsilon": "4", "ledger": "here"}}).privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (4.0, None)
     assert privacy.ledger == Path("here").absolute()
     with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be set"):
-        resolve({"privacy": {"delta": 1e-5}})
+        fs.resolve({"privacy": {"delta": 1e-5}})
 
 
 def test_nominal_size_of_natural_clients_is_per_group() -> None:
@@ -90,20 +87,20 @@ def test_nominal_size_of_natural_clients_is_per_group() -> None:
     spec = dataset_spec("femnist")
     for kind, pieces in (("natural", 3_550), ("iid", 100)):
         partition = {"clients": 100, "kind": kind}
-        run = resolve({"data": {"dataset": "femnist"}, "partition": partition})
+        run = fs.resolve({"data": {"dataset": "femnist"}, "partition": partition})
         context = public_context(run, spec, torch.device("cpu"))
         assert context.nominal_size == spec.train_size / pieces
-    synthetic = resolve({"data": {"dataset": "synthetic(0.5,1)"}})
-    assert synthetic.partition == PartitionSettings("natural", 30)
+    synthetic = fs.resolve({"data": {"dataset": "synthetic(0.5,1)"}})
+    assert synthetic.partition == fs.PartitionSettings("natural", 30)
     assert synthetic.model.name == "linear"
 
 
 SETTINGS: tuple[tuple[Any, dict[str, Any]], ...] = (
     *((method_class(name), {}) for name in METHODS),
-    (PartitionSettings, {}),
-    (ModelSettings, {}),
-    (PrivacySettings, {"noise_multiplier": 1.0}),
-    (RunSettings, {"method": method_class("feddm")()}),
+    (fs.PartitionSettings, {}),
+    (fs.ModelSettings, {}),
+    (fs.PrivacySettings, {"noise_multiplier": 1.0}),
+    (fs.RunSettings, {"method": method_class("feddm")()}),
 )
 BAD = {int: (-(10**9),), float: (-1e9, math.nan), str: ("no such thing",)}
 ANYTHING = {  # checked only with the run's data, method and machine
@@ -118,11 +115,10 @@ ANYTHING = {  # checked only with the run's data, method and machine
     ("cls", "base"), SETTINGS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_errors_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
-    """Errors name the setting's section, not only its key or a field of an inner object."""
 
     def convert(values: dict[str, Any]) -> object:
-        if cls is RunSettings:
-            return resolve({"run": values})
+        if cls is fs.RunSettings:
+            return fs.resolve({"run": values})
         return from_mapping(cls, {**base, **values})
 
     def error_of(make: Callable[[dict[str, Any]], object], name: str, invalid: object) -> str:
@@ -137,7 +133,7 @@ def test_errors_name_section_and_key(cls: Any, base: dict[str, Any]) -> None:
             assert str(invalid) in message
             # unknown names are of a method, a model, a data set
             assert message.startswith((f"{cls.section}.{name} ", "unknown "))
-    for name, kind in (RUN_KINDS if cls is RunSettings else field_types(cls)).items():
+    for name, kind in (RUN_KINDS if cls is fs.RunSettings else field_types(cls)).items():
         for invalid in ("no such thing", [1]) if kind in (bool, int, float) else ():
             message = error_of(convert, name, invalid)
             assert message.startswith(f"{cls.section}.{name} must be ")
@@ -223,14 +219,14 @@ FEW = {"iterations": 2, "ipc": 1, "server_epochs": 2}
 FAST = {"fedavg": {"local_epochs": 1}, "feddm": FEW, "fedaf": FEW}
 
 
-def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
+def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> fs.RunSettings:
     base = {
         "run": {"method": method, "rounds": rounds, "participation": 0.5},
         "partition": {"clients": 4},
         "model": {"width": 4, "depth": 2},
         "method": FAST[method],
     }
-    return resolve({**base, **sections})
+    return fs.resolve({**base, **sections})
 
 
 def test_rounds_sample_four_of_twenty_by_seed() -> None:
@@ -313,7 +309,7 @@ def test_unwritable_ledger_prevents_all_charges(
 ) -> None:
     privacy = {"noise_multiplier": 3.0, "ledger": tmp_path, **privacy}
     settings = tiny(method, run={"method": method, "rounds": 1}, privacy=privacy)
-    simulate(settings)
+    fs.simulate(settings)
     original = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
     check = Ledger.check_writable
 
@@ -324,13 +320,13 @@ def test_unwritable_ledger_prevents_all_charges(
 
     monkeypatch.setattr(Ledger, "check_writable", refuse)
     with pytest.raises(LedgerError, match="cannot write"):
-        simulate(settings)
+        fs.simulate(settings)
     assert {path: path.read_bytes() for path in original} == original
 
 
 def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
     settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
-    result = simulate(settings, output=tmp_path)
+    result = fs.simulate(settings, output=tmp_path)
     rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
     assert len(set(rounds)) > 1
     guarantee: Any = result.privacy["guarantee"]
@@ -338,7 +334,7 @@ def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
     assert 4.95 < max(spent) <= 5.0
     assert np.argsort(spent, kind="stable").tolist() == np.argsort(rounds, kind="stable").tolist()
     sections = settings.to_mapping()
-    full = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
+    full = plan_of(fs.resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
     assert result.summary["differential_privacy"]["noise_multiplier"] < full.sigma
     assert verify_run(result.folder).problems == []
 
@@ -348,20 +344,20 @@ def test_data_set_id_ignores_local_split() -> None:
     assert data_set_id(tiny(partition={"clients": 4, "local_test": 0.2})) == plain
     assert data_set_id(tiny(partition={"clients": 4, "subset": 0.5})) != plain
     # the id of the first version: ledgers are long-lived
-    assert data_set_id(resolve({})) == "digits-3840bad0acf7"
+    assert data_set_id(fs.resolve({})) == "digits-3840bad0acf7"
 
 
-PACKAGE = Path(fedsynth.__file__).parent
+PACKAGE = Path(fs.__file__).parent
 
 
 def test_registered_names_match_the_classes() -> None:
     for name in METHODS:
         cls = method_class(name)
         assert cls.name == name == name_of(cls.__name__)
-        assert issubclass(cls, Method)
+        assert issubclass(cls, fs.Method)
         assert cls.__module__ == CLASSES[cls.__name__]
-        assert getattr(fedsynth, cls.__name__) is cls
-        assert cls.__name__ in fedsynth.__all__
+        assert getattr(fs, cls.__name__) is cls
+        assert cls.__name__ in fs.__all__
     files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "registry"}
     assert {module.rpartition(".")[2] for module in CLASSES.values()} == files
 
@@ -374,17 +370,17 @@ def test_exports_equal_the_names_of_type_checkers(tmp_path: Path) -> None:
     )
     assert exported_names(file) == {"E": "c.d", "J": "i", "k": "i"}
     exports = exported_names(PACKAGE / "__init__.py")
-    assert set(fedsynth.__all__) == set(exports) | set(CLASSES)
+    assert set(fs.__all__) == set(exports) | set(CLASSES)
     assert {"RunSettings", "simulate", "__version__"} <= set(exports)
-    for name in fedsynth.__all__:
-        assert getattr(fedsynth, name) is not None
+    for name in fs.__all__:
+        assert getattr(fs, name) is not None
 
 
 def test_presets_extend_those_of_base_classes() -> None:
     feddf = {"server_steps": 300, "local_epochs": 20, "batch": 32}
     presets = {"fedkf": {"lr": 0.2, "batch": 32}, "feddf": feddf, "fedaf": {"server_epochs": 60}}
     for name, expected in presets.items():
-        values = resolve({"run": {"method": name}}).to_mapping()["method"]
+        values = fs.resolve({"run": {"method": name}}).to_mapping()["method"]
         assert expected.items() <= values.items()
 
 

@@ -18,7 +18,7 @@ from fedsynth.data.folder_settings import read_declaration
 from fedsynth.data.load_folder import site_names
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from tests.data.conftest import png
-from tests.image_folders import make_image_folder, write_declaration, write_image
+from tests.user_files import make_image_folder, write_declaration, write_image
 
 
 def test_sites_become_clients_with_unchanged_pixels(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.load_folder import read_records
 from fedsynth.data.medical_files import Decoding, patient_of
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
-from tests.image_folders import write_declaration
+from tests.user_files import write_declaration
 
 Array = npt.NDArray[Any]
 HOUNSFIELD = np.linspace(-1000, 1000, 64).reshape(8, 8).round()

@@ -29,7 +29,7 @@ from fedsynth.errors import DataError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from tests.deployment.local_setup import Setup, join, noise_of
-from tests.image_folders import write_image
+from tests.user_files import write_image
 
 SPEC = DatasetSpec(
     "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30

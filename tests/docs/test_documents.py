@@ -168,22 +168,17 @@ def check(args: list[str]) -> None:
             raise InvalidCommandError(f"{' '.join(args)!r}: {error!r}") from error
 
 
-def check_names(args: list[str]) -> None:
-    """Checks only the command and the option names, of an abbreviated call."""
-    command, rest = parse_command(args)
-    options = {"--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts))}
-    names = {word.split("=")[0] for word in rest if re.match(r"--[a-z][\w-]*(=|$)", word)}
-    assert names <= options, f"{' '.join(args)!r}: there is no option {names - options}"
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_document_commands_are_valid(name: str) -> None:
     for line in shell_lines(TEXTS[name]):
         for args in commands(line):
             check(args)
     prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
-    for span in SPAN.findall(prose):
-        check_names(" ".join(span.split()).replace("'", "").split(" ")[1:])
+    for span in SPAN.findall(prose):  # abbreviated calls: only the command and the option names
+        command, rest = parse_command(span.replace("'", "").split()[1:])
+        opts = {"--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts))}
+        names = {word.split("=")[0] for word in rest if re.match(r"--[a-z][\w-]*(=|$)", word)}
+        assert names <= opts, f"{span!r}: there is no option {names - opts}"
 
 
 def test_document_commands_are_extracted() -> None:

@@ -26,7 +26,7 @@ from fedsynth.federation.run_data import RunData, encoded
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.verification import verify_run
 from fedsynth.seeding import forked_rng
-from tests.image_folders import make_image_folder
+from tests.user_files import make_image_folder
 
 NAME = "timm:test_resnet"
 CPU = torch.device("cpu")

@@ -276,7 +276,6 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     + list(METHOD_ATTACKS),
 )
 def test_inconsistent_fields_are_rejected(name: str, attack: str) -> None:
-    """Covers wrong labels, additional images, invalid probabilities, sizes and norms."""
     change, message = METHOD_ATTACKS.get((name, attack)) or INCONSISTENT_ATTACKS[attack]
     exchanged = exchanges(name)[-1]
     assert re.search(message, exchanged.rejection(change(exchanged.replies[ATTACKER])))

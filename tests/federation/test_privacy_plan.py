@@ -22,11 +22,6 @@ from fedsynth.features.feature_map import two_sided
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
-from fedsynth.federation.position_leak_check import (
-    MIN_RECORDS,
-    check_private_steps,
-    records_of_step,
-)
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.methods import feddm
 from fedsynth.models import on_features as feature_linear
@@ -260,7 +255,9 @@ def trial_settings(
 
 
 def warnings_of(run: RunSettings, device: torch.device = CPU) -> list[str]:
-    return check_private_steps(run, public_context(run, dataset_spec(run.dataset), device))
+    return position_leak_check.check_private_steps(
+        run, public_context(run, dataset_spec(run.dataset), device)
+    )
 
 
 def shifted_by_position(rows: Rows, bits: float = 2**-20) -> Rows:
@@ -425,7 +422,9 @@ def test_trial_size_is_limited_by_step_and_memory() -> None:
         run = trial_settings("fedavg", "cifar10", **model)
         run = replace(run, method=replace(run.method, batch=256))  # type: ignore[call-arg]
         context = public_context(run, dataset_spec("cifar10"), CPU)
-        return records_of_step(PrivacyPlan.checked(run, context).plans, context)
+        return position_leak_check.records_of_step(PrivacyPlan.checked(run, context).plans, context)
 
     assert records(name="linear") > 128  # a pass of DP-SGD, and into the next one
-    assert MIN_RECORDS <= records(name="resnet18", norm="group") <= 12  # 11 million numbers each
+    assert (
+        position_leak_check.MIN_RECORDS <= records(name="resnet18", norm="group") <= 12
+    )  # 11 million numbers each

@@ -40,7 +40,7 @@ from tests.deployment.local_setup import Setup
 from tests.fuzz import mutations
 from tests.fuzz.mutations import HOSTILE, Fuzzer, altered, altered_json, json_bytes
 from tests.message_examples import DTYPES, message_types, random_message
-from tests.special_files import SPECIAL_KINDS, make_special_file
+from tests.user_files import SPECIAL_KINDS, make_special_file
 
 STEP = 11  # coprime to the numbers of kinds that the cases cycle through
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedsynth.privacy import files, signing
 from fedsynth.privacy.errors import PrivacyError, SigningError
 from fedsynth.privacy.signing import read_private_key, read_public_key, sign_run
-from tests.special_files import SPECIAL_KINDS, make_special_file
+from tests.user_files import SPECIAL_KINDS, make_special_file
 
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)

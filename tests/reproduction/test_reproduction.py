@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -140,21 +140,8 @@ TABLE = preset("fedprox:synthetic")
 CELLS = TABLE.select(dataset="synthetic(0,0)", note="50 %")[1:]  # FedProx, with mu = 0 and 1
 
 
-class Recorder(Observer):
-    """Records rounds and steps; calls `act` after the `at`-th round, or at each step for 0."""
-
-    def __init__(self, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
-        self.rounds: list[int] = []
-        self.steps: list[tuple[str, int]] = []
-        self._act = {at: act}
-
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        self.steps.append((phase, done))
-        self._act.get(0, int)()
-
-    def round_ended(self, row: Mapping[str, Any]) -> None:
-        self.rounds.append(row["round"])
-        self._act.get(len(self.rounds), int)()
+def rounds_of(observer: Mock) -> list[int]:
+    return [call.args[0]["round"] for call in observer.round_ended.mock_calls]
 
 
 @pytest.fixture
@@ -214,19 +201,20 @@ def test_time_budget_stops_after_round(
     complete: Rows, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
 ) -> None:
     rows = Rows(tmp_path)
-    recorder = Recorder(3, end_time)
+    end = {"round_ended.side_effect": lambda row: row["round"] == 3 and end_time()}
+    recorder = Mock(spec=Observer, **end)
     assert run_jobs(rows, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
-    assert recorder.rounds == [1, 2, 3]
+    assert rounds_of(recorder) == [1, 2, 3]
     assert run_jobs(rows, jobs, deadline=1.0) == ["not begun", "not begun"]
     assert unfinished_run(rows.run_folder(jobs[0].settings)) is not None
-    resumed = Recorder()
+    resumed = Mock(spec=Observer)
     assert run_jobs(rows, jobs, observer=resumed) == ["finished", "finished"]
-    assert resumed.rounds[:2] == [4, 5]
+    assert rounds_of(resumed)[:2] == [4, 5]
     assert curves(rows) == curves(complete)
     (rows.folder / "fedprox-synthetic.jsonl").unlink()  # a finished run without a row is kept
-    repeated = Recorder()
+    repeated = Mock(spec=Observer)
     assert run_jobs(rows, jobs[:1], observer=repeated) == ["finished"]
-    assert repeated.rounds == []
+    repeated.round_ended.assert_not_called()
     mark = run_hash(jobs[0].settings)
     assert curves(rows)[mark] == curves(complete)[mark]
 
@@ -243,10 +231,10 @@ def test_one_shot_methods_stop_within_round_and_share_training(
         jobs += jobs_of(table, cells, [0], changes={"method": more}, speed=speed)
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
-    stops = Recorder(act=end_time)
+    stops = Mock(spec=Observer, **{"step.side_effect": lambda *_: end_time()})
     rows = Rows(tmp_path)
     assert run_jobs(rows, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
-    assert [phase for phase, _ in stops.steps] == ["local training"]
+    assert [call.args[1] for call in stops.step.mock_calls] == ["local training"]
     offer = create_autospec(LoopCheckpoints.offer, side_effect=LoopCheckpoints.offer)
     monkeypatch.setattr(LoopCheckpoints, "offer", offer)
     for job, kind in zip(jobs, ("trained", "distillation"), strict=True):

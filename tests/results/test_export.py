@@ -31,9 +31,9 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.export import Share, _write
 from fedsynth.results.onnx_export import _checked_program
 from fedsynth.results.verification import verify_run
-from tests.image_folders import CLASSES, make_image_folder, write_declaration
 from tests.quick_runs import folder_of, quick_sections
 from tests.results.test_tampering import changed
+from tests.user_files import CLASSES, make_image_folder, write_declaration
 
 TINY = {
     "run": {"rounds": 1, "device": "cpu"},
@@ -67,22 +67,13 @@ def files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def check_no_internal_information(share: Path, site_folder: Path) -> None:
-    """Checks that no file contains a path, a name of a site or person, or the number of images."""
-    names = ["dr-who", "ward7", "tardis", "gallifrey", "A. Keller", "fedsynth-ledger", str(share)]
-    names += [str(site_folder.parent), f"/{getpass.getuser()}/"]
-    for name in files(share):
-        content = (share / name).read_bytes()
-        assert [word for word in names if word.encode() in content] == [], name
-    ignored = r"[0-9a-f]{32,}|\d{8}-\d{6}|\d+:\d+(:\d+)?"  # hashes, the run's name, times of day
-    for name in ("README.md", "privacy_report.md"):
-        text = re.sub(ignored, "", (share / name).read_text())
-        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
-
-
 def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: Path) -> None:
-    """A broken version would export a config, a ledger, a model or a partition. The hash of
-    config.toml would allow guesses of the paths in it."""
+    """A broken version would export a config, a ledger, a model or a partition, a path, a name of a
+    site or person, or the number of images. The hash of config.toml would allow guesses of the
+    paths in it."""
+    names = ["dr-who", "ward7", "tardis", "gallifrey", "A. Keller", "fedsynth-ledger"]
+    names += [str(site_folder.parent), f"/{getpass.getuser()}/"]
+    ignored = r"[0-9a-f]{32,}|\d{8}-\d{6}|\d+:\d+(:\d+)?"  # hashes, the run's name, times of day
     (run,) = (share.parent / "runs").iterdir()
     with_model = fs.export_run(run, tmp_path / "share", with_model=True)
     images = [f"images/{n // 2:02d}-{CLASSES[n // 2]}/{n:05d}.png" for n in range(4)]
@@ -91,7 +82,12 @@ def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: 
         assert files(folder) == sorted(["SHA256SUMS", *data, *images, *REPORTS])
         assert {(folder / name).stat().st_mode & 0o777 for name in files(folder)} == {0o644}
         subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
-        check_no_internal_information(folder, site_folder)
+        for name in files(folder):
+            content = (folder / name).read_bytes()
+            assert [word for word in (*names, str(folder)) if word.encode() in content] == [], name
+        for name in ("README.md", "privacy_report.md"):
+            text = re.sub(ignored, "", (folder / name).read_text())
+            assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
         listed = json.loads((folder / "privacy_report.json").read_text())["files"]
         assert listed == {name: file_hash(folder / name) for name in data}
         text = (folder / "privacy_report.md").read_text()
@@ -159,16 +155,6 @@ def test_changed_files_are_rejected(share: Path, tmp_path: Path) -> None:
         fs.load_synthetic(folder)
 
 
-def changed_copy(share: Path, target: Path, tensors: dict[str, Tensor], **changes: str) -> Path:
-    folder = Path(shutil.copytree(share, target))
-    file = folder / "synthetic.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = {**opened.metadata(), **changes}
-    save_file({**load_file(file), **tensors}, file, metadata=metadata)
-    write_hashes(folder)
-    return folder
-
-
 HALVES = torch.full((3, 2), 0.5)
 IMAGES = torch.rand(3, 1, 16, 16)
 EMPTY = {"images": IMAGES[:0], "labels": torch.zeros(0, dtype=torch.int64)}
@@ -197,8 +183,14 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
         ({}, {"delta": "null"}, "both ε and δ, or neither"),
     ]
     for number, (tensors, stated, message) in enumerate(cases):
+        folder = Path(shutil.copytree(share, tmp_path / f"{number}"))
+        file = folder / "synthetic.safetensors"
+        with safe_open(file, framework="pt") as opened:
+            metadata = {**opened.metadata(), **stated}
+        save_file({**load_file(file), **tensors}, file, metadata=metadata)
+        write_hashes(folder)
         with pytest.raises(errors.DataFilesCorruptError, match=message) as caught:
-            fs.load_synthetic(changed_copy(share, tmp_path / f"{number}", tensors, **stated))
+            fs.load_synthetic(folder)
         assert "\n" not in str(caught.value)
 
 
@@ -409,6 +401,11 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
     assert np.abs(values).max() > BOUNDS[1]
     assert logits(file, values) == pytest.approx(expected, abs=1e-4)
+    loaded = fs.load_model(folder_of(result), spec=spec)
+    assert np.array_equal(loaded(normalise(data.images, spec)).detach(), expected)
+    (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(errors.OutputError, match="cannot be used"):
+        fs.load_model(folder_of(result), spec=spec)
 
 
 def test_models_without_onnx_form_are_refused(

@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import RunResult, from_arrays, load_model, resolve, simulate
+from fedsynth import RunResult, resolve, simulate
 from fedsynth.config.settings import ReportSettings
-from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.methods.shared import client_training
@@ -30,13 +29,6 @@ from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash
 from fedsynth.results import checkpoint, run_folder
-from fedsynth.results.checkpoint import (
-    HASH_BYTES,
-    CheckpointFolder,
-    LoopCheckpoints,
-    LoopState,
-    read_loop_state,
-)
 from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.verification import verify_run
@@ -46,7 +38,7 @@ from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.quick_runs import folder_of, quick_sections
 from tests.simulation.test_resume import assert_same, record_steps, run, sections
-from tests.special_files import make_special_file
+from tests.user_files import make_special_file
 
 SPEC = replace(dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl"))
 REPORT = {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord, Süd"}
@@ -144,22 +136,6 @@ def test_invalid_report_settings_are_rejected() -> None:
             ReportSettings(**invalid)
 
 
-def test_model_of_custom_data_requires_spec(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="must be a model file"):
-        load_model(tmp_path)
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
-    data = from_arrays(pixels, np.arange(60) % 3, SPEC)
-    plain = quick_sections("feddm", partition={"subset": 1.0}, method={"min_examples": 1})
-    result = simulate(resolve(plain), data=(data, None), output=tmp_path)
-    loaded, images = load_model(folder_of(result), spec=SPEC), normalise(data.images, SPEC)
-    assert not loaded.training
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), result.model.eval()(images))
-    (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(OutputError, match="cannot be used"):
-        load_model(folder_of(result), spec=SPEC)
-
-
 def test_report_is_written_despite_failed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,8 +178,12 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
 WEIGHTS = {"w": torch.ones(3)}
 
 
-def checkpoints(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
-    return LoopCheckpoints(CheckpointFolder(folder, "this run", shared), 1, seconds)
+def checkpoints(
+    folder: Path, seconds: float = 60.0, shared: Path | None = None
+) -> checkpoint.LoopCheckpoints:
+    return checkpoint.LoopCheckpoints(
+        checkpoint.CheckpointFolder(folder, "this run", shared), 1, seconds
+    )
 
 
 def test_finished_loops_are_written_every_minute(
@@ -246,7 +226,9 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
     path = tmp_path / "steps-1-train-0"
     intact = path.read_bytes()
     assert checkpoints(tmp_path).load("train-0") is not None
-    other_run = LoopCheckpoints(CheckpointFolder(tmp_path, "that run"), 1, 0.0)
+    other_run = checkpoint.LoopCheckpoints(
+        checkpoint.CheckpointFolder(tmp_path, "that run"), 1, 0.0
+    )
     assert other_run.load("train-0") is None
     for content in (intact[:-1] + bytes([intact[-1] ^ 1]), intact[:-5], b""):
         path.write_bytes(content)
@@ -268,7 +250,7 @@ def test_damaged_shared_files_are_replaced_and_unwritable_folders_tolerated(tmp_
         assert writer.load(NAME) is None
         writer.finish(NAME, 3, lambda: WEIGHTS)
         assert checkpoints(tmp_path / f"run-{folder}").load(NAME) is not None
-    state = read_loop_state(tmp_path / "shared" / NAME, "")
+    state = checkpoint.read_loop_state(tmp_path / "shared" / NAME, "")
     assert state is not None
     assert state.step == 3
 
@@ -285,7 +267,7 @@ def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
     assert len(list(shared.iterdir())) == 20
-    assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
+    assert all(checkpoint.read_loop_state(path, "") is not None for path in shared.iterdir())
 
 
 def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
@@ -305,7 +287,7 @@ def test_methods_with_equal_training_share_models(
     assert [name.split("-")[0] for name, _ in trained] == ["trained"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
-        state = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
+        state = checkpoint.LoopState.from_bytes(path.read_bytes()[checkpoint.HASH_BYTES :])
         path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
     trained.clear()
     actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)

@@ -33,7 +33,7 @@ from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import to_toml
 from tests.quick_runs import folder_of, quick_sections
-from tests.special_files import make_special_file
+from tests.user_files import make_special_file
 
 NAME, START = "privacy_report.json", "privacy_start.json"
 MODEL, IMAGES, RESUMPTIONS = "model.safetensors", "synthetic.safetensors", "resumed.json"

@@ -18,17 +18,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fedsynth import (
-    FedAvg,
-    Observer,
-    RoundContext,
-    RunSettings,
-    ServerState,
-    from_arrays,
-    load_dataset,
-    resolve,
-    simulate,
-)
+import fedsynth as fs
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
@@ -49,9 +39,9 @@ from tests.simulation.test_resume import interrupted_at, unfinished
 
 
 def named_clients_runs(output: Path) -> list[Path]:
-    train, test = load_dataset("digits")
+    train, test = fs.load_dataset("digits")
     spec = replace(train.spec, name="scans", train_size=600)
-    data = [from_arrays(raw.images.numpy(), raw.labels.numpy(), spec) for raw in (train, test)]
+    data = [fs.from_arrays(raw.images.numpy(), raw.labels.numpy(), spec) for raw in (train, test)]
     clients = {"parts": np.split(np.arange(600), [100, 350]), "names": ["east", "north", "west"]}
     sections = settings(max_records=1000, ledger=str(output / "kept"))
     return [run(output, sections, data=tuple(data), test="private", **clients)]
@@ -114,7 +104,7 @@ def test_runs_on_shared_ledger_are_verified(
     """Rows of both runs are interleaved, and the cap ends one in the middle of a round."""
     prepare = InProcess.prepare
 
-    def prepare_and_charge(self: InProcess, context: RoundContext) -> Any:
+    def prepare_and_charge(self: InProcess, context: fs.RoundContext) -> Any:
         refusals = prepare(self, context)
         for budget in [client.budget for client in self.clients] if context.round == 2 else ():
             ledger = budget.ledger
@@ -192,10 +182,12 @@ def test_runs_without_privacy_have_no_report(tmp_path: Path) -> None:
         unfinished_report(folder)
 
 
-def settings_with(method: type[FedAvg], key: str = "clean_loss", **privacy: Any) -> RunSettings:
+def settings_with(
+    method: type[fs.FedAvg], key: str = "clean_loss", **privacy: Any
+) -> fs.RunSettings:
     sections = quick_sections("fedavg", method={"key": key}, privacy=privacy)
     del sections["run"]["method"]
-    return resolve(sections, own_method=method)
+    return fs.resolve(sections, own_method=method)
 
 
 def test_rows_are_split_by_declaration() -> None:
@@ -217,11 +209,11 @@ def test_rows_are_split_by_declaration() -> None:
 
 
 @dataclass(frozen=True)
-class Undeclared(FedAvg):
+class Undeclared(fs.FedAvg):
     name: ClassVar[str] = "undeclared"
     key: str = "clean_loss"
 
-    def facts(self, state: ServerState, context: RoundContext) -> Mapping[str, Any]:
+    def facts(self, state: fs.ServerState, context: fs.RoundContext) -> Mapping[str, Any]:
         return {**super().facts(state, context), self.key: 0.25}
 
 
@@ -229,24 +221,24 @@ class Undeclared(FedAvg):
 class Declared(Undeclared):
     name: ClassVar[str] = "declared"
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
-        **FedAvg.metric_privacy,
+        **fs.FedAvg.metric_privacy,
         "clean_loss": released("computed from uploads"),
         "seconds": public("of the engine, which shows it in simulations only"),
     }
 
 
 def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
-    recorder = Mock(spec=Observer)
+    recorder = Mock(spec=fs.Observer)
     undeclared = settings_with(Undeclared, noise_multiplier=3.0)
     with pytest.raises(UnaccountedReleaseError, match="'clean_loss'"):
-        simulate(undeclared, output=tmp_path / "private", observer=recorder)
+        fs.simulate(undeclared, output=tmp_path / "private", observer=recorder)
     recorder.round_ended.assert_not_called()
     assert not list((tmp_path / "private").glob("*/metrics.jsonl"))
-    public_run = simulate(settings_with(Undeclared), observer=recorder)
+    public_run = fs.simulate(settings_with(Undeclared), observer=recorder)
     assert [call.args[0] for call in recorder.round_ended.mock_calls] == public_run.metrics
     assert public_run.metrics[0]["clean_loss"] == 0.25
     declared, logger = settings_with(Declared, noise_multiplier=3.0), ListLogger(tmp_path)
-    run = simulate(declared, output=tmp_path / "declared", observer=logger)
+    run = fs.simulate(declared, output=tmp_path / "declared", observer=logger)
     assert logger._log == [numbers_of(row) for row in read_rows(folder_of(run))]
     assert "seconds" not in logger._log[0]
     assert [row["clean_loss"] for row in read_rows(folder_of(run))] == [0.25, 0.25]
@@ -258,7 +250,7 @@ def test_methods_cannot_declare_engine_keys(monkeypatch: pytest.MonkeyPatch) -> 
     declared = {"test_accuracy": public("by the method")}
     monkeypatch.setattr(Undeclared, "metric_privacy", declared)
     with pytest.raises(UnaccountedReleaseError, match="'test_accuracy'"):
-        simulate(settings_with(Undeclared, "test_accuracy", noise_multiplier=3.0))
+        fs.simulate(settings_with(Undeclared, "test_accuracy", noise_multiplier=3.0))
     for method in map(method_class, METHODS):
         assert all(rule.reason for rule in declared_row(method).values())
         assert not method.metric_privacy.keys() & ROW.keys()
@@ -279,10 +271,10 @@ class ListLogger(Logger):
 
 def test_observers_receive_all_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that fails is left out."""
-    first, second, logger = Mock(spec=Observer), Mock(spec=Observer), ListLogger(tmp_path)
+    first, second, logger = Mock(spec=fs.Observer), Mock(spec=fs.Observer), ListLogger(tmp_path)
     monkeypatch.setattr(logger, "_write", Mock(side_effect=OutputError("no place")))
     observer = Several([logger, first, second])
-    result = simulate(resolve(TINY), output=tmp_path, observer=observer)
+    result = fs.simulate(fs.resolve(TINY), output=tmp_path, observer=observer)
     assert first.mock_calls == second.mock_calls
     stopped = call("warning: ListLogger has stopped logging: no place")
     assert first.note.mock_calls.count(stopped) == 1
@@ -296,16 +288,16 @@ def test_observers_receive_all_events(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine")])
 def test_observer_errors_end_run(error: BaseException) -> None:
     """An observer is no logger, so its error is raised."""
-    recorder = Mock(spec=Observer)
+    recorder = Mock(spec=fs.Observer)
     recorder.round_ended.side_effect = error
     with pytest.raises(type(error)):
-        simulate(resolve(TINY), observer=Several([recorder]))
+        fs.simulate(fs.resolve(TINY), observer=Several([recorder]))
     assert recorder.mock_calls[-1] == call.ended(None)
 
 
 def logged(name: str, base: Path) -> Path:
     (logger,) = make_loggers([name], base, private=False, note=print)
-    return folder_of(simulate(resolve(TINY), output=base / "runs", observer=logger))
+    return folder_of(fs.simulate(fs.resolve(TINY), output=base / "runs", observer=logger))
 
 
 def test_tensorboard_logs_metrics_and_settings(tmp_path: Path) -> None:
@@ -357,9 +349,9 @@ def test_failed_logger_start_raises_output_error(
     refuse = Mock(side_effect=RuntimeError("no API key\nconfigured"))
     fake = SimpleNamespace(init=refuse, SummaryWriter=refuse)
     monkeypatch.setattr(loggers, "import_module", lambda module: fake)
-    recorder = Mock(spec=Observer)
+    recorder = Mock(spec=fs.Observer)
     with pytest.raises(OutputError) as caught:
-        simulate(resolve(TINY), observer=Several([recorder, LOGGERS[name](tmp_path)]))
+        fs.simulate(fs.resolve(TINY), observer=Several([recorder, LOGGERS[name](tmp_path)]))
     assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
     recorder.round_ended.assert_not_called()
 

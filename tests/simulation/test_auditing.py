@@ -265,35 +265,23 @@ def canaries() -> Canaries:
     return Canaries(order % 10, order % 3 == 0, 30, torch.Generator().manual_seed(0))
 
 
-def release_with(
-    audited: Canaries, width: int, device: torch.device, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (release, sampled records, added rows) of one release with almost no noise."""
-    row = Release(1, "x", "m", "x", 1e-9, 2.0, 1.0, "full", 1, 10 * width)
-    secret = SecretGenerator(test_only=np.random.default_rng(0))
-    series = audited.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), secret)
-    indices = audited.among_records()
-    records = audited.rest + len(indices)
-    labels = torch.cat([torch.arange(audited.rest) % 10, audited.labels[indices]])
-    sampled = series.sample(records)
-    rows = scale * torch.randn(records, width, generator=torch.Generator().manual_seed(1))
-    for batch in sampled.split(7):
-        series.add(rows[batch].to(device), labels[batch].to(device))
-    return series.release().cpu().double(), sampled, rows
-
-
-def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
-    rows = rows.double() * (clip / rows.double().norm(dim=1, keepdim=True)).clamp_max(1)
-    return torch.zeros(10, rows.shape[1], dtype=torch.float64).index_add(0, labels, rows)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 def test_vectors_belong_only_to_included_canaries(scale: float, device: torch.device) -> None:
     """Norms in float32 overflow above 1e19."""
     audited = canaries()
-    released, sampled, rows = release_with(audited, 5, device, scale)
+    row = Release(1, "x", "m", "x", 1e-9, 2.0, 1.0, "full", 1, 50)  # almost no noise
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
+    series = audited.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), secret)
+    indices = audited.among_records()
+    records, labels = 30 + len(indices), torch.cat([torch.arange(30) % 10, audited.labels[indices]])
+    sampled = series.sample(records)
     assert len(sampled) == 30 + int(audited.included.sum())
-    remainder = released - sums(rows[:30], torch.arange(30) % 10, 2.0)
+    rows = scale * torch.randn(records, 5, generator=torch.Generator().manual_seed(1))
+    for batch in sampled.split(7):
+        series.add(rows[batch].to(device), labels[batch].to(device))
+    clipped = rows[:30].double() * (2.0 / rows[:30].double().norm(dim=1, keepdim=True)).clamp_max(1)
+    sums = torch.zeros(10, 5, dtype=torch.float64).index_add(0, labels[:30], clipped)
+    remainder = series.release().cpu().double() - sums
     counts = torch.bincount(audited.labels[audited.included], minlength=10)
     assert counts.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     torch.testing.assert_close(remainder.norm(dim=1), 2.0 * counts.double(), rtol=0, atol=1e-5)

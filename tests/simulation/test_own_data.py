@@ -33,9 +33,9 @@ from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections, to_toml
 from tests.data.test_medical_files import NAME, write_ct
-from tests.image_folders import make_image_folder, write_declaration
 from tests.quick_runs import NoteRecorder, folder_of, interrupt_in_round, quick_sections, verified
 from tests.simulation.test_recorded_numbers import user_data
+from tests.user_files import make_image_folder, write_declaration
 
 SPEC = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"

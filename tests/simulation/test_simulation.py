@@ -286,10 +286,8 @@ def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
 def test_only_late_clients_update_their_memory(
     kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Failures, number: int, client: int) -> Failure | None:
-        return Failure(kind, MAIN) if client == 1 and number == 2 else None
-
-    monkeypatch.setattr(Failures, "of", fails)
+    failures = {(2, 1): Failure(kind, MAIN)}
+    monkeypatch.setattr(Failures, "of", lambda self, *place: failures.get(place))
     moved = []
     original = Simulation.play
 
@@ -449,7 +447,6 @@ Fails = Callable[[Group], bool]
 def simulate_five(
     observer: fs.Observer | None = None, output: Path | None = None, **sections: Any
 ) -> fs.RunResult:
-    """Runs three rounds of FedDM with five clients."""
     method = {"ipc": 1, "iterations": 2, "batch": 8}
     rounds, clients = {"rounds": 3}, {"clients": 5}
     base = quick_sections("feddm", run=rounds, partition=clients, method=method, **sections)
@@ -490,7 +487,6 @@ def equal_results(expected: fs.RunResult, actual: fs.RunResult) -> bool:
 def test_steps_before_noise_are_repeated_in_smaller_groups(
     sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Results are equal, and private runs are not charged again."""
     expected = simulate_five(**sections)
     sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 2)
     notes = NoteRecorder()

@@ -23,8 +23,8 @@ from fedsynth.features import register_features, register_file, registry
 from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.simulation.student import Student, real_images
-from tests.image_folders import make_image_folder
 from tests.quick_runs import folder_of, quick_sections
+from tests.user_files import make_image_folder
 
 BRIEF = fs.StudentSettings(steps=3, views=1)
 LINEAR = fs.ModelSettings("linear")

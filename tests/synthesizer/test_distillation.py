@@ -275,19 +275,20 @@ def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device
     assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
 
 
+Passes = list[tuple[Tensor, Tensor]]
+
+
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """The images and targets of the student's passes."""
-    passes: list[tuple[Tensor, Tensor]] = []
+    passes: Passes = []
     original = OneShotDistillation._images_and_targets
     record = lambda *args: passes.append(original(*args)) or passes[-1]  # noqa: E731
     monkeypatch.setattr(OneShotDistillation, "_images_and_targets", record)
     return passes
 
 
-def test_ensemble_labels_new_views_in_each_pass(
-    passes: list[tuple[Tensor, Tensor]], device: torch.device
-) -> None:
+def test_ensemble_labels_new_views_in_each_pass(passes: Passes, device: torch.device) -> None:
     """Grey images are mirrored for the student but not cropped."""
     frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
     _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
@@ -303,7 +304,7 @@ def test_ensemble_labels_new_views_in_each_pass(
 
 
 def test_student_learns_custom_targets_on_the_same_images(
-    passes: list[tuple[Tensor, Tensor]], device: torch.device
+    passes: Passes, device: torch.device
 ) -> None:
     """The generator is trained on the average; the student learns the first model's logits."""
     distil(device, 2, 2, server_lr=0.0)

@@ -47,11 +47,6 @@ def dense(*sizes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), layers[0], *(m for x in layers[1:] for m in (nn.ReLU(), x)))
 
 
-def pull(seed: int, size: int, device: torch.device | str = "cpu") -> Pull:
-    center, linear = torch.randn(2, size, generator=seeded(seed)).to(device)
-    return Pull(0.3 * seed, center, 0.1 * linear)
-
-
 def learners(
     settings: Any, penalties: bool = False, sizes: Any = SIZES, device: Any = "cpu"
 ) -> Any:
@@ -62,17 +57,11 @@ def learners(
         weights = flatten(model)
         load_flat(model, weights + 0.01 * k)
         examples, order = order[:size].to(device), order[size:]
-        extra = pull(k, len(weights), device) if penalties and k % 2 else None
+        center, linear = torch.randn(2, len(weights), generator=seeded(k)).to(device)
+        extra = Pull(0.3 * k, center, 0.1 * linear) if penalties and k % 2 else None
         draws = seeded(10 + k)
         clients.append(Learner(model, examples, settings(k), draws, extra))
     return clients
-
-
-def train_separately(clients: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
-    for c in clients:
-        x, y = images[c.examples], labels[c.examples]
-        train_on(c.model, x.__getitem__, y, c.settings, c.generator, penalty=c.penalty)
-    return [flatten(client.model) for client in clients]
 
 
 def train(clients: list[Learner], *progress: Any) -> None:
@@ -98,8 +87,11 @@ def test_joint_training_equals_separate_training(
     clients = learners(settings, True, device=device)
     starts = [flatten(client.model) for client in clients]
     train_together(clients, lambda i: images[i], lambda i: labels[i])
-    oracle = train_separately(learners(settings, True, device=device), images, labels)
-    for size, client, start, expected in zip(SIZES, clients, starts, oracle, strict=True):
+    separate = learners(settings, True, device=device)
+    for size, client, start, c in zip(SIZES, clients, starts, separate, strict=True):
+        x, y = images[c.examples], labels[c.examples]
+        train_on(c.model, x.__getitem__, y, c.settings, c.generator, penalty=c.penalty)
+        expected = flatten(c.model)
         torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(start, flatten(client.model)) == (size == 0)
 
