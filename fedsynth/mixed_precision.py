@@ -2,11 +2,12 @@
 
 Weights, sums and losses stay in float32. `torch.autocast` computes convolutions and matrix products
 in bfloat16, and other operations in the precision of their inputs. Before a loss is computed, the
-output of the network must be converted to float32 by `widened`.
+output of the network must be converted to float32 by `widened`, as `computed` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,6 +30,16 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
     if precision == torch.float32:
         return nullcontext()
     return torch.autocast(device.type, precision, cache_enabled=False)
+
+
+def computed(network: Callable[[Tensor], Tensor], x: Tensor, precision: torch.dtype) -> Tensor:
+    """Returns the output of a network that computes in the given precision, converted to float32.
+
+    >>> computed(torch.nn.Linear(2, 2), torch.rand(1, 2), torch.bfloat16).dtype
+    torch.float32
+    """
+    with mixed(x.device, precision):
+        return widened(network(x))
 
 
 def widened(x: Tensor) -> Tensor:

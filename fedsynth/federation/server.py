@@ -21,18 +21,8 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Span, check_fields, memory_spans
 from fedsynth.errors import UploadRejectedError
+from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import (
-    REQUEST,
-    Exchange,
-    Refusal,
-    RunTerms,
-    SecureSum,
-    check_declared,
-    check_finite,
-    declared,
-    diverged_error,
-)
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, PHASES
@@ -75,7 +65,8 @@ class Server:
                 return None
         else:
             message = self.method.broadcast(self._next, context)
-        check_declared(self.method, message, declared(self.method, phase, "downlink"))
+        expected = protocol.declared(self.method, phase, "downlink")
+        protocol.check_declared(self.method, message, expected)
         return message
 
     def check(
@@ -111,7 +102,7 @@ class Server:
         context: RoundContext,
         server_memory: list[Span],
     ) -> None:
-        expected = declared(self.method, phase, "upload")
+        expected = protocol.declared(self.method, phase, "upload")
         if type(reply) is not expected:
             raise UploadRejectedError(
                 "the message", f"is a {type(reply).__name__}, but must be a {expected.__name__}"
@@ -126,22 +117,34 @@ class Server:
                 )
         self.method.check_upload(phase, reply, client, context)
 
-    def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
+    def receive(
+        self,
+        phase: str,
+        replies: Mapping[int, Message] | protocol.SecureSum,
+        context: RoundContext,
+    ) -> None:
         """Computes the next state of the server from the clients' replies, which were checked.
 
+        With secure aggregation, the server sees only the sum of the replies and no single reply.
+
         Raises:
-            TypeError: a reply has another type than the method declares.
+            TypeError: a reply or the sum has another type than the method declares.
             DivergedError: the new model has numbers that are not finite.
         """
-        for reply in replies.values():
-            check_declared(self.method, reply, declared(self.method, phase, "upload"))
-        ordered = dict(sorted(replies.items()))
-        if phase == FIRST:
-            self._next = self.method.first_aggregate(self._next, ordered, context)
-            return
-        state = self.method.server_step(self._next, ordered, context)
-        check_finite(state.parameters, "the server's model", context.round)
-        self.state = self._next = state
+        method, expected = self.method, protocol.declared(self.method, phase, "upload")
+        if isinstance(replies, protocol.SecureSum):
+            total, count = replies.message, len(replies.clients)
+            protocol.check_declared(method, total, expected)
+            state = method.from_sum(phase, self._next, total, count, context)
+        else:
+            for reply in replies.values():
+                protocol.check_declared(method, reply, expected)
+            aggregate = method.first_aggregate if phase == FIRST else method.server_step
+            state = aggregate(self._next, dict(sorted(replies.items())), context)
+        if phase != FIRST:
+            protocol.check_finite(state.parameters, "the server's model", context.round)
+            self.state = state
+        self._next = state
 
     def end(self, context: RoundContext) -> None:
         """Lets the method complete the state of the server after the last round.
@@ -150,23 +153,6 @@ class Server:
             context: the context of the last completed round.
         """
         self.state = self._next = self.method.at_end(self.state, context)
-
-    def receive_total(self, phase: str, total: SecureSum, context: RoundContext) -> None:
-        """Computes the next state of the server from the sum of the clients' replies.
-
-        With secure aggregation, the server sees only this sum and no single reply.
-
-        Raises:
-            TypeError: the sum has another type than the method declares.
-            DivergedError: the new model has numbers that are not finite.
-        """
-        check_declared(self.method, total.message, declared(self.method, phase, "upload"))
-        count = len(total.clients)
-        state = self.method.from_sum(phase, self._next, total.message, count, context)
-        self._next = state
-        if phase != FIRST:
-            check_finite(state.parameters, "the server's model", context.round)
-            self.state = state
 
     def final_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters of the final model."""
@@ -210,7 +196,7 @@ class RoundResult:
 
     uploads: Mapping[int, Message] = field(default_factory=dict)
     sent: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
-    refusal: Refusal | None = None
+    refusal: protocol.Refusal | None = None
     lost: Mapping[int, str] = field(default_factory=dict)
     rejected: Mapping[int, str] = field(default_factory=dict)
     no_quorum: NoQuorum | None = None
@@ -224,7 +210,7 @@ class RoundResult:
 def negotiate_terms(
     settings: RunSettings,
     context: RoundContext,
-    exchange: Exchange,
+    exchange: protocol.Exchange,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> tuple[PrivacyPlan | None, RoundContext]:
     """Lets the clients join, computes the run terms, and sends the terms to every client.
@@ -249,7 +235,7 @@ def negotiate_terms(
     """
     joined = exchange.join()
     if settings.privacy is None:
-        terms = RunTerms(sizes=tuple(info.size or 0 for info in joined))
+        terms = protocol.RunTerms(sizes=tuple(info.size or 0 for info in joined))
         exchange.start(terms)
         return None, replace(context, sizes=terms.sizes)
     histories = [info.history for info in joined if info.history is not None]
@@ -263,12 +249,12 @@ def negotiate_terms(
         plan.check_cap()
     else:
         plan = planned(histories)
-    exchange.start(RunTerms(noise_multiplier=plan.sigma))
+    exchange.start(protocol.RunTerms(noise_multiplier=plan.sigma))
     return plan, plan.in_context(context)
 
 
 def run_round(
-    server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
+    server: Server, exchange: protocol.Exchange, context: RoundContext, quorum: float = QUORUM
 ) -> RoundResult:
     """Runs one round, after which the server has its next state.
 
@@ -305,10 +291,11 @@ def run_round(
         replies = exchange.step(phase, request, context, present)
         if replies.refusals:
             refusal = replies.refusals[0]
-            if refusal.kind == REQUEST:
+            if refusal.kind == protocol.REQUEST:
                 raise RequestRefusedError(refusal.reason)
             return RoundResult(refusal=refusal)
         usable, invalid = server.check(phase, replies.messages, context)
+        uploads = usable
         lost.update(replies.lost)
         prefix = FIRST_EXCHANGE if phase == FIRST else ""
         for client, reason in {**replies.rejected, **invalid}.items():
@@ -321,11 +308,7 @@ def run_round(
             _refuse_divergence(invalid, context)
             missed = NoQuorum(phase, len(usable), needed)
             return RoundResult({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
-        if replies.total is None:
-            server.receive(phase, usable, context)
-            uploads = usable
-        else:
-            server.receive_total(phase, replies.total, context)
+        server.receive(phase, replies.total or usable, context)
     return RoundResult(uploads, sent, lost=lost, rejected=rejected)
 
 
@@ -348,4 +331,5 @@ def _refuse_divergence(rejected: Mapping[int, UploadRejectedError], context: Rou
     diverged = [(client, error) for client, error in rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]
-        raise diverged_error(f"{error.field} of client {client}", context.round, error.reason)
+        owned = f"{error.field} of client {client}"
+        raise protocol.diverged_error(owned, context.round, error.reason)

@@ -48,7 +48,7 @@ from fedsynth.methods.shared.fedaf_settings import (
     KnowledgeState,
     LocalKnowledge,
 )
-from fedsynth.mixed_precision import mixed, widened
+from fedsynth.mixed_precision import computed
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.layers import with_grouped_statistics
 from fedsynth.seeding import forked_rng, torch_generator
@@ -195,11 +195,6 @@ class FedAF(FedAFSettings):
         R are the averaged soft labels [C, C]; `present` [C] marks the classes that have them.
         """
 
-        def logits_of(network: nn.Module, images: Tensor) -> Tensor:
-            with mixed(images.device, context.precision):
-                logits: Tensor = network(images)
-            return widened(logits)
-
         def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
             T, has_images = losses.mean_logits(logits_NC, labels_N)  # Eq. 13, before its softmax
             usable = has_images & present
@@ -209,10 +204,10 @@ class FedAF(FedAFSettings):
             return self.global_weight * loss
 
         def union_matching(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-            return matching(logits_of(network, images), labels_N)
+            return matching(computed(network, images, context.precision), labels_N)
 
         def minibatch_loss(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-            logits = logits_of(network, images)
+            logits = computed(network, images, context.precision)
             return F.cross_entropy(logits, labels_N) + matching(logits, labels_N)
 
         sgd = self.union_sgd()

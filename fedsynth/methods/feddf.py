@@ -20,7 +20,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
-from fedsynth.mixed_precision import mixed, widened
+from fedsynth.mixed_precision import computed
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss
 from fedsynth.validation import in_range
@@ -83,13 +83,12 @@ class FedDF(EnsembleDistillation):
         for _ in context.server_loop("distillation", self.server_steps, state):
             indices = torch.randint(len(images), (self.server_batch,), generator=draws)
             x = images(indices.to(context.device, non_blocking=True))
-            with torch.no_grad(), mixed(context.device, context.precision):
-                teacher = widened(torch.stack([model(x) for model in models])).mean(dim=0)
+            with torch.no_grad():
+                logits = [computed(model, x, context.precision) for model in models]
+                teacher = torch.stack(logits).mean(dim=0)
             with torch.enable_grad():
                 adam.zero_grad()
-                with mixed(context.device, context.precision):
-                    logits = student(x)
-                distillation_loss(teacher, widened(logits)).backward()
+                distillation_loss(teacher, computed(student, x, context.precision)).backward()
             adam.step()
             schedule.step()
         student.eval()

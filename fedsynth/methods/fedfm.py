@@ -32,9 +32,8 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import (
     COUNTS,
-    ClassSums,
-    class_sums,
     feature_width,
+    sums_and_counts,
     sums_plans,
     sums_rules,
 )
@@ -198,12 +197,11 @@ class FedFM(TrainsLocally):
             check_tensor("has_anchor", message.has_anchor, shape[:1], torch.bool)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        _, declared = self.exchange_types(phase)
         rules = super().upload_rules(phase, client, context)
-        if declared is None or not issubclass(declared, FeatureSums | ModelAndSums):
-            return rules
-        shape = context.spec.classes, feature_width(context, logits=False)
-        return {**rules, **sums_rules(client, shape, SUMS, context)}
+        if phase == self.sums_phase:
+            shape = context.spec.classes, feature_width(context, logits=False)
+            rules |= sums_rules(client, shape, SUMS, context)
+        return rules
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         if context.round < self.start_round:
@@ -216,8 +214,7 @@ class FedFM(TrainsLocally):
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
         for client, memory in zip(clients.split(), memories, strict=True):
-            computed = self.feature_sums(model, client, context)
-            results.append((FeatureSums(computed.sums, computed.counts), memory))
+            results.append((FeatureSums(*self.feature_sums(model, client, context)), memory))
         return results
 
     def first_aggregate(
@@ -275,10 +272,13 @@ class FedFM(TrainsLocally):
             phase=self.sums_phase,
         )
 
-    def feature_sums(self, model: nn.Module, client: Group, context: RoundContext) -> ClassSums:
-        """Computes the features of a client's examples with `model`, and adds them for each class."""
+    def feature_sums(
+        self, model: nn.Module, client: Group, context: RoundContext
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sums of the features of a client's examples with `model` for each class, and
+        the class counts."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return class_sums(client, embed, feature_width(context, logits=False), SUMS, context)
+        return sums_and_counts(client, embed, feature_width(context, logits=False), SUMS)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
@@ -328,8 +328,8 @@ class FedFMLite(FedFM):
         self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext
     ) -> ModelAndSums:
         trained = context.load(upload.parameters).requires_grad_(False).eval()
-        computed = self.feature_sums(trained, client, context)
-        return ModelAndSums(upload.parameters, upload.weight, computed.sums, computed.counts)
+        sums, counts = self.feature_sums(trained, client, context)
+        return ModelAndSums(upload.parameters, upload.weight, sums, counts)
 
     def combine(
         self, state: AnchorState, uploads: Mapping[int, ModelAndSums], context: RoundContext

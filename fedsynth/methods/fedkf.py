@@ -27,7 +27,7 @@ simulation reads them from the clients' memories, and no message contains them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -39,15 +39,10 @@ from fedsynth.core.method import Memory, Presets
 from fedsynth.core.uploads import check_named
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
-from fedsynth.methods.shared.aggregation import (
-    AveragingState,
-    average,
-    counted_uploads,
-    update_cache,
-)
+from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.mixed_precision import mixed, widened
+from fedsynth.mixed_precision import computed, mixed, widened
 from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import torch_generator
@@ -146,23 +141,15 @@ class FedKF(TrainsLocally):
         check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
+        """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t.
+
+        This is step T1 of the method. `TrainsLocally.server_step` averages the active clients'
+        models, and then the last models ŵ_k of all clients (`update_cache`).
+        """
         return True
 
     def check_request(self, message: TwoModels, context: RoundContext) -> None:
         check_named("teacher", message.teacher, context.architecture.state_dict())
-
-    def server_step(
-        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
-    ) -> AveragingState:
-        """Averages the models of the active clients (ACA) and the last models of all clients (OCA).
-
-        This is step T1 of the method.
-        """
-        active = counted_uploads(uploads, state.parameters, context)
-        if not active:
-            return state
-        aca = replace(state, parameters=average(active))  # w^t
-        return update_cache(aca, state, uploads, context, all_slots=self.oca == "all")  # ŵ_k, ŵ^t
 
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = state.overall if self.teacher == "oca" else {}
@@ -256,24 +243,20 @@ class KnowledgeFusion:
             widened(features), logits, method.one_hot_weight, method.activation_weight
         )
         if method.use_kl:
-            kl = distillation_loss(logits.detach(), self._logits(w_k, x))
+            kl = distillation_loss(logits.detach(), computed(w_k, x, self._precision))
             loss = loss - method.distillation * kl
         descend(loss, self._adam)
         with torch.no_grad():
-            with mixed(z.device, self._precision):
-                self._images = widened(self._generator.normalised(z))
-            self._teacher_logits = self._logits(self._teacher, self._images)
+            self._images = computed(self._generator.normalised, z, self._precision)
+            self._teacher_logits = computed(self._teacher, self._images, self._precision)
 
     def loss(self, w_k: nn.Module) -> Tensor:
         """Computes L_KL = KL(ŵ(x) ‖ w_k(x)) on the latest generated images x (Eq. 6)."""
-        return distillation_loss(self._teacher_logits, self._logits(w_k, self._images))
+        logits = computed(w_k, self._images, self._precision)
+        return distillation_loss(self._teacher_logits, logits)
 
     def memory(self) -> Memory:
         """Returns the client's memory: the generator, its Adam optimiser, and the tally of its
         images."""
         tally = generator_tally(self._teacher, self._generator)
         return {**named_tensors(self._learner), TALLY: tally}
-
-    def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
-        with mixed(x.device, self._precision):
-            return widened(model(x))

@@ -202,9 +202,10 @@ class FedStats(PlansStatistics):
         """Returns the state with the classifier that ridge regression computes from the released
         moments."""
         classes, d = state.parameters["classifier.weight"].shape
-        moments = class_moments.ClassMoments.unpacked(pool, d, classes)
-        spectrum = class_moments.Spectrum.of(moments, self.ridge)
-        weight = (SCALE * spectrum.solve(moments.crossed)).float()
+        second, crossed, noise = class_moments.unpacked(pool, d, classes)
+        spectrum = class_moments.Spectrum.of(second, noise, self.ridge)
+        crossed = crossed * class_moments.target_norm(classes)
+        weight = (SCALE * spectrum.solve(crossed)).float()
         return replace(
             _with_parameters(state, {"classifier.weight": weight}),
             eigenvalues=spectrum.values.float(),

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fedsynth.core.client import Group, PrivateClientView, chunk
+from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memories, Plans, Presets, Results, Upload
@@ -38,8 +38,11 @@ from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.shared.class_sums import (
     COUNTS,
     IMAGES,
+    class_counts,
+    class_sums,
     feature_plans,
     feature_width,
+    series_of,
     sums_rules,
 )
 from fedsynth.methods.shared.condensing import TrainsInBall
@@ -48,10 +51,9 @@ from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.disclosure import released as made_of_released
 from fedsynth.privacy.dpsgd import refuse_batch_norm
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation import augmentation, matching, private_matchers, sets
+from fedsynth.synthesizer.condensation import augmentation, matching, sets
 from fedsynth.validation import in_range, one_of
 
 FRESH = "fresh"
@@ -192,11 +194,12 @@ class FedSum(TrainsInBall, DistributedNoise):
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         S = self._by_class(message.images, context)
-        charged = clients.series(IMAGES) if isinstance(clients, PrivateClientView) else []
+        charged = series_of(clients, IMAGES)
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
             s_m = matching.frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
-            sums.append(centred_sums(clients, charged, u_m, s_m))
+            rows = partial(_centred, u_m, s_m)
+            sums.append(class_sums(clients, charged, rows, s_m.shape[1], torch.float64))
             context.report("sums", m + 1, self.networks)
         counts = class_counts(clients)
         results = zip(torch.stack(sums, dim=1), counts, memories, strict=True)
@@ -343,53 +346,6 @@ class FedSum(TrainsInBall, DistributedNoise):
         return 16 * numbers
 
 
-def centred_sums(
-    clients: Group,
-    charged: Sequence[GaussianSumMechanism],
-    u: matching.NetworkFeatures,
-    s_CD: Tensor,
-) -> Tensor:
-    """Adds the features of each client's examples for each class, after subtracting the class's
-    mean s_c.
-
-    The result is Σ_{x ∈ c} u(x) − s_c, [K, C, D].
-
-    Args:
-        clients: the group of clients.
-        charged: the mechanisms that clip and release the sums of private clients.
-        u: the features under one network.
-        s_CD: the class means that are subtracted from the features. They must be public or
-            released.
-    """
-    classes = len(s_CD)
-    if isinstance(clients, PrivateClientView):
-
-        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:  # depends on x only
-            # segments number (client, class) pairs; −1, which is discarded, becomes some class
-            label = (segment_N % classes).to(x_NCHW.device, non_blocking=True)
-            return u.real(x_NCHW, label) - s_CD[label]
-
-        return clients.class_sums(charged, rows).view(len(clients.ids), classes, -1)
-    sums = s_CD.new_zeros(len(clients.ids), *s_CD.shape, dtype=torch.float64)
-    for k in range(len(clients.ids)):
-        for part in clients.examples(k).split(chunk(s_CD.device)):
-            if len(part):
-                labels = clients.labels(part)
-                centred = (u.real(clients.images(part), labels) - s_CD[labels]).double()
-                sums[k] += F.one_hot(labels, classes).to(centred.dtype).T @ centred
-    return sums.float()
-
-
-def class_counts(clients: Group) -> Tensor:
-    """Counts the examples of each class at each client, [K, C].
-
-    With differential privacy, the counts are noisy.
-    """
-    classes = clients.spec.classes
-    if isinstance(clients, PrivateClientView):
-        noisy = clients.class_sums(clients.series(COUNTS), private_matchers.ones)
-        return noisy.view(len(clients.ids), classes)
-    counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
-    for k in range(len(clients.ids)):
-        counts[k] = F.one_hot(clients.labels(clients.examples(k)), classes).sum(dim=0)
-    return counts
+def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:
+    """Returns u(x) − s_c for each image, [N, D]. A row depends only on its image and its class."""
+    return u.real(x_NCHW, label_N) - s_CD[label_N]

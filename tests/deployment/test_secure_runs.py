@@ -101,7 +101,7 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
     """Records the clients' uploads, plain and masked, the sums, and the server's objects and files.
     Keys are (round, exchange, position of the client)."""
     seen = SimpleNamespace(plain={}, uploads={}, masked={}, totals={}, server_data=[])
-    answers, receive, take_step = SecureStep._answers, Server.receive_total, session.step_alone
+    answers, receive, take_step = SecureStep._answers, Server.receive, session.step_alone
 
     def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
         reply = take_step(runtime, phase, message, context)
@@ -125,7 +125,7 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
 
     monkeypatch.setattr(session, "step_alone", at_client)
     monkeypatch.setattr(SecureStep, "_answers", at_server)
-    monkeypatch.setattr(Server, "receive_total", summed)
+    monkeypatch.setattr(Server, "receive", summed)
     return seen
 
 

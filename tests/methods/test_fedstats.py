@@ -177,16 +177,17 @@ def test_closed_form_is_ridge_regression() -> None:
     labels = draws.integers(0, 3, 200)
     e = np.eye(3)[labels] - 1 / 3
     sums_D = 0.5**0.5 * np.concatenate([packed(z).sum(0), (e.T @ z).ravel() / cm.target_norm(3)])
-    moments = cm.ClassMoments.unpacked(Pool(torch.from_numpy(sums_D), 0.7, 200.0), 5, 3)
-    np.testing.assert_allclose(moments.second, z.T @ z / 200, atol=1e-12)
-    spectrum = cm.Spectrum.of(moments, ridge=0.5)
+    pool = Pool(torch.from_numpy(sums_D), 0.7, 200.0)
+    second, crossed, noise = cm.unpacked(pool, 5, 3)
+    np.testing.assert_allclose(second, z.T @ z / 200, atol=1e-12)
+    spectrum = cm.Spectrum.of(second, noise, ridge=0.5)
     ridge = 0.5 * (0.7 * 2**0.5 / 200) * 5**0.5
     expected = np.linalg.solve(z.T @ z / 200 + ridge * np.eye(5), (e.T @ z / 200).T).T
-    np.testing.assert_allclose(spectrum.solve(moments.crossed), expected, atol=1e-9)
+    weight = spectrum.solve(crossed * cm.target_norm(3))
+    np.testing.assert_allclose(weight, expected, atol=1e-9)
     # negative eigenvalues become the ridge
     second = torch.diag(torch.tensor([-2.0, 1.0])).double()
-    moments = cm.ClassMoments(second, torch.zeros(2, 2), 1.0)
-    spectrum = cm.Spectrum.of(moments, ridge=0.1)
+    spectrum = cm.Spectrum.of(second, 1.0, ridge=0.1)
     assert spectrum.values.tolist() == pytest.approx([0.1 * 2**0.5, 1 + 0.1 * 2**0.5])
     step = spectrum.step(torch.tensor([[1.0, 0.0]]).double(), floor=4.0)
     assert step.tolist() == [pytest.approx([0.25, 0.0])]

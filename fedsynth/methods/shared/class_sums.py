@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.errors import SettingError
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation import matching, private_matchers
@@ -37,39 +38,6 @@ COUNTS = "class counts"
 Vectors = Callable[[Tensor], Tensor]
 """The type of functions that map normalised images [N, C, H, W] to one vector per image [N, D].
 Each vector must depend only on its image. The function is called without gradients."""
-
-
-@dataclass(frozen=True)
-class ClassSums:
-    """The class sums and the class counts of one client.
-
-    Args:
-        sums: the sum of the vectors of each class, [classes, D].
-        counts: the number of examples of each class, [classes].
-        noise_std: the standard deviation of the noise of a count, which is 0 if the counts are
-            exact.
-    """
-
-    sums: Tensor
-    counts: Tensor
-    noise_std: float
-
-    def means(self, min_examples: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Computes the mean vector of each class, and a mask of the classes that the client has.
-
-        The means have the shape [classes, D], and the mask [classes].
-
-        The means of all other classes are near zero and must not be used.
-
-        Args:
-            min_examples: smallest noisy count with which a private client has a class. In addition,
-                the count must be at least 1, and at least twice the standard deviation of its
-                noise.
-        """
-        floor = max(1.0, 2 * self.noise_std)
-        if self.noise_std:
-            floor = max(floor, min_examples)
-        return self.sums / self.counts.clamp_min(floor)[:, None], self.counts >= floor
 
 
 def sums_plans(
@@ -161,10 +129,70 @@ def sums_rules(
     return {"sums": sums, "counts": Array(classes, low=0.0, high=largest)}
 
 
+def class_counts(clients: Group) -> Tensor:
+    """Counts the examples of each class at each client, [K, C].
+
+    With differential privacy, the counts are noisy.
+    """
+    classes = clients.spec.classes
+    if isinstance(clients, PrivateClientView):
+        noisy = clients.class_sums(clients.series(COUNTS), private_matchers.ones)
+        return noisy.view(len(clients.ids), classes)
+    counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
+    for k in range(len(clients.ids)):
+        counts[k] = F.one_hot(clients.labels(clients.examples(k)), classes).sum(dim=0)
+    return counts
+
+
+def series_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
+    """Returns the series that each private client was charged for. Other clients have none."""
+    if isinstance(clients, PrivateClientView):
+        return clients.series(plan)
+    return ()
+
+
 def class_sums(
-    client: Group, vectors: Vectors, width: int, plan: str, context: RoundContext
-) -> ClassSums:
-    """Computes the class sums and the class counts of one client.
+    clients: Group,
+    charged: Sequence[GaussianSumMechanism],
+    rows: Callable[[Tensor, Tensor], Tensor],
+    width: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Adds the rows of each client's examples for each class, [K, C, D].
+
+    Args:
+        clients: the group of clients.
+        charged: the mechanisms that clip and release the sums of private clients.
+        rows: computes a row for each image of a batch, from the images and their classes. A row
+            must depend only on its image, its class, and on public or released values. The function
+            is called without gradients.
+        width: D, the dimension of the rows.
+        dtype: the dtype in which exact sums are computed. They are returned in float32.
+    """
+    classes = clients.spec.classes
+    if isinstance(clients, PrivateClientView):
+
+        def by_pair(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+            # segments number (client, class) pairs; −1, which is discarded, becomes some class
+            return rows(x_NCHW, (segment_N % classes).to(x_NCHW.device, non_blocking=True))
+
+        return clients.class_sums(charged, by_pair).view(len(clients.ids), classes, -1)
+    device = clients.data.labels.device
+    sums = torch.zeros(len(clients.ids), classes, width, dtype=dtype, device=device)
+    with torch.no_grad():
+        for k in range(len(clients.ids)):
+            for part in clients.examples(k).split(chunk(device)):
+                if len(part):
+                    labels = clients.labels(part)
+                    members = F.one_hot(labels, classes).to(dtype)
+                    sums[k] += members.T @ rows(clients.images(part), labels).to(dtype)
+    return sums.float()
+
+
+def sums_and_counts(
+    client: Group, vectors: Vectors, width: int, plan: str
+) -> tuple[Tensor, Tensor]:
+    """Computes the class sums [C, D] and the class counts [C] of one client.
 
     Args:
         client: a group of one client. A private client must have been charged for both plans of
@@ -172,24 +200,10 @@ def class_sums(
         vectors: computes the vectors of a batch of images.
         width: D, the dimension of the vectors.
         plan: the name of the plan of the sums.
-        context: the context of the round.
     """
-    if isinstance(client, PrivateClientView):
-        series = client.series(COUNTS)
-        counts = client.class_sums(series, private_matchers.ones)
-        noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
-        return ClassSums(noisy, counts[:, 0], series[0].noise_std)
-    classes = context.spec.classes
-    sums = torch.zeros(classes, width, device=context.device)
-    counts_C = torch.zeros(classes, device=context.device)
-    examples = client.examples(0)
-    with torch.no_grad():
-        for indices in examples.split(chunk(examples.device)):
-            if len(indices):
-                members = F.one_hot(client.labels(indices), classes).to(sums.dtype)
-                sums = sums + members.T @ vectors(client.images(indices))
-                counts_C = counts_C + members.sum(dim=0)
-    return ClassSums(sums, counts_C, 0.0)
+    counts = class_counts(client)
+    sums = class_sums(client, series_of(client, plan), lambda x, labels: vectors(x), width)
+    return sums[0], counts[0]
 
 
 def class_means(
@@ -200,12 +214,26 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes the class means of each client of the group, as in `ClassSums.means`.
+    """Computes the mean vector of each class for each client, and a mask of the client's classes.
 
-    The arguments are explained in `class_sums` and `ClassSums.means`.
+    The means have the shape [C, D], and the mask [C]. The means of all other classes are near zero
+    and must not be used.
+
+    Args:
+        clients, vectors, width, plan: as in `sums_and_counts`. The group may have several clients.
+        context: the context of the round.
+        min_examples: smallest noisy count with which a private client has a class. In addition,
+            the count must be at least 1, and at least twice the standard deviation of its noise.
     """
-    sums = [class_sums(client, vectors, width, plan, context) for client in clients.split()]
-    return [client_sums.means(min_examples) for client_sums in sums]
+    noise = context.noise.get(COUNTS, 0.0)
+    floor = max(1.0, 2 * noise)
+    if noise:
+        floor = max(floor, min_examples)
+    means = []
+    for client in clients.split():
+        sums, counts = sums_and_counts(client, vectors, width, plan)
+        means.append((sums / counts.clamp_min(floor)[:, None], counts >= floor))
+    return means
 
 
 IMAGES = "images"

@@ -75,33 +75,21 @@ def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) ->
     return Outer(wrong, z_Nd, clip)
 
 
-@dataclass(frozen=True)
-class ClassMoments:
-    """The released moments, divided by the public number of records.
+def unpacked(pool: Pool, dimension: int, classes: int) -> tuple[Tensor, Tensor, float]:
+    """Extracts second moments and products with targets from a sum of `Moments` over the clients.
 
-    Attributes:
-        second: (1/n) Σ z zᵀ, symmetric [d, d], float64.
-        crossed: (1/n) Σ e ⊗ z, [C, d], float64.
-        noise: the standard deviation of the noise in a diagonal entry of `second`.
+    Args:
+        pool: Σ √½·[svec(z zᵀ); t ⊗ z] over all clients, with its noise.
+        dimension, classes: the dimension of z, and of the targets t.
+
+    Returns:
+        (1/n) Σ z zᵀ, symmetric [d, d], (1/n) Σ t ⊗ z [C, d], both float64, and the standard
+        deviation of the noise in a diagonal entry of the first.
     """
-
-    second: Tensor
-    crossed: Tensor
-    noise: float
-
-    @classmethod
-    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> ClassMoments:
-        """Extracts the moments from a release that was summed over the clients.
-
-        Args:
-            pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with its noise.
-            dimension, classes: d and C.
-        """
-        scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
-        packed = dimension * (dimension + 1) // 2
-        crossed = scaled[packed:].view(classes, dimension) * target_norm(classes)
-        noise = pool.noise_std * math.sqrt(2) / pool.records
-        return cls(smat(scaled[:packed], dimension), crossed, noise)
+    scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
+    packed = dimension * (dimension + 1) // 2
+    noise = pool.noise_std * math.sqrt(2) / pool.records
+    return smat(scaled[:packed], dimension), scaled[packed:].view(classes, dimension), noise
 
 
 @dataclass(frozen=True)
@@ -117,19 +105,19 @@ class Spectrum:
     vectors: Tensor
 
     @classmethod
-    def of(cls, moments: ClassMoments, ridge: float) -> Spectrum:
+    def of(cls, second: Tensor, noise: float, ridge: float) -> Spectrum:
         """Computes the spectrum of second moments.
 
         Negative eigenvalues are caused by noise and are set to 0.
 
         Args:
-            moments: the released moments.
+            second, noise: the released second moments and their noise, see `unpacked`.
             ridge: the value that is added to each eigenvalue, divided by noise·√d. The largest
                 eigenvalue of the noise is about 1.4·noise·√d.
         """
-        values, vectors = torch.linalg.eigh(moments.second)
+        values, vectors = torch.linalg.eigh(second)
         size = len(values)
-        shift = max(ridge * moments.noise * math.sqrt(size), EXACT / size)
+        shift = max(ridge * noise * math.sqrt(size), EXACT / size)
         return cls(values.clamp_min(0) + shift, vectors)
 
     def solve(self, crossed_Cd: Tensor) -> Tensor:
@@ -227,11 +215,9 @@ class PixelMoments:
             pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
             dimension, classes: the dimension of u, and C.
         """
-        scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
-        packed = dimension * (dimension + 1) // 2
-        gram = smat(scaled[:packed], dimension)[:-1, :-1] / (1 - CONSTANT**2)
-        crossed = scaled[packed:].view(classes, dimension)
-        noise = pool.noise_std * math.sqrt(2) / pool.records / (1 - CONSTANT**2)
+        second, crossed, noise = unpacked(pool, dimension, classes)
+        gram = second[:-1, :-1] / (1 - CONSTANT**2)
+        noise /= 1 - CONSTANT**2
         shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
-from fedsynth.mixed_precision import mixed, widened
+from fedsynth.mixed_precision import computed
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import Views
 from fedsynth.synthesizer.distillation import losses
@@ -274,18 +274,15 @@ class OneShotDistillation:
         return x, (self.targets or self.aggregate)(self._logits(x), batch.labels)
 
     def _generated(self, z: Tensor) -> Tensor:
-        with mixed(self._device, self.precision):
-            return widened(self._generator.normalised(z))
+        return computed(self._generator.normalised, z, self.precision)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits of all models, [m, N, C]."""
-        with mixed(self._device, self.precision):
-            return widened(torch.stack([model(x) for model in self.models]))
+        return torch.stack([computed(model, x, self.precision) for model in self.models])
 
     def _student_logits(self, x: Tensor) -> Tensor:
         """Returns the student's logits F_g(x), [N, C]."""
-        with mixed(self._device, self.precision):
-            return widened(self.student(x))
+        return computed(self.student, x, self.precision)
 
     def _new_generator(self, seed: int, *numbers: int) -> None:
         latent, width = self.settings.latent, self.settings.generator_width
@@ -304,9 +301,4 @@ def _lower_loss(first: Batch, second: Batch) -> Batch:
     The losses are compared on the device.
     """
     lower = second.loss < first.loss
-    return Batch(
-        torch.where(lower, second.images, first.images),
-        torch.where(lower, second.logits, first.logits),
-        first.labels,
-        torch.where(lower, second.loss, first.loss),
-    )
+    return Batch(*(torch.where(lower, b, a) for a, b in zip(first, second, strict=True)))
