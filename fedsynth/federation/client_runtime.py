@@ -196,6 +196,7 @@ class ClientRuntime:
             there is none.
         pending: the number of a round, and the memory that its first exchange stored. The main
             exchange of this round uses the memory.
+        stored: True if the client's memory is currently in a file.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class ClientRuntime:
         self.settings = settings
         self.method = settings.method
         self.data = data
-        self._memory: Memory = {}
-        self._stored: Callable[[], Memory] | None = None
+        self._load_memory: Callable[[], Memory] = dict
+        self.stored = False
         self.budget: ClientBudget | None = None
         self.context = context
         self.ledger = ledger
@@ -230,19 +231,12 @@ class ClientRuntime:
     @property
     def memory(self) -> Memory:
         """The state that the client stores between rounds."""
-        if self._stored is not None:
-            return self._stored()
-        return self._memory
+        return self._load_memory()
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        self._memory = memory
-        self._stored = None
-
-    @property
-    def stored(self) -> bool:
-        """True if the client's memory is currently in a file."""
-        return self._stored is not None
+        self._load_memory = lambda: memory
+        self.stored = False
 
     def store(self, load: Callable[[], Memory]) -> None:
         """Frees the client's memory. The next access loads it from a file.
@@ -250,8 +244,8 @@ class ClientRuntime:
         Args:
             load: a function that reads the memory from the file.
         """
-        self._memory = {}
-        self._stored = load
+        self._load_memory = load
+        self.stored = True
 
     @property
     def private(self) -> bool:

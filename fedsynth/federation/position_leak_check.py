@@ -185,7 +185,7 @@ class StepTrial:
             if message is None:
                 continue
             self._phase = phase
-            self._unfinished: set[int] = set()
+            self._releases_left = 0
             allowance = charge_round(
                 self._plans,
                 context.round,
@@ -216,10 +216,10 @@ class StepTrial:
 
     # ------------------------------------------------------------------ called by the series
 
-    def next_number(self) -> int:
-        """Registers a new series of releases, and returns its number."""
+    def next_number(self, releases: int) -> int:
+        """Registers a new series with this number of releases, and returns its number."""
         self._num_series += 1
-        self._unfinished.add(self._num_series)
+        self._releases_left += releases
         return self._num_series
 
     def watch(self) -> None:
@@ -279,10 +279,8 @@ class StepTrial:
                 computations on the releases, because they are slow and can fail on random images.
         """
         self._unwatch()
-        number, steps_left = key
-        if steps_left == 1:
-            self._unfinished.discard(number)
-        if self._phase != FIRST and not self._unfinished:
+        self._releases_left -= 1
+        if self._phase != FIRST and not self._releases_left:
             raise _SeriesEndedError
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
@@ -307,7 +305,7 @@ class TriedSums(GaussianSumMechanism):
     ) -> None:
         super().__init__(release, groups, guard, secret)
         self._trial = trial
-        self._number = trial.next_number()
+        self._number = trial.next_number(self.steps_left)
 
     @property
     def _key(self) -> tuple[int, int]:

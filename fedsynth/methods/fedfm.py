@@ -15,7 +15,7 @@ to DP-SGD. The loss of an example depends only on this example and on released a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.messages import Message, ModelParameters, Tensors, public, released
 from fedsynth.core.method import Memories, Memory, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
@@ -129,10 +129,10 @@ def anchor_losses(
 @dataclass(frozen=True)
 class AnchorState(AveragingState):
     """The server's state in FedFM, with the anchors [C, D] and a boolean mask [C] of the classes
-    that have an anchor. Both are None before the first anchors."""
+    that have an anchor."""
 
-    anchors: Tensor | None = None
-    has_anchor: Tensor | None = None
+    anchors: Tensor = field(kw_only=True)
+    has_anchor: Tensor = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,11 @@ class FedFM(TrainsLocally):
     anchor_clip: float = in_range(5.0, 1e-9)
     anchor_noise: float = in_range(5.0, 1e-3)
 
+    def initial_state(self, parameters: Tensors) -> AnchorState:
+        anchors = torch.zeros_like(parameters["classifier.weight"])
+        has_anchor = anchors.new_zeros(len(anchors), dtype=torch.bool)
+        return AnchorState(parameters, anchors=anchors, has_anchor=has_anchor)
+
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
         check_learned_embedding(self.name, model)
@@ -229,12 +234,7 @@ class FedFM(TrainsLocally):
                 f"warning: method.weight={self.weight:g} may lower the accuracy, because the "
                 "anchors are noisy with differential privacy. Try method.weight=0.5"
             )
-        anchors, has_anchor = state.anchors, state.has_anchor
-        if anchors is None or has_anchor is None:
-            classes, device = context.spec.classes, context.device
-            anchors = torch.zeros(classes, feature_width(context, logits=False), device=device)
-            has_anchor = torch.zeros(classes, dtype=torch.bool, device=device)
-        return AnchorsDown(state.parameters, 1.0, anchors, has_anchor)
+        return super().broadcast(state, context)
 
     def task(
         self, client: int, message: AnchorsDown, memory: Memory, context: RoundContext
@@ -293,10 +293,8 @@ class FedFM(TrainsLocally):
         floor = max(1.0, COUNT_DEVIATIONS * noise)
         has_anchor = counts >= floor
         anchors = sums / counts.clamp_min(floor)[:, None]
-        if state.has_anchor is not None and state.anchors is not None:
-            anchors = torch.where(has_anchor[:, None], anchors, state.anchors)
-            has_anchor = has_anchor | state.has_anchor
-        return replace(state, anchors=anchors, has_anchor=has_anchor)
+        anchors = torch.where(has_anchor[:, None], anchors, state.anchors)
+        return replace(state, anchors=anchors, has_anchor=has_anchor | state.has_anchor)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError
 from fedsynth.federation.server import Server
 from fedsynth.methods.fedfa_plus import StatisticsUp
-from fedsynth.methods.fedfm import COUNT_DEVIATIONS, AnchorState, FeatureSums, anchor_losses
+from fedsynth.methods.fedfm import COUNT_DEVIATIONS, FeatureSums, anchor_losses
 from fedsynth.methods.fedgen import DECAY, POOL, GeneratorDown
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.flat import flatten
@@ -92,7 +92,7 @@ def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
     first = np.average(models, axis=0, weights=SIZES)
     anchors = class_means(dict(enumerate(models)))
     second = np.average([fit(first, k, anchors, kind) for k in ALL], axis=0, weights=SIZES)
-    assert FedFMLite().first_request(AnchorState({}), tiny.context(1, device)) is None
+    assert FedFMLite().first_request(state, tiny.context(1, device)) is None
     assert_close(run_rounds(FedFMLite(**settings), device)[0], [first, second])
 
 
@@ -212,7 +212,7 @@ def test_anchors_need_counts_above_the_noise_floor() -> None:
     """The floor is four deviations of K clients' noise; below it a released anchor stays."""
     method, sigma = FedFM(anchor_noise=2.0), 3.0
     privacy, noise = PrivacySettings(noise_multiplier=sigma), {COUNTS: 2.0 * sigma}
-    initial = AnchorState(convnet().state_dict())
+    initial = method.initial_state(convnet().state_dict())
     first_class = [True] + [False] * 9
     zero_sums = FeatureSums(torch.zeros(10, 16), torch.zeros(10))
     for k in (1, 9):

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
@@ -87,6 +86,10 @@ class CondensingMethod(TrainsOnUnion):
     synthetic images of a class. With only about ten images per class, sampling would save nothing,
     and the gradient is exact. The settings of the server are documented in `TrainsOnUnion`.
 
+    For networks with batch norm, the synthetic images of all classes of a client share batch
+    statistics, and so do the real images, as in the public code of distribution matching. Batch
+    norm is refused with differential privacy.
+
     Args:
         ipc: number of synthetic images per class.
         iterations: T, the number of condensation steps in a round.
@@ -102,10 +105,6 @@ class CondensingMethod(TrainsOnUnion):
             instead.
         restart: whether the images start again in each round. With False, the images of the last
             round are improved further.
-        batch_norm: which images share batch statistics during condensation, for networks with batch
-            norm. "client" computes them over all classes of a client, as the public code of
-            distribution matching does. "class" computes them over each class separately. Real and
-            synthetic images are always separate. Batch norm is refused with differential privacy.
         matching: what the condensation matches. "mean" matches the class means of features.
             "gaussian", "energy" and "sinkhorn" match the distributions of features of each class by
             that loss (`fedsynth.synthesizer.condensation.losses`), and are refused with
@@ -140,7 +139,6 @@ class CondensingMethod(TrainsOnUnion):
     min_examples: int = in_range(10, 0)
     start_average: int = in_range(1, 1)
     restart: bool = False
-    batch_norm: str = one_of("client", "class")
     matching: str = one_of(*losses.MATCHINGS)
     blur: float = in_range(0.25, 1e-6)
 
@@ -251,8 +249,6 @@ class CondensingMethod(TrainsOnUnion):
         statistics = None
         if has_batch_norm(context.architecture):
             statistics = pairs.position.to(context.device)
-            if self.batch_norm == "class":
-                statistics = torch.arange(len(pairs), device=context.device)
         return NetworkFeatures(
             logit_weight=logit_weight,
             precision=context.precision,

@@ -209,9 +209,9 @@ class Views:
         if self.flips:
             mirrored = torch.rand(len(x_NCHW), generator=draws, device=x_NCHW.device) < 0.5
             x_NCHW = torch.where(mirrored.view(-1, 1, 1, 1), x_NCHW.flip(3), x_NCHW)
-        edge = self.edge(spec)
-        if edge:
-            x_NCHW = _cropped(x_NCHW, edge, _black(x_NCHW, spec), draws)
+        if edge := self.edge(spec):
+            mean, std = pixel_constants(spec, x_NCHW.device)
+            x_NCHW = _cropped(x_NCHW, edge, -mean / std, draws)
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
@@ -222,13 +222,11 @@ class Views:
         return int(self.crop * max(spec.height, spec.width) + 0.5)
 
 
-def _black(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """Returns the normalised value of a black pixel, [1, C, 1, 1]."""
-    mean, std = pixel_constants(spec, x_NCHW.device)
-    return -mean / std
-
-
 def _cropped(x_NCHW: Tensor, edge: int, black: Tensor, draws: torch.Generator) -> Tensor:
+    """Cuts a random window out of each image with a black border of `edge` pixels.
+
+    `black` is the normalised value of a black pixel, [1, C, 1, 1].
+    """
     count, _, height, width = x_NCHW.shape
     device = x_NCHW.device
     corner = torch.randint(2 * edge + 1, (2, count, 1), generator=draws, device=device)

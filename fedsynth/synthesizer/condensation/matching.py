@@ -385,9 +385,13 @@ class ExactMatcher(MatchingObjective):
         """
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
-        for rows, segments in self.batches.pieces(size):
+        first = 0
+        for segment in self.batches.segment_on_cpu.split(size):
+            rows = slice(first, first + len(segment))
             images = self.clients.images(indices[rows])
-            yield rows, segments, features.real(images, self.batches.segment[rows])
+            u = features.real(images, self.batches.segment[rows])
+            yield rows, slice(int(segment[0]), int(segment[-1]) + 1), u
+            first = rows.stop
 
     def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features)[:, : self.columns]

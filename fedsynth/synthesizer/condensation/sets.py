@@ -287,7 +287,8 @@ class BatchIndices:
 
     Attributes:
         sizes: the number of examples of each pair in a step, on the CPU.
-        segment: the index of the pair of each example in a step, on the data's device.
+        segment: the index of the pair of each example in a step, on the data's device. It is also
+            on the CPU, as `segment_on_cpu`.
         divisors: `sizes` as float32 on the data's device, [S, 1].
     """
 
@@ -311,8 +312,8 @@ class BatchIndices:
             sizes.append(chosen.shape[1])
         self.sizes = torch.tensor(sizes, dtype=torch.int64)
         self._indices = torch.cat(blocks, dim=1)
-        self._segment = torch.arange(len(sizes)).repeat_interleave(self.sizes)
-        self.segment = self._segment.to(device)
+        self.segment_on_cpu = torch.arange(len(sizes)).repeat_interleave(self.sizes)
+        self.segment = self.segment_on_cpu.to(device)
         self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
@@ -322,16 +323,6 @@ class BatchIndices:
         at every step and ascending.
         """
         return self._indices[step].to(torch.int64)
-
-    def pieces(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """Yields the batch of a step in pieces of at most `size` images.
-
-        A piece consists of a slice of the batch and the slice of the (client, class) pairs in this
-        piece.
-        """
-        for start in range(0, len(self._segment), size):
-            segment = self._segment[start : start + size]
-            yield slice(start, start + size), slice(int(segment[0]), int(segment[-1]) + 1)
 
 
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
