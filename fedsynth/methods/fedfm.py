@@ -209,7 +209,7 @@ class FedFM(TrainsLocally):
         return rules
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
-        if context.round < self.start_round:
+        if self.first_upload is None or context.round < self.start_round:
             return None
         return ModelParameters(state.parameters, 1.0)
 
@@ -318,9 +318,6 @@ class FedFMLite(FedFM):
     first_downlink = None
     first_upload = None
     sums_phase = MAIN
-
-    def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
-        return None
 
     def finalize_upload(
         self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext

@@ -218,11 +218,7 @@ class FedGen(TrainsLocally):
             kl = torch.where(message.seen_classes[y], kl, 0.0)
             return F.cross_entropy(logits, y, reduction="none") + self.beta * decay * kl
 
-        return LocalObjective(
-            penalty=penalty if self.alpha else None,
-            loss=loss if self.beta else None,
-            state={"draws": draws} if self.alpha else {},
-        )
+        return LocalObjective(penalty=penalty, loss=loss, state={"draws": draws})
 
     def finalize_upload(
         self, upload: ModelParameters, client: Group, message: GeneratorDown, context: RoundContext

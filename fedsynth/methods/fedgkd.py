@@ -24,7 +24,6 @@ from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.validation import in_range
 
 
@@ -87,7 +86,7 @@ class FedGKD(TrainsLocally):
             kl = F.kl_div(log_p, target, log_target=True, reduction="none").sum(dim=1)
             return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * kl
 
-        return LocalObjective(loss=loss if self.gamma else cross_entropies)
+        return LocalObjective(loss=loss)
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext

@@ -160,12 +160,8 @@ class FedStats(PlansStatistics):
 
         def rows(z: Tensor, labels_N: Tensor) -> Products:
             if context.round == 1:
-                make = (
-                    class_moments.moment_rows
-                    if self.has_second(context.privacy)
-                    else class_moments.crossed_rows
-                )
-                return make(z, labels_N, classes)
+                second = self.has_second(context.privacy)
+                return class_moments.moment_rows(z, labels_N, classes, second=second)
             return class_moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP

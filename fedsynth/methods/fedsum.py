@@ -112,7 +112,6 @@ class FedSum(TrainsInBall, DistributedNoise):
     Args:
         networks: M, the number of networks in a round. A client makes one pass over its data for
             each network.
-        ipc: number of synthetic images per class.
         iterations: T, the number of condensation steps of the server in a round. Step t uses
             network t mod M.
         image_lr: η_c, the learning rate of the images.
@@ -150,10 +149,7 @@ class FedSum(TrainsInBall, DistributedNoise):
     upload = NetworkSums
     state = CondensedState
     dp_mechanisms = ("features",)
-    presets: ClassVar[Presets] = {
-        "digits": {"iterations": 100, "image_lr": 5.0},
-        "cifar100": {"ipc": 5},
-    }
+    presets: ClassVar[Presets] = {"digits": {"iterations": 100, "image_lr": 5.0}}
     robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
         "outvote the clients that have examples"
@@ -163,7 +159,6 @@ class FedSum(TrainsInBall, DistributedNoise):
     }
 
     networks: int = in_range(16, 1, 10_000)
-    ipc: int = in_range(10, 1, sets.MAX_IPC)
     iterations: int = in_range(1000, 1)
     image_lr: float = in_range(1.0, 0)
     image_momentum: float = in_range(0.0, 0, 1)

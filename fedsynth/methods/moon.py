@@ -89,6 +89,4 @@ class Moon(TrainsLocally):
             parameters = model.state_dict()
             return ModelParameters(parameters, trained.weight), copy.deepcopy(parameters)
 
-        if not self.mu:
-            return LocalObjective(make_upload=make_upload)
         return LocalObjective(loss=loss, make_upload=make_upload)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import unprotected
-from fedsynth.core.method import Memories, Presets, Request, Results
-from fedsynth.core.uploads import Rule
+from fedsynth.core.method import Memories, Request, Results
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.synthesizer.condensation import sets
 from fedsynth.validation import in_range
@@ -36,7 +34,6 @@ class Real(TrainsInBall):
     The following settings come in addition to those of `TrainsInBall`.
 
     Args:
-        ipc: number of images of each class that a client sends.
         min_examples: smallest number of examples with which a client sends a class. The images are
             those with which FedDM starts under the same seed, and they are the same in every round.
 
@@ -55,18 +52,8 @@ class Real(TrainsInBall):
     reference = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload = RealImages
     refusal = "the clients send real images, which no mechanism protects"
-    presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
-    ipc: int = in_range(10, 1, sets.MAX_IPC)
     min_examples: int = in_range(10, 0)
-
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return sets.set_rules(context.spec, self.ipc)
-
-    def check_upload(
-        self, phase: str, upload: RealImages, client: int, context: RoundContext
-    ) -> None:
-        sets.check_set(upload, self.ipc)
 
     def client_step(  # type: ignore[override]
         self, message: Request, clients: ExactClientView, memories: Memories, context: RoundContext

@@ -491,7 +491,9 @@ def test_images_start_in_their_classes_and_approach_the_means() -> None:
     scores = released.embed(start.flatten(0, 1)) @ released.weight.T
     correct = scores.argmax(dim=1) == torch.arange(3).repeat_interleave(2)
     assert float(correct.float().mean()) > 0.8
-    images = images_from.images_from_statistics(released, start, images_from.ImageSteps(steps=30))
+    images = images_from.images_from_statistics(
+        released, start, images_from.ImageSteps(image_steps=30)
+    )
     z = [released.embed(batch.flatten(0, 1)).unflatten(0, (3, 2)) for batch in (start, images)]
     assert released.distance(z[1]) < 0.7 * released.distance(z[0])
     assert torch.equal(start, start_images(released))  # not changed in place

@@ -39,6 +39,7 @@ class TrainsOnUnion(Method):
     The training starts from the weights w_r with which the round began.
 
     Args:
+        ipc: number of images of each class.
         server_epochs, server_batch, server_lr: epochs, batch size and learning rate of the server's
             SGD on the union. The defaults are those of the paper.
         server_momentum, server_weight_decay: momentum and weight decay of the server's SGD on the
@@ -50,6 +51,7 @@ class TrainsOnUnion(Method):
     features_refusal = "the server trains the network on images. Use fedstats, which sums features"
     robust_refusal = "the server averages no models, but trains on the images of all clients"
 
+    ipc: int = in_range(10, 1, sets.MAX_IPC)
     server_epochs: int = in_range(500, 0)
     server_batch: int = in_range(256, 1)
     server_lr: float = in_range(0.01, 0)
@@ -61,6 +63,13 @@ class TrainsOnUnion(Method):
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
 
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return sets.set_rules(context.spec, self.ipc) if phase == MAIN else {}
+
+    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
+        if isinstance(upload, sets.SyntheticSet):
+            sets.check_set(upload, self.ipc)
+
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
@@ -71,6 +80,8 @@ class TrainsInBall(TrainsOnUnion):
     Args:
         radius: ρ, the radius of the ball.
     """
+
+    presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # FedDM's paper
 
     radius: float = in_range(5.0, 0)
 
@@ -91,7 +102,6 @@ class CondensingMethod(TrainsOnUnion):
     norm is refused with differential privacy.
 
     Args:
-        ipc: number of synthetic images per class.
         iterations: T, the number of condensation steps in a round.
         image_lr: η_c, the learning rate of the images.
         image_momentum: momentum of the updates of the images.
@@ -130,7 +140,6 @@ class CondensingMethod(TrainsOnUnion):
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""
 
-    ipc: int = in_range(10, 1, sets.MAX_IPC)
     iterations: int = in_range(1000, 1)
     image_lr: float = in_range(1.0, 0)
     image_momentum: float = in_range(0.0, 0, 1)
@@ -179,13 +188,6 @@ class CondensingMethod(TrainsOnUnion):
             groups=classes,
         )
         return (plan,)
-
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return sets.set_rules(context.spec, self.ipc) if phase == MAIN else {}
-
-    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
-        if phase == MAIN and isinstance(upload, sets.SyntheticSet):
-            sets.check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
         """Estimates the memory in bytes that one more client in a group needs.

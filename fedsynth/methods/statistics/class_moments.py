@@ -51,18 +51,14 @@ def first_gradient(pool: Pool, classes: int) -> Tensor:
     return gradient.float()
 
 
-def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the release of moments, if it has second moments."""
-    targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
-    return Moments(z_Nd, targets, target_norm(classes))
+def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int, *, second: bool) -> Moments | Outer:
+    """Returns each example's contribution to the release of moments.
 
-
-def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
-    """Returns each example's contribution to the release of moments, if it has no second moments.
-
-    The contribution is e/b ⊗ z, whose norm is at most 1.
+    If the release has no second moments, the contribution is e/b ⊗ z, whose norm is at most 1.
     """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
+    if second:
+        return Moments(z_Nd, targets, target_norm(classes))
     return Outer(targets / target_norm(classes), z_Nd, 1.0)
 
 

@@ -72,8 +72,10 @@ class ImagesState(ServerState):
 
 
 @dataclass(frozen=True)
-class MakesImages(Method):
+class MakesImages(from_statistics.ImageSteps, Method):
     """A method whose server generates images from released statistics after the last round.
+
+    The settings of the optimisation of images are documented in `ImageSteps`.
 
     Args:
         ipc: number of images of each class that the server optimises towards the released
@@ -88,11 +90,6 @@ class MakesImages(Method):
             student learns more from random processes.
         pixel_share: share of the budget for the moments of small pictures. It is used only if
             images are requested.
-        image_steps: number of steps of Adam on the images.
-        image_lr: learning rate of Adam on the images, in pixel units, where 1 is white.
-        teacher_weight: weight of the released classifier's cross-entropy in the loss of the images.
-            The weight of the distance to the class means is 1.
-        smoothness: weight of the total variation in the loss of the images.
     """
 
     images_from = "a value of ipc or drawn_ipc above 0 and a completed first round"
@@ -102,10 +99,6 @@ class MakesImages(Method):
     drawn_ipc: int = in_range(0, 0, MAX_IPC)
     pictures: str = one_of(AUTO, YES, NO)
     pixel_share: float = in_range(0.15, 0, 0.9)
-    image_steps: int = in_range(12, 0)
-    image_lr: float = in_range(0.05, 0)
-    teacher_weight: float = in_range(0.03, 0)
-    smoothness: float = in_range(0.3, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,11 +158,8 @@ class MakesImages(Method):
             # fully optimised images first, then the interpolated ones
             positions = ALONG if self.image_steps else (1.0,)
             initial = start(math.ceil(self.ipc / len(positions)), from_statistics.CANDIDATES)
-            settings = self.image_steps, self.image_lr, self.teacher_weight, self.smoothness
             report = partial(context.report, "images")
-            optimised = from_statistics.images_from_statistics(
-                statistics, initial, from_statistics.ImageSteps(*settings), report
-            )
+            optimised = from_statistics.images_from_statistics(statistics, initial, self, report)
             line = [initial + position * (optimised - initial) for position in positions]
             parts.append(torch.cat(line, dim=1)[:, : self.ipc])
         if self.drawn_ipc:

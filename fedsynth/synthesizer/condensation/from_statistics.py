@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.random_images import random_images
+from fedsynth.validation import in_range
 
 CANDIDATES = 10
 """The number of random-process images that are drawn for each selected start image."""
@@ -61,16 +62,17 @@ class ImageSteps:
     """The settings of the image optimisation.
 
     Args:
-        steps: the number of Adam's steps.
-        learning_rate: the learning rate in pixel units, where 1 is white.
-        teacher_weight: a, the weight of the classifier's cross-entropy.
-        smoothness: b, the weight of the mean absolute difference of neighbouring pixels.
+        image_steps: number of steps of Adam on the images.
+        image_lr: learning rate of Adam on the images, in pixel units, where 1 is white.
+        teacher_weight: a, the weight of the released classifier's cross-entropy in the loss of the
+            images. The weight of the distance to the class means is 1.
+        smoothness: b, the weight of the total variation in the loss of the images.
     """
 
-    steps: int = 12
-    learning_rate: float = 0.05
-    teacher_weight: float = 0.03
-    smoothness: float = 0.3
+    image_steps: int = in_range(12, 0)
+    image_lr: float = in_range(0.05, 0)
+    teacher_weight: float = in_range(0.03, 0)
+    smoothness: float = in_range(0.3, 0)
 
 
 def shrunk(class_means_Cd: Tensor, noise_std: float) -> Tensor:
@@ -148,15 +150,15 @@ def images_from_statistics(
     labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
     with torch.no_grad():
         z = torch.cat(list(map(statistics.embed, pixels.split(AT_ONCE))))
-    adam = torch.optim.Adam([pixels], lr=settings.learning_rate)
-    for step in range(settings.steps):
-        adam.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
+    adam = torch.optim.Adam([pixels], lr=settings.image_lr)
+    for step in range(settings.image_steps):
+        adam.param_groups[0]["lr"] = settings.image_lr * (1 - step / settings.image_steps)
         pulled = _pull(statistics, z, labels, settings)
         pixels.grad, z = _gradient(statistics, pixels.detach(), pulled, settings)
         adam.step()
         with torch.no_grad():
             pixels.clamp_(0, 1)
-        report(step + 1, settings.steps)
+        report(step + 1, settings.image_steps)
     return pixels.detach().view(shape)
 
 
