@@ -304,7 +304,10 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     ),
     "partition": ("data/partition_settings.py:PartitionSettings",),
     "model": ("models/registry.py:ModelSettings",),
-    "method": ("methods/shared/condensing.py:CondensingMethod",),
+    "method": (
+        "methods/shared/condensing.py:TrainsOnUnion",
+        "methods/shared/condensing.py:CondensingMethod",
+    ),
     "privacy": ("privacy/settings.py:PrivacySettings",),
     "report": ("config/settings.py:ReportSettings",),
 }

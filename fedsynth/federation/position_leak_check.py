@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,14 +45,13 @@ from fedsynth.privacy.batch_independence import (
     OperationWatch,
     rounding,
 )
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.plans import FIRST, PHASES, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.releases import USER
 from fedsynth.seeding import numpy_generator, torch_generator
 
 RECORDS = 32
@@ -117,9 +117,7 @@ class StepTrial:
         self._client = client
         self._plans = []
         releases = 2 if thorough else 1
-        for release in self._method.client_plans(
-            plan.round_plans(context.round), client, self._context
-        ):
+        for release in plan.client_plans(client, self._context):
             steps = min(release.steps, releases)
             self._plans.append(replace(release, steps=steps, shares=1, addends=None))
         self.records = records_of_step(self._plans, context)
@@ -193,7 +191,7 @@ class StepTrial:
                 BudgetEnforcer(
                     Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit
                 ),
-                SecretGenerator(test_only=numpy_generator(0, "no noise of a trial")),
+                _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
                 phase=phase,
                 make_series=partial(TriedSums, self),
             )
@@ -269,7 +267,7 @@ class StepTrial:
         if difference > rounding(rows.device, self._context.precision) * float(first.abs().max()):
             self.finding = self.finding or self._run.finding
 
-    def released(self, key: tuple[int, int], sums: Tensor) -> Released:
+    def released(self, key: tuple[int, int], sums: Released) -> Released:
         """Returns the sums that the first run released, in every run.
 
         The weights in the later releases of a step are then the same in every run.
@@ -282,28 +280,33 @@ class StepTrial:
         self._releases_left -= 1
         if self._phase != FIRST and not self._releases_left:
             raise _SeriesEndedError
-        return Released(self._released.setdefault(key, Released(sums)).clone())
+        return Released(self._released.setdefault(key, sums).clone())
+
+
+class _NoDraws(SecretGenerator):
+    """A generator of a trial, which samples all records and whose noise is zero."""
+
+    def normal(
+        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
+        return torch.arange(records)
 
 
 class TriedSums(GaussianSumMechanism):
-    """A series of sums for a trial, which samples all records and adds no noise.
+    """A series of sums for a trial.
 
     The trial compares the vectors of the records before they are added.
 
     Args:
         trial: the trial.
-        release, groups, guard, secret: see `GaussianSumMechanism`.
+        charged: the arguments of `GaussianSumMechanism`.
     """
 
-    def __init__(
-        self,
-        trial: StepTrial,
-        release: Release,
-        groups: int,
-        guard: BudgetEnforcer,
-        secret: SecretGenerator,
-    ) -> None:
-        super().__init__(release, groups, guard, secret)
+    def __init__(self, trial: StepTrial, *charged: Any) -> None:
+        super().__init__(*charged)
         self._trial = trial
         self._number = trial.next_number(self.steps_left)
 
@@ -315,10 +318,10 @@ class TriedSums(GaussianSumMechanism):
         """Starts a step, and returns the indices of all privacy units instead of a sample."""
         if not self.steps_left:
             raise _SeriesEndedError
-        self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
+        sampled = super().sample(units)
         self._at = 0
         self._trial.watch()
-        return torch.arange(units)
+        return sampled
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
         """Lets the trial compare the vectors, and then adds the vectors to the sums."""
@@ -344,14 +347,8 @@ class TriedSums(GaussianSumMechanism):
 
     def release(self) -> Released:
         """Ends the step, and returns the sums that the first run of the trial released."""
-        if self._sums is None:
-            raise PrivacyError("no step is open. Call sample() before release()")
-        self._users.close(self._sums)
-        sums = self._sums.float()
-        self._sums = None
         key = self._key
-        self.steps_left -= 1
-        return self._trial.released(key, sums)
+        return self._trial.released(key, super().release())
 
 
 def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:

@@ -39,7 +39,6 @@ from fedsynth.methods.shared.class_sums import (
 )
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.settings import PrivacySettings
@@ -192,7 +191,6 @@ class FedFM(TrainsLocally):
         return AnchorState(parameters, anchors=anchors, has_anchor=has_anchor)
 
     def check_model(self, model: nn.Module) -> None:
-        check_embedding(self.name, model)
         check_learned_embedding(self.name, model)
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:

@@ -40,7 +40,6 @@ from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, t
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import forked_rng, torch_generator
@@ -97,12 +96,11 @@ class GeneratorState(AveragingState):
     Args:
         learner: the tensors of the generator and of its Adam optimiser, as returned by
             `named_tensors`. The mapping is empty before the generator is trained.
-        seen_classes: a boolean mask [C] of the classes that any client has had, or None before the
-            first round.
+        seen_classes: a boolean mask [C] of the classes that any client has had.
     """
 
     learner: Tensors = field(default_factory=dict)
-    seen_classes: Tensor | None = None
+    seen_classes: Tensor = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,11 @@ class FedGen(TrainsLocally):
     noise: int = in_range(32, 1)
     hidden: int = in_range(256, 1)
 
+    def initial_state(self, parameters: Tensors) -> GeneratorState:
+        seen = torch.zeros_like(parameters["classifier.bias"], dtype=torch.bool)
+        return GeneratorState(parameters, seen_classes=seen)
+
     def check_model(self, model: nn.Module) -> None:
-        check_embedding(self.name, model)
         check_learned_embedding(self.name, model)
 
     def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
@@ -183,10 +184,7 @@ class FedGen(TrainsLocally):
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()
         generator = {name: value for name, value in learner if name.startswith("generator.")}
-        seen = state.seen_classes
-        if seen is None:
-            seen = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
-        return GeneratorDown(state.parameters, 1.0, generator, seen)
+        return GeneratorDown(state.parameters, 1.0, generator, state.seen_classes)
 
     def task(
         self, client: int, message: GeneratorDown, memory: Memory, context: RoundContext
@@ -242,7 +240,7 @@ class FedGen(TrainsLocally):
         networks come from the uploaded models, so the measures are post-processing.
         """
         facts = super().facts(state, context)
-        if state.seen_classes is None or not bool(state.seen_classes.any()):
+        if not bool(state.seen_classes.any()):
             return facts
         generator = self._generator(context, state.learner).eval()
         labels = state.seen_classes.nonzero()[:, 0].repeat_interleave(TALLIED)
@@ -306,7 +304,5 @@ class FedGen(TrainsLocally):
             adam.zero_grad()
             loss.backward()
             adam.step()
-        seen = present
-        if state.seen_classes is not None:
-            seen = present | state.seen_classes
+        seen = present | state.seen_classes
         return named_tensors({"generator": generator, "adam": adam}), seen

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,24 +96,16 @@ class FedStats(PlansStatistics):
         released, it also sums the products of features for whitening.
         """
         features = self.map_of(context.spec)
-
-        def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            return Rows(features_Nd, features.norm_bound)
-
-        def products(features_Nd: Tensor, labels_N: Tensor) -> Products:
-            return covariance_rows(features_Nd, features)
-
-        def pictures(u_ND: Tensor, labels_N: Tensor) -> Products:
-            return class_moments.pixel_rows(u_ND, labels_N, context.spec.classes)
-
-        sums = self._sums(CENTRE, features, rows, clients)
+        sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         small = covariances = torch.zeros(len(sums), 0, device=sums.device)
         if self.releases_pictures(context.spec):
-            small = self._sums(
-                class_moments.PIXELS, low_pass(context.spec.image_shape), pictures, clients
-            )
+            rows = partial(class_moments.pixel_rows, classes=context.spec.classes)
+            cells = low_pass(context.spec.image_shape)
+            small = self._sums(class_moments.PIXELS, cells, rows, clients)
         if self.has_covariances(context.privacy, context.spec):
-            covariances = self._sums(COVARIANCES, features, products, clients)
+            covariances = self._sums(
+                COVARIANCES, features, lambda f, y: covariance_rows(f, features), clients
+            )
         results: Results = []
         for k, memory in enumerate(memories):
             upload = CentreSums(sums[k].clone(), small[k].clone(), covariances[k].clone())

@@ -26,7 +26,6 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.models.layers import check_embedding
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.validation import in_range
 
@@ -67,7 +66,6 @@ class Moon(TrainsLocally):
     temperature: float = in_range(0.5, 1e-6)
 
     def check_model(self, model: nn.Module) -> None:
-        check_embedding(self.name, model)
         check_learned_embedding(self.name, model)
 
     def task(

@@ -36,7 +36,7 @@ from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, two_sided
-from fedsynth.models.layers import EmbeddingNetwork
+from fedsynth.models.layers import EmbeddingNetwork, check_embedding
 from fedsynth.models.small import Linear
 
 
@@ -260,8 +260,10 @@ def check_learned_embedding(method: str, model: nn.Module) -> None:
     """Checks that a method that learns an embedding has a model with a learned embedding.
 
     Raises:
-        SettingError: the model is a linear model on features.
+        SettingError: the model lacks a part that `check_embedding` requires, or is a linear model
+            on features.
     """
+    check_embedding(method, model)
     if isinstance(model, OnFeatures) and model.linear:
         reason = f"must be 'mlp' if model.features is set, because {method} learns an embedding"
         raise SettingError("model", "name", reason)

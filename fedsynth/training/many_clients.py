@@ -18,7 +18,7 @@ arithmetic takes longer than Python; and a small number of clients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -110,23 +110,17 @@ def train_together(
 
     Args:
         learners: at least one learner. All models must have the same architecture, must be on the
-            same device, and must satisfy `trains_together`.
+            same device, and must satisfy `trains_together`. Their settings may differ only in
+            epochs and steps, and have no radius.
         images, labels: functions that return the normalised images [M, C, H, W] and the labels [M]
             of the examples at the given indices [M].
         report: called with the number of finished steps and the total number of steps, summed over
             all learners.
 
     Raises:
-        ValueError: the learners' settings differ in more than epochs and steps, the settings have a
-            radius, or a penalty is not a `Pull`.
+        ValueError: a penalty is not a `Pull`.
     """
     common = learners[0].settings
-    for learner in learners:
-        comparable = replace(learner.settings, epochs=common.epochs, steps=common.steps)
-        if comparable != common or common.radius is not None:
-            raise ValueError(
-                "all learners must have the same batch size, the same optimiser and no radius ρ"
-            )
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
     steps_K = np.array([queue.steps for queue in queues])  # descending
     flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])

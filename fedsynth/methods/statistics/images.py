@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,10 +129,7 @@ class MakesImages(from_statistics.ImageSteps, Method):
         labels."""
         if state.class_means is None:
             return state
-        teacher = context.load(state.parameters)
-        if not isinstance(teacher, FeatureLinear):
-            raise TypeError(f"the model of {self.name} must be FeatureLinear, got {type(teacher)}")
-        teacher.requires_grad_(False)
+        teacher: Any = context.load(state.parameters).requires_grad_(False)
         images = normalise(self._pixels(teacher, state, context), context.spec)
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
