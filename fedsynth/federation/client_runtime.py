@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
 
+@dataclass(eq=False, repr=False)
 class ClientBudget:
     """The privacy budget of one client, which charges the client's releases to its ledger.
 
@@ -41,12 +42,9 @@ class ClientBudget:
         client: the index of the client, which selects the client's part of the plan.
         ledger: the client's ledger.
         plan: the privacy plan of the run.
-        secret: the client's secret generator. None creates a generator with a new key.
+        secret: the client's secret generator.
         cap: the data owner's cap, which applies in addition to the cap of the run. None means that
             the data owner has no cap.
-
-    Attributes:
-        plan: the privacy plan of the run.
         make_series: the function that charges the ledger and creates a series of releases. An audit
             replaces it.
 
@@ -54,20 +52,15 @@ class ClientBudget:
         LedgerError: the ledger holds releases that protect another unit than this run.
     """
 
-    def __init__(
-        self,
-        client: int,
-        ledger: Ledger,
-        plan: PrivacyPlan,
-        secret: SecretGenerator | None = None,
-        cap: EpsilonCap | None = None,
-    ) -> None:
-        self.client = client
-        self.ledger = ledger
-        self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
-        self.make_series: MakeSeries = GaussianSumMechanism
-        self.plan = plan
-        self._guard = plan.guard(ledger, cap)
+    client: int
+    ledger: Ledger
+    plan: PrivacyPlan
+    secret: SecretGenerator
+    cap: EpsilonCap | None = None
+    make_series: MakeSeries = GaussianSumMechanism
+
+    def __post_init__(self) -> None:
+        self._guard = self.plan.guard(self.ledger, self.cap)
 
     def check(self, number: int) -> None:
         """Checks that this client can be charged for a round, without charging it.
@@ -169,6 +162,7 @@ class ClientData:
         return len(self.records) + len(self.held_out)
 
 
+@dataclass(eq=False, repr=False)
 class ClientRuntime:
     """One client of a run, which answers the requests of the server.
 
@@ -199,30 +193,21 @@ class ClientRuntime:
         stored: True if the client's memory is currently in a file.
     """
 
-    def __init__(
-        self,
-        number: int,
-        settings: RunSettings,
-        context: RoundContext,
-        data: ClientData,
-        ledger: Ledger | None = None,
-        *,
-        secret: SecretGenerator | None = None,
-        cap: EpsilonCap | None = None,
-        remote: bool = False,
-    ) -> None:
-        self.number = number
-        self.settings = settings
-        self.method = settings.method
-        self.data = data
+    number: int
+    settings: RunSettings
+    context: RoundContext
+    data: ClientData
+    ledger: Ledger | None = None
+    _: KW_ONLY
+    secret: SecretGenerator | None = None
+    cap: EpsilonCap | None = None
+    remote: bool = False
+
+    def __post_init__(self) -> None:
+        self.method = self.settings.method
         self._load_memory: Callable[[], Memory] = dict
         self.stored = False
         self.budget: ClientBudget | None = None
-        self.context = context
-        self.ledger = ledger
-        self._secret = secret
-        self._cap = cap
-        self._remote = remote
         self._has_terms = False
         self.pending: tuple[int, Memory] | None = None
         self._granted: tuple[int, str, ReleaseBudget[Any]] | None = None
@@ -255,7 +240,7 @@ class ClientRuntime:
     @property
     def sends_sums(self) -> bool:
         """True if the client's uploads leave its machine only as part of a secure sum."""
-        return self._remote and self.method.requires_secure_sum
+        return self.remote and self.method.requires_secure_sum
 
     def join(self) -> ClientInfo:
         """Returns the message with which the client joins a run.
@@ -303,7 +288,7 @@ class ClientRuntime:
                 f"the server's noise multiplier must be above 0 and finite, got {sigma!r:.80}"
             )
         plan = PrivacyPlan.checked(self.settings, self.context)
-        if self._remote and not self.method.requires_secure_sum:
+        if self.remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
@@ -316,9 +301,8 @@ class ClientRuntime:
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
             raise LedgerError(f"client {self.number} has no ledger for a private run")
-        budget = ClientBudget(self.number, self.ledger, plan, self._secret, self._cap)
-        self._secret = budget.secret
-        return budget
+        self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
+        return ClientBudget(self.number, self.ledger, plan, self.secret, self.cap)
 
     def move_ledger(self, ledger: Ledger) -> None:
         """Gives the client a new ledger in place of its ledger, which is still empty."""

@@ -19,7 +19,7 @@ from fedsynth.config.settings import QUORUM, RunSettings
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
-from fedsynth.core.uploads import Span, check_fields, memory_spans
+from fedsynth.core.uploads import check_fields, memory_spans
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -84,44 +84,24 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
+        expected = protocol.declared(self.method, phase, "upload")
         server_memory = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
-                self._check(phase, client, reply, context, server_memory)
+                if type(reply) is not expected:
+                    reason = f"is a {type(reply).__name__}, but must be a {expected.__name__}"
+                    raise UploadRejectedError("the message", reason)
+                check_fields(reply, self.method.upload_rules(phase, client, context), server_memory)
+                _check_device(reply, context.device.type)
+                self.method.check_upload(phase, reply, client, context)
             except UploadRejectedError as error:
                 rejected[client] = error
             else:
                 accepted[client] = reply
         return accepted, rejected
 
-    def _check(
-        self,
-        phase: str,
-        client: int,
-        reply: Message,
-        context: RoundContext,
-        server_memory: list[Span],
-    ) -> None:
-        expected = protocol.declared(self.method, phase, "upload")
-        if type(reply) is not expected:
-            raise UploadRejectedError(
-                "the message", f"is a {type(reply).__name__}, but must be a {expected.__name__}"
-            )
-        check_fields(reply, self.method.upload_rules(phase, client, context), server_memory)
-        for name, tensor in reply.arrays():
-            if tensor.device.type != context.device.type:
-                raise UploadRejectedError(
-                    name,
-                    f"must be on the server's device type {context.device.type!r}, got "
-                    f"{tensor.device.type!r}",
-                )
-        self.method.check_upload(phase, reply, client, context)
-
     def receive(
-        self,
-        phase: str,
-        replies: Mapping[int, Message] | protocol.SecureSum,
-        context: RoundContext,
+        self, phase: str, replies: Mapping[int, Message] | protocol.SecureSum, context: RoundContext
     ) -> None:
         """Computes the next state of the server from the clients' replies, which were checked.
 
@@ -157,6 +137,14 @@ class Server:
     def final_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters of the final model."""
         return self.method.final_parameters(self.state)
+
+
+def _check_device(reply: Message, device_type: str) -> None:
+    """Raises UploadRejectedError if a tensor of an upload is not on the server's type of device."""
+    for name, tensor in reply.arrays():
+        if tensor.device.type != device_type:
+            reason = f"must be on the server's device type {device_type!r}, got "
+            raise UploadRejectedError(name, f"{reason}{tensor.device.type!r}")
 
 
 FIRST_EXCHANGE = "first exchange: "

@@ -181,8 +181,10 @@ def test_stragglers_and_client_networks_have_separate_rows() -> None:
 def test_budget_is_charged_per_exchange() -> None:
     plan = plan_of(settings(own={"knowledge_from": "first-phase"}))
     ledger = Ledger("a")
-    budget, other = (ClientBudget(k, book, plan) for k, book in enumerate((ledger, Ledger("b"))))
-    assert budget.secret is not other.secret
+    budget, other = (
+        ClientBudget(k, book, plan, SecretGenerator())
+        for k, book in enumerate((ledger, Ledger("b")))
+    )
     budget.check(1)
     assert ledger.releases == ()
     first = budget.charge(context(plan.run), FIRST)

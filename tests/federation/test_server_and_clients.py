@@ -284,6 +284,7 @@ def test_client_with_exhausted_budget_refuses() -> None:
     clients = [ClientRuntime(k, settings, public, own, ledgers[k]) for k, own in held]
     for client in clients:
         client.start(RunTerms(noise_multiplier=plan.sigma))
+    assert len({id(client.secret) for client in clients}) == len(clients)  # no shared noise
     ctx = plan.in_context(public)
     assert [client.prepare(ctx) for client in clients] == [None] * 3
     for row in plan.planned():

@@ -269,7 +269,7 @@ def test_real_and_synthetic_images_never_share_statistics(precision: torch.dtype
     segments = clients.segments(1)
     exact = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
     converted, positions = with_grouped_statistics(net), segments.position
-    maps = NetworkFeatures(converted, 0.7, None, precision, statistics_S=positions)
+    maps = NetworkFeatures(converted, 0.7, None, precision, statistics=positions)
     actual, expected = exact.gradient(0, maps, S), []
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))
     net.train()

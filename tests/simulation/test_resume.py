@@ -391,7 +391,9 @@ def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
         keep(self)
         (folder,) = tmp_path.glob("*/simulation_only/checkpoint")
         kinds.append(sorted(path.name.split("-")[0] for path in folder.iterdir()))
-        in_memory.append(sum(bool(client._memory) for client in self.exchange.clients))
+        in_memory.append(
+            sum(not client.stored and bool(client.memory) for client in self.exchange.clients)
+        )
 
     monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
     monkeypatch.setattr(CheckpointFolder, "memory", memory)

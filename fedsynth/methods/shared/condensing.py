@@ -254,7 +254,7 @@ class CondensingMethod(TrainsOnUnion):
         return NetworkFeatures(
             logit_weight=logit_weight,
             precision=context.precision,
-            statistics_S=statistics,
+            statistics=statistics,
             memory_bytes=context.memory_bytes // 2,
             # with privacy one more record could move others to another kernel, which changes sums
             compiled=context.compiled and isinstance(clients, ExactClientView),

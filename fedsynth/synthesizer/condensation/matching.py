@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ GPU_IMAGES = 1024
 ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
 
 
+@dataclass(eq=False)
 class NetworkFeatures:
     """The features u_w(x) = [h_w(x); b·z_w(x)] that a network computes from images.
 
@@ -54,7 +55,7 @@ class NetworkFeatures:
         precision: the precision of the embedding of real images, and of the backward passes for
             single private examples. The features of synthetic images and the classifier are always
             float32.
-        statistics_S: for networks with batch norm (`fedsynth.models.layers`), a number for each
+        statistics: for networks with batch norm (`fedsynth.models.layers`), a number for each
             (client, class) pair. Pairs with the same number share batch statistics.
         memory_bytes: the most memory in bytes that a pass should take.
         compiled: whether torch.compile is used for passes over real images, and for the operations
@@ -71,24 +72,20 @@ class NetworkFeatures:
             True, a pass must contain all images of a group of clients.
     """
 
-    def __init__(
-        self,
-        network: nn.Module | None = None,
-        logit_weight: float = 1.0,
-        augment: Augmentation | None = None,
-        precision: torch.dtype = torch.float32,
-        *,
-        statistics_S: Tensor | None = None,
-        memory_bytes: int = 2**32,
-        compiled: bool = False,
-        ipc: int = 0,
+    network: InitVar[nn.Module | None] = None
+    logit_weight: float = 1.0
+    augment: InitVar[Augmentation | None] = None
+    precision: torch.dtype = torch.float32
+    _: KW_ONLY
+    statistics: Tensor | None = None
+    memory_bytes: int = 2**32
+    compiled: InitVar[bool] = False
+    ipc: int = 0
+
+    def __post_init__(
+        self, network: nn.Module | None, augment: Augmentation | None, compiled: bool
     ) -> None:
-        self._logit_weight = logit_weight
-        self._precision = precision
-        self._statistics = statistics_S
-        self._memory_bytes = memory_bytes
-        self._ipc = ipc
-        self.mixes = statistics_S is not None
+        self.mixes = self.statistics is not None
         self._embed_compiled = None
         if compiled and not self.mixes:
             self._embed_compiled = torch.compile(self._embed)
@@ -105,8 +102,8 @@ class NetworkFeatures:
         self._augment = augment
         if network is not self._network:
             self._network = self._real = network
-            if self._precision != torch.float32:
-                self._real = copy.deepcopy(network).to(self._precision)
+            if self.precision != torch.float32:
+                self._real = copy.deepcopy(network).to(self.precision)
         elif self._real is not network:
             with torch.no_grad():
                 for p, new in zip(self._real.parameters(), network.parameters(), strict=True):
@@ -128,10 +125,10 @@ class NetworkFeatures:
         with torch.no_grad():
             at_once = len(x_NCHW)
             if not self.mixes:
-                at_once = self.images_at_once(x_NCHW, self._precision)
+                at_once = self.images_at_once(x_NCHW, self.precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
                 x = self._augmented(x, segment)
-                x = x.to(self._precision, memory_format=torch.channels_last)
+                x = x.to(self.precision, memory_format=torch.channels_last)
                 embed = self._embed
                 if self._embed_compiled is not None and len(x) == at_once:
                     embed = self._embed_compiled
@@ -151,8 +148,8 @@ class NetworkFeatures:
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
         embed_vjp = getattr(self._network, "embed_vjp", lambda *_, **options: None)
-        precision = torch.float32 if exact else self._precision
-        full = self._ipc * segments_at_once(self, x, max(1, self._ipc))
+        precision = torch.float32 if exact else self.precision
+        full = self.ipc * segments_at_once(self, x, max(1, self.ipc))
         compiled = self._embed_compiled is not None and len(x) == full
         embedded = embed_vjp(x.detach(), precision, compiled=compiled)
         if embedded is None:
@@ -164,7 +161,7 @@ class NetworkFeatures:
         width = h.shape[1]
 
         def through(g_VND: Tensor) -> Tensor:
-            pulled = pull(g_VND[..., :width] + self._logit_weight * (g_VND[..., width:] @ weight))
+            pulled = pull(g_VND[..., :width] + self.logit_weight * (g_VND[..., width:] @ weight))
             return pulled if x is leaf else _gradients(x, leaf, pulled)
 
         with torch.no_grad():
@@ -180,7 +177,7 @@ class NetworkFeatures:
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         image_bytes = scalars * precision.itemsize
         cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // image_bytes
-        in_memory = self._memory_bytes // (ACTIVATIONS * image_bytes)
+        in_memory = self.memory_bytes // (ACTIVATIONS * image_bytes)
         return power_of_two(min(chunk(x_NCHW.device), in_memory, cached))
 
     def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -189,8 +186,8 @@ class NetworkFeatures:
         return self._augment(x_NCHW, segment_N)
 
     def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        if self._statistics is not None:
-            SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
+        if self.statistics is not None:
+            SharedStatistics.of(network).assign(self.statistics[segment_N], len(self.statistics))
         if not torch.is_grad_enabled():
             # `to`, not `contiguous`: the latter leaves images of one channel unchanged, and their
             # convolutions then run in NCHW
@@ -198,7 +195,7 @@ class NetworkFeatures:
         return network.embed(x_NCHW)  # type: ignore[operator]
 
     def _with_logits(self, h_ND: Tensor) -> Tensor:
-        return torch.cat([h_ND, self._logit_weight * self._network.classifier(h_ND)], dim=1)
+        return torch.cat([h_ND, self.logit_weight * self._network.classifier(h_ND)], dim=1)
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
